@@ -1,0 +1,62 @@
+# Every target sets up what it needs; `make help` lists them. Python 3.11 or newer is looked for under PYTHON.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint format protos docs bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## make .venv with FedLoom and everything its tests need
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "make setup: $(PYTHON) is $$($(PYTHON) --version 2>&1 || true); allowed: Python 3.11 or newer." >&2; \
+		echo "  Name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@if $(BIN)/uv --version >/dev/null 2>&1 || $(BIN)/pip install --quiet --disable-pip-version-check uv; then \
+		echo "setup: installing FedLoom with uv"; \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
+	else \
+		echo "setup: uv cannot be had, installing FedLoom with pip (slower)"; \
+		$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'; \
+	fi
+	@touch $@
+	@echo "setup: done"
+
+run: setup ## train PeFLL, FedAvg and Local on Fashion-MNIST and compare what each client would get
+	@$(BIN)/fedloom data fetch fashion-mnist
+	@./experiments/quickstart.sh
+
+# One thread per process: the tests run in several, and two that fight over a core are slower than one.
+test: export OMP_NUM_THREADS = 1
+test: export MKL_NUM_THREADS = 1
+test: lint ## lint, then every test
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy --strict, buf
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/buf lint
+
+format: setup ## let ruff mend what it can
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+
+protos: setup ## generate src/fedloom/transport/wire from protos/
+	@$(BIN)/python -m grpc_tools.protoc -I fedloom/transport/wire=protos/fedloom/v1 --python_out=src --pyi_out=src \
+		fedloom/transport/wire/federation.proto
+
+docs: setup ## write the pages that are made from the code
+	@$(BIN)/python docs/generate_keys.py
+
+bench: setup ## measure local training against a bare PyTorch loop
+	@$(BIN)/python benchmarks/local_training.py
+
+clean: ## remove what tests and tools leave behind; .venv, data and runs stay
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -1,0 +1,84 @@
+"""Failure classes and exit codes: the one table that every command, component and pod shares (docs/exit-codes.md)."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a FedLoom process exits with. On Kubernetes 2, 3 and 4 are never retried."""
+
+    OK = 0
+    EXPERIMENT = 2
+    DATA = 3
+    REFUSED = 4
+    QUORUM = 5
+    STORAGE = 6
+    WORKER_LOST = 7
+    ABANDONED = 8
+    INTERRUPTED = 130
+
+
+class FedloomError(Exception):
+    """A failure with a class of its own.
+
+    The message says what was found and what is allowed; ``hint`` is the command or change that mends it.
+    Subclasses fix ``exit_code``; a bare ``FedloomError`` is never raised.
+    """
+
+    exit_code: ExitCode
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """Return the message, and the hint on a line of its own."""
+        message = super().__str__()
+        return message if self.hint is None else f"{message}\n  {self.hint}"
+
+
+class ExperimentError(FedloomError):
+    """An experiment file, option or combination that cannot run."""
+
+    exit_code = ExitCode.EXPERIMENT
+
+
+class DataError(FedloomError):
+    """Data that is missing, corrupt or not what its manifest says."""
+
+    exit_code = ExitCode.DATA
+
+
+class RefusedError(FedloomError):
+    """The other side refused us: protocol, version, authentication."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class QuorumError(FedloomError):
+    """A round failed in all its attempts: too few replies, or an update that is not finite."""
+
+    exit_code = ExitCode.QUORUM
+
+
+class StorageError(FedloomError):
+    """Something could not be written or read where artifacts live."""
+
+    exit_code = ExitCode.STORAGE
+
+
+class WorkerLostError(FedloomError):
+    """A worker was lost more often than it is restarted; the run can be resumed."""
+
+    exit_code = ExitCode.WORKER_LOST
+
+
+class AbandonedError(FedloomError):
+    """A worker gave up: its aggregator is gone."""
+
+    exit_code = ExitCode.ABANDONED
+
+
+class InterruptedRun(FedloomError):
+    """The user or the system asked the run to stop; it can be resumed."""
+
+    exit_code = ExitCode.INTERRUPTED
