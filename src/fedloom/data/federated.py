@@ -1,0 +1,159 @@
+"""The federated data set on disk: a manifest, and one shard per client that a worker loads alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedloom.data.manifest import (
+    MEND,
+    SPLITS,
+    ClientEntry,
+    Manifest,
+    Normalization,
+    read_manifest,
+    read_shard,
+    shard_path,
+)
+from fedloom.errors import DataError
+
+__all__ = ["ClientData", "ClientEntry", "FederatedDataset", "Manifest", "Normalization", "Split"]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Examples of one client: ``x`` [n, *input_shape] float, normalized; ``y`` [n] int64, or None if unlabelled."""
+
+    x: Tensor
+    y: Tensor | None
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return int(self.x.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """One client's private data.
+
+    Attributes
+    ----------
+    id
+        Stable id, as in the manifest.
+    train, validation, test
+        Disjoint, of one class mix.
+    classes
+        C, of the whole data set.
+    """
+
+    id: str
+    train: Split
+    validation: Split
+    test: Split
+    classes: int
+
+    @property
+    def present(self) -> Tensor:
+        """``[C]`` bool: the labels that occur in the train split.
+
+        Raises
+        ------
+        DataError
+            If the train split has no labels.
+        """
+        if self.train.y is None:
+            raise DataError(
+                f"client {self.id} has no training labels, so the classes it has are not known",
+                hint="set evaluation.label_mask: false, or give the client labels",
+            )
+        return torch.bincount(self.train.y, minlength=self.classes) > 0
+
+
+class FederatedDataset:
+    """A partition on disk, read one client at a time.
+
+    Parameters
+    ----------
+    folder
+        Holds ``partition.json`` and ``shards/<client>.safetensors``.
+    manifest
+        What ``partition.json`` says.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._loaded: dict[str, ClientData] = {}
+
+    @classmethod
+    def open(cls, folder: Path | str) -> FederatedDataset:
+        """Open a partition; reads the manifest and no shard.
+
+        Raises
+        ------
+        DataError
+            If the manifest is missing or damaged.
+        """
+        return cls(Path(folder), read_manifest(Path(folder)))
+
+    def verify(self) -> None:
+        """Check every shard against its hash, keeping nothing in memory.
+
+        Raises
+        ------
+        DataError
+            If one is missing or damaged.
+        """
+        for entry in self.manifest.clients:
+            read_shard(self.folder, entry)
+
+    def client(self, client: str) -> ClientData:
+        """Return one client's data, checked against the manifest, normalized to float32, and kept.
+
+        Raises
+        ------
+        DataError
+            If there is no such client, or its shard is missing or not what the manifest says.
+        """
+        if client not in self._loaded:
+            self._loaded[client] = self._load(self.manifest.entry(client))
+        return self._loaded[client]
+
+    def _load(self, entry: ClientEntry) -> ClientData:
+        path = shard_path(self.folder, entry.id)
+        content = read_shard(self.folder, entry)
+        try:
+            tensors = safetensors.torch.load(content)
+        except SafetensorError as error:
+            raise DataError(f"the shard {path} is not a safetensors file: {error}", hint=MEND) from error
+        train, validation, test = (self._split(entry, name, tensors, path) for name in SPLITS)
+        return ClientData(entry.id, train, validation, test, self.manifest.classes)
+
+    def _split(self, entry: ClientEntry, name: str, tensors: dict[str, Tensor], path: Path) -> Split:
+        x, y = tensors.get(f"{name}_x"), tensors.get(f"{name}_y")
+        shape = (entry.size(name), *self.manifest.input_shape)
+        if x is None or tuple(x.shape) != shape or x.dtype != torch.uint8:
+            found = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
+            raise DataError(f"{name}_x in {path}: expected torch.uint8 {shape}, found {found}", hint=MEND)
+        if y is not None:
+            y = y.long()
+            if tuple(y.shape) != shape[:1] or (
+                len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.manifest.classes
+            ):
+                raise DataError(
+                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {self.manifest.classes - 1}", hint=MEND
+                )
+        return Split(normalize(x, self.manifest.normalization), y)
+
+
+def normalize(x: Tensor, normalization: Normalization) -> Tensor:
+    """Scale pixels to 0 ... 1 and standardize each channel: uint8 ``[n, channels, ...]`` to float32 of that shape."""
+    per_channel = (1, -1, *[1] * (x.dim() - 2))
+    mean = torch.tensor(normalization.mean, dtype=torch.float32).reshape(per_channel)
+    std = torch.tensor(normalization.std, dtype=torch.float32).reshape(per_channel)
+    return (x.float() / 255 - mean) / std

@@ -1,0 +1,242 @@
+"""The manifest of a federated data set: everything about it but the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedloom.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VERSION = 1
+MEND = "make it again: fedloom partition EXPERIMENT"
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class ClientEntry:
+    """What the manifest says of one client.
+
+    Attributes
+    ----------
+    id
+        Stable id; also the name of its shard.
+    seen
+        Whether it takes part in training.
+    train, validation, test
+        Number of examples in each split.
+    class_counts
+        For each split, examples of each class ``[C]``; all zero where the split has no labels.
+    sha256
+        Of the shard file, hex.
+    """
+
+    id: str
+    seen: bool
+    train: int
+    validation: int
+    test: int
+    class_counts: Mapping[str, tuple[int, ...]]
+    sha256: str
+
+    def size(self, split: str) -> int:
+        """Number of examples in a split, by its name."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}[split]
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Mean and standard deviation of each channel over the training pool, of pixels scaled to 0 ... 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A federated data set without its data: who has how much of what, and how it came about.
+
+    Attributes
+    ----------
+    version
+        Of this format.
+    dataset, classes, class_names, input_shape
+        The source: its name, C, what the classes are called, shape of one input.
+    scheme, seed, unseen_fraction, validation_fraction
+        The settings it was dealt with.
+    normalization
+        To apply to every input.
+    source_sha256
+        Of the official files, hex, by name.
+    clients
+        In order.
+    """
+
+    version: int
+    dataset: str
+    classes: int
+    class_names: tuple[str, ...]
+    input_shape: tuple[int, ...]
+    scheme: Mapping[str, Any]
+    seed: int
+    unseen_fraction: float
+    validation_fraction: float
+    normalization: Normalization
+    source_sha256: Mapping[str, str]
+    clients: tuple[ClientEntry, ...]
+
+    @cached_property
+    def roster(self) -> tuple[str, ...]:
+        """Ids of the seen clients, in order."""
+        return tuple(client.id for client in self.clients if client.seen)
+
+    @cached_property
+    def unseen(self) -> tuple[str, ...]:
+        """Ids of the unseen clients, in order."""
+        return tuple(client.id for client in self.clients if not client.seen)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sha256 of the canonical JSON, hex: names this partition."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @cached_property
+    def _entries(self) -> dict[str, ClientEntry]:
+        return {client.id: client for client in self.clients}
+
+    def entry(self, client: str) -> ClientEntry:
+        """Return what is known of a client.
+
+        Raises
+        ------
+        DataError
+            If there is no such client.
+        """
+        if client not in self._entries:
+            raise DataError(
+                f"client {client!r} is not in the partition of {self.dataset}; "
+                f"allowed: one of its {len(self.clients)} clients, {self.clients[0].id} to {self.clients[-1].id}"
+            )
+        return self._entries[client]
+
+    def class_proportions(self) -> Tensor:
+        """Return the class mixes π of the train splits, ``[n, C]`` float64; a row of zeros for an unlabelled client."""
+        import torch  # here, so that whoever only reads a manifest need not import torch
+
+        counts = torch.tensor([client.class_counts["train"] for client in self.clients], dtype=torch.float64)
+        return counts / counts.sum(1, keepdim=True).clamp(min=1)
+
+    def to_json(self) -> str:
+        """Return the canonical JSON: sorted keys, no spaces."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str = "the manifest") -> Manifest:
+        """Return the manifest in a JSON text.
+
+        Parameters
+        ----------
+        where
+            What to call it in errors.
+
+        Raises
+        ------
+        DataError
+            If it is not a manifest of this version, or contradicts itself.
+        """
+        try:
+            manifest = _ADAPTER.validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"]) or "the whole text"
+            raise DataError(f"{where} is damaged: {key}: {first['msg']}", hint=MEND) from error
+        fault = _contradiction(manifest)
+        if fault is not None:
+            raise DataError(f"{where} is damaged: {fault}", hint=MEND)
+        return manifest
+
+
+_ADAPTER = TypeAdapter(Manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a partition on disk.
+
+    Raises
+    ------
+    DataError
+        If it is missing or damaged.
+    """
+    path = folder / "partition.json"
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"no partition here: expected its manifest in {path}", hint=MEND) from None
+    return Manifest.from_json(text, where=str(path))
+
+
+def shard_path(folder: Path, client: str) -> Path:
+    """Where a client's shard is in a partition."""
+    return folder / "shards" / f"{client}.safetensors"
+
+
+def read_shard(folder: Path, entry: ClientEntry) -> bytes:
+    """Return the bytes of a client's shard, compared with their hash.
+
+    Raises
+    ------
+    DataError
+        If the shard is missing or damaged.
+    """
+    path = shard_path(folder, entry.id)
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"the shard of client {entry.id} is missing: expected {path}", hint=MEND) from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != entry.sha256:
+        raise DataError(f"the shard {path} is damaged: expected sha256 {entry.sha256}, found {found}", hint=MEND)
+    return content
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """Say what is wrong within a manifest, or None."""
+    if manifest.version != VERSION:
+        return f"version is {manifest.version}, expected {VERSION}"
+    if len(manifest.class_names) != manifest.classes:
+        return f"{len(manifest.class_names)} class_names, expected {manifest.classes} (classes)"
+    channels = manifest.input_shape[0] if manifest.input_shape else 0
+    if not len(manifest.normalization.mean) == len(manifest.normalization.std) == channels:
+        return f"normalization, expected one mean and one std for each of {channels} channel(s)"
+    if not all(std > 0 for std in manifest.normalization.std):
+        return f"normalization.std is {list(manifest.normalization.std)}, expected numbers above 0"
+    if not manifest.clients:
+        return "it has no clients"
+    if len({client.id for client in manifest.clients}) != len(manifest.clients):
+        return "a client id occurs twice"
+    for client in manifest.clients:
+        # An id names a file, so it must not be able to name one elsewhere.
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", client.id):
+            return f"client id {client.id!r}, expected letters, digits, '.', '_' and '-'"
+        if not re.fullmatch(r"[0-9a-f]{64}", client.sha256):
+            return f"sha256 of {client.id} is {client.sha256!r}, expected 64 hex digits"
+        if set(client.class_counts) != set(SPLITS):
+            return f"class_counts of {client.id} has {sorted(client.class_counts)}, expected {sorted(SPLITS)}"
+        for split in SPLITS:
+            size, counts = client.size(split), client.class_counts[split]
+            if size < 0 or min(counts, default=0) < 0 or len(counts) != manifest.classes:
+                return f"{split} of {client.id}, expected {manifest.classes} class counts, none negative"
+            if sum(counts) not in (0, size):
+                return f"{split} of {client.id} has {size} examples and class counts that sum to {sum(counts)}"
+    return None

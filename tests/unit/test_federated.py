@@ -1,0 +1,279 @@
+"""The federated data set on disk: what the manifest says is what a client gets, or an error that names the fault."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from fedloom.data import partition as partitioning
+from fedloom.data import sources
+from fedloom.data.federated import FederatedDataset, Manifest, normalize
+from fedloom.data.manifest import Normalization
+from fedloom.data.partition import partition
+from fedloom.data.schemes import ClassesScheme
+from fedloom.errors import DataError, ExitCode, ExperimentError
+
+SCHEME = ClassesScheme(clients=6, classes_per_client=2)
+
+
+def make(root: Path, **changes: Any) -> Path:
+    inputs: dict[str, Any] = {
+        "scheme": SCHEME,
+        "seed": 1,
+        "unseen_fraction": 1 / 3,
+        "validation_fraction": 0.25,
+        "root": root,
+    } | changes
+    return partition("tiny", **inputs)
+
+
+@pytest.fixture
+def folder(tiny_root: Path) -> Path:
+    return make(tiny_root)
+
+
+def rewrite(folder: Path, client: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace a shard, and its hash in the manifest."""
+    content = safetensors.torch.save(tensors)
+    (folder / "shards" / f"{client}.safetensors").write_bytes(content)
+    manifest = FederatedDataset.open(folder).manifest
+    entries = tuple(
+        replace(entry, sha256=hashlib.sha256(content).hexdigest()) if entry.id == client else entry
+        for entry in manifest.clients
+    )
+    (folder / "partition.json").write_text(replace(manifest, clients=entries).to_json())
+
+
+def test_clients_get_what_the_manifest_says(folder: Path, tiny_root: Path) -> None:
+    dataset = FederatedDataset.open(folder)
+    manifest = dataset.manifest
+    train, test = sources.load(sources.find("tiny"), tiny_root)
+    assert (manifest.dataset, manifest.classes, manifest.input_shape) == ("tiny", 5, (1, 6, 6))
+    assert len(manifest.roster) == 4
+    assert len(manifest.unseen) == 2
+    assert sorted(manifest.roster + manifest.unseen) == [f"client-000{i}" for i in range(6)]
+    official = {image.tobytes() for image in train.images}, {image.tobytes() for image in test.images}
+    for entry in manifest.clients:
+        client = dataset.client(entry.id)
+        assert client is dataset.client(entry.id)
+        for split, pool in (("train", 0), ("validation", 0), ("test", 1)):
+            data = getattr(client, split)
+            assert len(data) == entry.size(split) > 0
+            assert data.x.dtype == torch.float32
+            assert torch.bincount(data.y, minlength=5).tolist() == list(entry.class_counts[split])
+            pixels = (data.x * manifest.normalization.std[0] + manifest.normalization.mean[0]) * 255
+            assert all(image.round().byte().numpy().tobytes() in official[pool] for image in pixels)
+        assert client.present.tolist() == [count > 0 for count in entry.class_counts["train"]]
+        assert int(client.present.sum()) == 2
+
+
+def test_class_proportions_are_those_of_the_train_splits(folder: Path) -> None:
+    manifest = FederatedDataset.open(folder).manifest
+    proportions = manifest.class_proportions()
+    assert proportions.shape == (6, 5)
+    assert proportions.dtype == torch.float64
+    assert torch.allclose(proportions.sum(1), torch.ones(6, dtype=torch.float64))
+    first = manifest.clients[0]
+    assert proportions[0].tolist() == [count / first.train for count in first.class_counts["train"]]
+
+
+def test_normalization_by_channel() -> None:
+    x = torch.tensor([[[[0, 255]], [[51, 102]]]], dtype=torch.uint8)
+    found = normalize(x, Normalization((0.5, 0.2), (0.25, 0.1)))
+    assert torch.allclose(found, torch.tensor([[[[-2.0, 2.0]], [[0.0, 2.0]]]]), atol=1e-6)
+
+
+def test_a_manifest_survives_its_json(folder: Path) -> None:
+    manifest = FederatedDataset.open(folder).manifest
+    again = Manifest.from_json(manifest.to_json())
+    assert again == manifest
+    assert again.fingerprint == hashlib.sha256((folder / "partition.json").read_bytes()).hexdigest()
+
+
+def test_the_same_inputs_give_the_same_bytes_elsewhere(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "datasets").symlink_to(tiny_root / "datasets")
+    other = make(tmp_path / "other")
+    assert other.name == folder.name
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert len(files) == 7
+    for path in files:
+        assert (other / path).read_bytes() == (folder / path).read_bytes()
+
+
+def test_every_input_is_part_of_the_name(tiny_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        make(tiny_root).name,
+        make(tiny_root, seed=2).name,
+        make(tiny_root, unseen_fraction=0.5).name,
+        make(tiny_root, validation_fraction=0.3).name,
+        make(tiny_root, scheme=ClassesScheme(clients=6, classes_per_client=3)).name,
+        make(tiny_root, scheme=ClassesScheme(clients=6, classes_per_client=2, train_per_client=8)).name,
+    ]
+    monkeypatch.setattr(partitioning, "DEALING", 999)
+    names.append(make(tiny_root).name)
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("tiny-") and len(name) == len("tiny-") + 12 for name in names)
+
+
+def test_a_partition_is_made_once(folder: Path, tiny_root: Path) -> None:
+    for path in (tiny_root / "datasets" / "tiny").iterdir():
+        path.unlink()
+    assert make(tiny_root) == folder
+    with pytest.raises(DataError, match="fedloom data fetch tiny"):
+        make(tiny_root, seed=2)
+
+
+def test_nothing_is_left_of_a_partition_that_failed(tiny_root: Path) -> None:
+    with pytest.raises(ExperimentError, match="clients: found 500"):
+        make(tiny_root, scheme=ClassesScheme(clients=500, classes_per_client=2))
+    assert [path for path in (tiny_root / "partitions").iterdir() if path.suffix != ".lock"] == []
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (flip, ["is damaged: expected sha256", "found"]),
+        (lambda path: path.write_bytes(path.read_bytes()[:-10]), ["is damaged: expected sha256"]),
+        (Path.unlink, ["is missing: expected"]),
+    ],
+)
+def test_a_damaged_shard_is_an_error_and_can_be_mended(
+    damage: Callable[[Path], None], words: list[str], folder: Path, tiny_root: Path
+) -> None:
+    shard = folder / "shards" / "client-0003.safetensors"
+    intact = shard.read_bytes()
+    damage(shard)
+    dataset = FederatedDataset.open(make(tiny_root))
+    dataset.client("client-0002")
+    with pytest.raises(DataError, match="client-0003"):
+        dataset.verify()
+    with pytest.raises(DataError) as error:
+        dataset.client("client-0003")
+    assert error.value.exit_code == ExitCode.DATA
+    for word in [*words, str(shard), "fedloom partition EXPERIMENT"]:
+        assert word in str(error.value)
+    assert make(tiny_root, mend=True) == folder
+    assert shard.read_bytes() == intact
+    FederatedDataset.open(folder).client("client-0003")
+
+
+def test_a_missing_manifest_is_an_error_and_can_be_mended(folder: Path, tiny_root: Path) -> None:
+    intact = (folder / "partition.json").read_bytes()
+    (folder / "partition.json").unlink()
+    with pytest.raises(DataError, match=r"expected its manifest in .*partition\.json\n.*fedloom partition"):
+        FederatedDataset.open(folder)
+    make(tiny_root, mend=True)
+    assert (folder / "partition.json").read_bytes() == intact
+
+
+def change(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest.update(values)
+
+
+def change_client(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["clients"][1].update(values)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (change(version=2), ["version is 2, expected 1"]),
+        (change(classes="five"), ["classes: "]),
+        (change(class_names=["a"]), ["1 class_names, expected 5"]),
+        (change(normalization={"mean": [0.1, 0.2], "std": [1.0, 1.0]}), ["1 channel"]),
+        (change(normalization={"mean": [0.1], "std": [0.0]}), ["above 0"]),
+        (change(clients=[]), ["no clients"]),
+        (change_client(id="client-0000"), ["occurs twice"]),
+        (change_client(id="../../etc/passwd"), ["'../../etc/passwd'"]),
+        (change_client(sha256="abc"), ["64 hex digits"]),
+        (change_client(train=1), ["train of client-0001 has 1 examples", "sum to"]),
+        (change_client(test=-1), ["test of client-0001"]),
+        (change_client(class_counts={"train": [1] * 5}), ["class_counts of client-0001"]),
+        (lambda manifest: manifest.pop("seed"), ["seed"]),
+    ],
+)
+def test_a_damaged_manifest_is_named(damage: Callable[[dict[str, Any]], None], words: list[str], folder: Path) -> None:
+    path = folder / "partition.json"
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError) as error:
+        FederatedDataset.open(folder)
+    for word in [*words, str(path), "is damaged", "fedloom partition EXPERIMENT"]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00\xff"])
+def test_what_is_no_manifest_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match="the manifest is damaged"):
+        Manifest.from_json(text)
+
+
+def test_an_unknown_client_is_refused_with_those_there_are(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"'client-9' is not in .* client-0000 to client-0005"):
+        FederatedDataset.open(folder).client("client-9")
+
+
+def test_a_client_may_lack_labels(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / "shards" / "client-0001.safetensors")
+    del tensors["train_y"]
+    rewrite(folder, "client-0001", tensors)
+    dataset = FederatedDataset.open(folder)
+    client = dataset.client("client-0001")
+    assert client.train.y is None
+    assert client.test.y is not None
+    with pytest.raises(DataError, match="client-0001 has no training labels"):
+        _ = client.present
+
+
+def test_an_unlabelled_client_has_no_class_mix(folder: Path) -> None:
+    manifest = FederatedDataset.open(folder).manifest
+    counts = {**manifest.clients[0].class_counts, "train": (0, 0, 0, 0, 0)}
+    unlabelled = replace(manifest, clients=(replace(manifest.clients[0], class_counts=counts), *manifest.clients[1:]))
+    assert Manifest.from_json(unlabelled.to_json()).class_proportions()[0].tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda t: t.pop("train_x"), "train_x in .*: expected torch.uint8 .*, found none"),
+        (lambda t: t.update(test_x=t["test_x"].float()), "test_x in .*found torch.float32"),
+        (lambda t: t.update(test_x=t["test_x"][1:].clone()), "test_x in .*expected torch.uint8"),
+        (lambda t: t.update(train_y=t["train_y"] + 5), r"train_y in .*labels in 0 \.\.\. 4"),
+        (lambda t: t.update(train_y=t["train_y"] - 5), r"train_y in .*labels in 0 \.\.\. 4"),
+        (lambda t: t.update(train_y=t["train_y"][1:].clone()), "train_y in"),
+    ],
+)
+def test_a_shard_that_contradicts_the_manifest_is_refused(
+    damage: Callable[[dict[str, torch.Tensor]], None], words: str, folder: Path
+) -> None:
+    tensors = safetensors.torch.load_file(folder / "shards" / "client-0001.safetensors")
+    damage(tensors)
+    rewrite(folder, "client-0001", tensors)
+    with pytest.raises(DataError, match=words):
+        FederatedDataset.open(folder).client("client-0001")
+
+
+def test_a_shard_that_is_not_safetensors_is_refused(folder: Path) -> None:
+    shard = folder / "shards" / "client-0001.safetensors"
+    shard.write_bytes(b"not a shard")
+    manifest = FederatedDataset.open(folder).manifest
+    entries = [replace(entry, sha256=hashlib.sha256(b"not a shard").hexdigest()) for entry in manifest.clients]
+    (folder / "partition.json").write_text(replace(manifest, clients=tuple(entries)).to_json())
+    with pytest.raises(DataError, match="not a safetensors file"):
+        FederatedDataset.open(folder).client("client-0001")

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.data import idx
+from fedloom.errors import DataError, ExitCode
+
+GOOD = struct.pack(">BBBB3I", 0, 0, 8, 3, 2, 3, 4) + bytes(range(24))
+
+
+def test_reads_shape_and_bytes_in_order() -> None:
+    images = idx.parse(GOOD, "images", 3)
+    assert images.dtype == np.uint8
+    assert np.array_equal(images, np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
+
+
+def test_an_empty_set_is_an_array_without_rows() -> None:
+    assert idx.parse(struct.pack(">BBBB1I", 0, 0, 8, 1, 0), "labels", 1).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["starts with the bytes (none: it is empty)", "00 00 08 03"]),
+        (GOOD[:3], ["starts with the bytes 00 00 08;"]),
+        (GOOD[:9], ["truncated", "9 bytes", "header of 16"]),
+        (GOOD[:-1], ["truncated", "39 bytes", "expected 40", "(2, 3, 4)"]),
+        (GOOD + b"\0", ["too long", "41 bytes", "expected 40"]),
+        (b"\0\0\x0d\x03" + GOOD[4:], ["00 00 0d 03", "expected 00 00 08 03"]),
+        (b"\0\0\x08\x01" + GOOD[4:], ["00 00 08 01", "3 dimension(s)"]),
+        (b"PNG!" + GOOD[4:], ["50 4e 47 21"]),
+        (gzip.compress(GOOD), ["gzip-compressed", "uncompressed IDX"]),
+    ],
+)
+def test_what_is_wrong_is_named(content: bytes, words: list[str]) -> None:
+    with pytest.raises(DataError) as error:
+        idx.parse(content, "train-images", 3)
+    assert error.value.exit_code == ExitCode.DATA
+    assert "train-images" in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_read_or_refused(content: bytes) -> None:
+    try:
+        array = idx.parse(content, "file", 1)
+    except DataError:
+        return
+    assert 8 + len(array) == len(content)

@@ -1,0 +1,429 @@
+"""Who gets what: properties that hold for every scheme, pool and seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from fedloom.data import sources
+from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.partition import Deal, Dealing, deal_examples, largest_remainders, normalization, quotas, sizes
+from fedloom.data.schemes import (
+    ClassesScheme,
+    DirichletScheme,
+    IidScheme,
+    Scheme,
+    deal_classes,
+    unseen_count,
+)
+from fedloom.errors import ExitCode, ExperimentError
+
+SPLITS = ("train", "validation", "test")
+SEEDS = st.integers(0, 2**63)
+
+
+def labels(counts: list[int]) -> NDArray[np.int64]:
+    """Labels with these class counts, in a mixed order."""
+    ordered = np.repeat(np.arange(len(counts)), counts)
+    return ordered[shuffled(keyed_generator(0, "test"), len(ordered))]
+
+
+def dealing(scheme: Scheme, seed: int = 1, unseen: float = 0.25, validation: float = 1 / 6) -> Dealing:
+    return Dealing(scheme, seed, unseen, validation)
+
+
+def class_counts(deal: Deal, split: str, pool: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
+    return np.stack([np.bincount(pool[hand], minlength=classes) for hand in deal.examples[split]])
+
+
+@st.composite
+def schemes(draw: st.DrawFn, classes: int) -> Scheme:
+    common = {
+        "clients": draw(st.integers(1, 9)),
+        "test_per_client": draw(st.none() | st.integers(1, 6)),
+    }
+    cap = draw(st.none() | st.integers(5, 20))
+    kind = draw(st.sampled_from(["classes", "dirichlet", "iid"]))
+    if kind == "classes":
+        k = draw(st.integers(1, classes))
+        weights = draw(st.none() | st.lists(st.integers(1, 5), min_size=k, max_size=k))
+        shares = None if weights is None else tuple(w / sum(weights) for w in weights)
+        return ClassesScheme(**common, train_per_client=cap, classes_per_client=k, shares=shares)
+    if kind == "dirichlet":
+        alphas = st.floats(0.01, 10)
+        return DirichletScheme(
+            **common, train_per_client=cap, alpha=draw(alphas), alpha_unseen=draw(st.none() | alphas)
+        )
+    return IidScheme(**common, train_per_client=cap)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Dealing]:
+    classes = draw(st.integers(1, 5))
+    train = draw(st.lists(st.integers(30, 90), min_size=classes, max_size=classes))
+    test = draw(st.lists(st.integers(5, 25), min_size=classes, max_size=classes))
+    scheme = draw(schemes(classes))
+    return train, test, Dealing(scheme, draw(SEEDS), draw(st.floats(0, 0.9)), draw(st.floats(0.1, 0.5)))
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(problem: tuple[list[int], list[int], Dealing]) -> None:
+    train, test, how = problem
+    try:
+        deal = deal_examples(labels(train), labels(test), len(train), how)
+    except ExperimentError:
+        return
+    from_train = np.concatenate([*deal.examples["train"], *deal.examples["validation"]])
+    from_test = np.concatenate(deal.examples["test"])
+    for dealt, count in ((from_train, sum(train)), (from_test, sum(test))):
+        assert len(np.unique(dealt)) == len(dealt)
+        assert dealt.min() >= 0
+        assert dealt.max() < count
+    assert np.isin(np.concatenate(deal.examples["train"]), deal.training_pool).all()
+    assert not np.isin(np.concatenate(deal.examples["validation"]), deal.training_pool).any()
+    assert len(deal.training_pool) == sum(train) - round(sum(train) * how.validation_fraction)
+    for split in SPLITS:
+        assert len(deal.examples[split]) == how.scheme.clients
+        assert all(len(hand) > 0 and np.all(np.diff(hand) > 0) for hand in deal.examples[split])
+    assert deal.seen.sum() == how.scheme.clients - unseen_count(how.scheme.clients, how.unseen_fraction)
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
+    problem: tuple[list[int], list[int], Dealing],
+) -> None:
+    train, test, how = problem
+    pools = {"train": labels(train), "validation": labels(train), "test": labels(test)}
+    try:
+        deal = deal_examples(pools["train"], pools["test"], len(train), how)
+    except ExperimentError:
+        return
+    available = np.bincount(pools["train"][deal.training_pool], minlength=len(train))
+    mixes = how.scheme.mixes(available, deal.seen, how.seed)
+    caps = {"train": how.scheme.train_per_client, "test": how.scheme.test_per_client, "validation": None}
+    held_out = np.array(train) - available
+    of_pool = {"train": available, "validation": held_out, "test": np.array(test)}
+    for split in SPLITS:
+        counts = class_counts(deal, split, pools[split], len(train))
+        size = sizes(mixes, of_pool[split], caps[split])
+        exact = mixes * size[:, None]
+        assert np.all(counts >= np.floor(exact - 1e-6))
+        assert np.all(counts <= np.ceil(exact + 1e-6))
+        assert np.all(size - counts.sum(1) < len(train))
+        if caps[split] is not None:
+            assert counts.sum(1).max() <= caps[split]
+
+
+@given(problems())
+@settings(max_examples=40, deadline=None)
+def test_the_same_inputs_deal_the_same(problem: tuple[list[int], list[int], Dealing]) -> None:
+    train, test, how = problem
+
+    def outcome() -> list[list[int]] | str:
+        try:
+            deal = deal_examples(labels(train), labels(test), len(train), how)
+        except ExperimentError as error:
+            return str(error)
+        return [deal.seen.tolist(), *(hand.tolist() for split in SPLITS for hand in deal.examples[split])]
+
+    assert outcome() == outcome()
+
+
+@given(n=st.integers(1, 40), classes=st.integers(1, 12), k=st.integers(1, 12), seed=SEEDS)
+@settings(max_examples=200, deadline=None)
+def test_classes_are_dealt_distinct_and_evenly_for_every_seed(n: int, classes: int, k: int, seed: int) -> None:
+    k = min(k, classes)
+    held = deal_classes(n, classes, k, seed)
+    assert held.shape == (n, k)
+    assert all(len(set(row)) == k for row in held.tolist())
+    times = np.bincount(held.reshape(-1), minlength=classes)
+    assert times.sum() == n * k
+    assert times.max() - times.min() <= 1
+
+
+@given(n=st.integers(1, 30), classes=st.integers(1, 8), k=st.integers(1, 8), seed=SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_classes_never_fails_where_each_place_has_an_example(n: int, classes: int, k: int, seed: int) -> None:
+    k = min(k, classes)
+    # Two examples for each of the ⌈nk/C⌉ places of a class are enough in every split.
+    places = -(-n * k // classes)
+    how = dealing(ClassesScheme(clients=n, classes_per_client=k), seed, validation=0.5)
+    deal = deal_examples(labels([4 * places] * classes), labels([2 * places] * classes), classes, how)
+    counts = class_counts(deal, "train", labels([4 * places] * classes), classes)
+    assert np.all((counts > 0).sum(1) == k)
+
+
+def test_the_protocol_of_the_papers_gives_every_client_500_100_100() -> None:
+    how = dealing(ClassesScheme(clients=100, classes_per_client=2), unseen=0.1)
+    pool, test = labels([6000] * 10), labels([1000] * 10)
+    deal = deal_examples(pool, test, 10, how)
+    for split, of, size in (("train", pool, 500), ("validation", pool, 100), ("test", test, 100)):
+        counts = class_counts(deal, split, of, 10)
+        assert np.all(np.sort(counts, axis=1)[:, -2:] == size // 2)
+        assert np.all(counts.sum(1) == size)
+    assert deal.seen.sum() == 90
+
+
+def test_three_of_ten_classes_for_a_hundred_clients_use_every_example() -> None:
+    how = dealing(ClassesScheme(clients=100, classes_per_client=3))
+    deal = deal_examples(labels([600] * 10), labels([100] * 10), 10, how)
+    assert [len(hand) for hand in deal.examples["train"]] == [50] * 100
+    assert [len(hand) for hand in deal.examples["test"]] == [10] * 100
+
+
+def test_class_pairs_are_as_frequent_as_chance_makes_them() -> None:
+    pairs = Counter[tuple[int, ...]]()
+    seeds, n = 40, 100
+    for seed in range(seeds):
+        pairs.update(tuple(sorted(row)) for row in deal_classes(n, 10, 2, seed).tolist())
+    expected = seeds * n / 45
+    assert set(pairs) == set(combinations(range(10), 2))
+    assert all(abs(count - expected) < 5 * expected**0.5 for count in pairs.values())
+
+
+def test_blocks_of_clients_do_not_cover_the_classes() -> None:
+    covered = sum(len(set(deal_classes(100, 10, 2, seed)[:5].reshape(-1).tolist())) == 10 for seed in range(100))
+    assert covered < 10  # the official code: every time
+
+
+def test_unseen_clients_are_drawn_and_not_the_last() -> None:
+    pool, test = labels([60] * 5), labels([30] * 5)
+    drawn = {
+        tuple(np.flatnonzero(~deal_examples(pool, test, 5, dealing(IidScheme(clients=10), seed, 0.2)).seen).tolist())
+        for seed in range(30)
+    }
+    assert len(drawn) > 10
+    assert all(len(ids) == 2 for ids in drawn)
+
+
+def test_a_new_seed_changes_everything() -> None:
+    pool, test = labels([120] * 5), labels([60] * 5)
+    for scheme in (
+        ClassesScheme(clients=20, classes_per_client=2),
+        DirichletScheme(clients=20, alpha=0.5),
+        IidScheme(clients=20),
+    ):
+        one, two = (deal_examples(pool, test, 5, dealing(scheme, seed)) for seed in (1, 2))
+        assert not np.array_equal(one.seen, two.seen)
+        assert not np.array_equal(one.training_pool, two.training_pool)
+        for split in SPLITS:
+            same = sum(np.array_equal(a, b) for a, b in zip(one.examples[split], two.examples[split], strict=True))
+            assert same == 0
+
+
+def test_alpha_of_unseen_clients_leaves_the_mixes_of_seen_ones_alone() -> None:
+    seen = np.arange(50) % 2 == 0
+    base = DirichletScheme(clients=50, alpha=0.1)
+    other = DirichletScheme(clients=50, alpha=0.1, alpha_unseen=100.0)
+    available = np.full(10, 100)
+    one, two = base.mixes(available, seen, 3), other.mixes(available, seen, 3)
+    assert np.array_equal(one[seen], two[seen])
+    assert one[~seen].max(1).mean() > 0.5
+    assert two[~seen].max(1).mean() < 0.2
+
+
+def test_dirichlet_mixes_have_the_moments_of_the_distribution() -> None:
+    mixes = DirichletScheme(clients=4000, alpha=0.1).mixes(np.full(10, 1), np.ones(4000, dtype=np.bool_), 1)
+    assert np.allclose(mixes.sum(1), 1)
+    assert mixes.mean(0) == pytest.approx(np.full(10, 0.1), abs=0.02)
+    assert mixes.var(0) == pytest.approx(np.full(10, 0.1 * 0.9 / (10 * 0.1 + 1)), rel=0.15)
+
+
+def test_dirichlet_clients_are_of_equal_size_and_the_class_in_demand_is_used_up() -> None:
+    pool, test = labels([600] * 10), labels([100] * 10)
+    deal = deal_examples(pool, test, 10, dealing(DirichletScheme(clients=40, alpha=0.1)))
+    counts = class_counts(deal, "train", pool, 10)
+    assert len(set(counts.sum(1).tolist())) == 1
+    assert counts.sum(0).max() > 500 - 40
+
+
+def test_shares_go_to_the_classes_in_the_order_drawn() -> None:
+    scheme = ClassesScheme(clients=20, classes_per_client=3, shares=(0.7, 0.2, 0.1), train_per_client=10)
+    pool = labels([300] * 6)
+    deal = deal_examples(pool, labels([120] * 6), 6, dealing(scheme))
+    counts = class_counts(deal, "train", pool, 6)
+    assert np.all(np.sort(counts, axis=1)[:, -3:] == [1, 2, 7])
+    held = deal_classes(20, 6, 3, 1)
+    assert np.array_equal(counts.argmax(1), held[:, 0])
+
+
+def test_caps_keep_the_mix() -> None:
+    pool, test = labels([600] * 10), labels([100] * 10)
+    scheme = ClassesScheme(clients=10, classes_per_client=4, train_per_client=20, test_per_client=8)
+    deal = deal_examples(pool, test, 10, dealing(scheme))
+    assert np.all(np.sort(class_counts(deal, "train", pool, 10), axis=1)[:, -4:] == 5)
+    assert np.all(np.sort(class_counts(deal, "test", test, 10), axis=1)[:, -4:] == 2)
+    assert min(len(hand) for hand in deal.examples["validation"]) > 80
+
+
+def test_rounding_exchanges_until_all_clients_have_their_size() -> None:
+    # All remainders are equal between clients: without exchanges the last to choose go without.
+    available = np.array([37, 9, 25, 3, 26])
+    mixes = np.tile(available / 100, (10, 1))
+    counts = quotas(mixes, np.full(10, 9), available, 1, "train")
+    assert counts.sum(1).tolist() == [9] * 10
+    assert np.all(counts.sum(0) <= available)
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "count"), [(100, 0.1, 10), (10, 0.0, 0), (5, 0.1, 1), (1, 0.9, 0), (4, 0.99, 3)]
+)
+def test_unseen_count(n: int, fraction: float, count: int) -> None:
+    assert unseen_count(n, fraction) == count
+
+
+def test_largest_remainders_keep_the_sum() -> None:
+    assert largest_remainders(np.array([1.5, 2.25, 3.25])).tolist() == [2, 2, 3]
+    assert largest_remainders(np.array([1000.0, 999.9999999999])).tolist() == [1000, 1000]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_normalization_is_that_of_numpy(seed: int, count: int, channels: int) -> None:
+    images = np.random.default_rng(seed).integers(0, 256, (count, channels, 3, 3), dtype=np.uint8)
+    pool = np.arange(0, count, 2)
+    found = normalization(images, pool)
+    scaled = images[pool].astype(np.float64) / 255
+    assert found.mean == pytest.approx(scaled.mean((0, 2, 3)))
+    assert found.std == pytest.approx(scaled.std((0, 2, 3)))
+
+
+def test_a_constant_channel_is_not_divided_by_zero() -> None:
+    assert normalization(np.full((4, 1, 2, 2), 7, dtype=np.uint8), np.arange(4)).std == (1.0,)
+
+
+GOLDEN = {
+    "classes": "fd99806dce5b9cdd",
+    "dirichlet": "e368ccffa9cc2e71",
+    "iid": "47d266eb3199cf20",
+}
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        ClassesScheme(clients=12, classes_per_client=3, shares=(0.5, 0.3, 0.2)),
+        DirichletScheme(clients=12, alpha=0.3, alpha_unseen=1.0),
+        IidScheme(clients=12, train_per_client=11),
+    ],
+    ids=lambda scheme: scheme.scheme,
+)
+def test_what_a_seed_deals_never_changes(scheme: Scheme) -> None:
+    """If this fails on purpose, raise ``partition.DEALING``: cached partitions are no longer what would be dealt."""
+    deal = deal_examples(labels([120, 90, 100, 110]), labels([40, 30, 35, 45]), 4, dealing(scheme, seed=7))
+    dealt = hashlib.sha256(np.packbits(deal.seen).tobytes())
+    for split in SPLITS:
+        for hand in deal.examples[split]:
+            dealt.update(np.int64(len(hand)).tobytes() + hand.astype("<i8").tobytes())
+    assert dealt.hexdigest()[:16] == GOLDEN[scheme.scheme]
+
+
+def test_a_keyed_generator_is_the_same_everywhere() -> None:
+    assert shuffled(keyed_generator(1, "a", 2), 8).tolist() == shuffled(keyed_generator(1, "a", 2), 8).tolist()
+    draws = {tuple(keyed_generator(*key).random(4)) for key in [(1, "a"), (2, "a"), (1, "b"), (1, "a", 0), (11, "a")]}
+    assert len(draws) == 5
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        (ClassesScheme(clients=4, classes_per_client=11), ["classes_per_client", "found 11", "1 to 10"]),
+    ],
+)
+def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
+    with pytest.raises(ExperimentError) as error:
+        dealing(scheme).check(sources.find("mnist"))
+    assert error.value.exit_code == ExitCode.EXPERIMENT
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("unseen", "validation", "key"),
+    [
+        (1.0, 0.1, "data.unseen_fraction: found 1.0"),
+        (-0.1, 0.1, "data.unseen_fraction: found -0.1"),
+        (0.1, 0.0, "data.validation_fraction: found 0.0"),
+        (0.1, 1.0, "data.validation_fraction: found 1.0"),
+        (float("nan"), 0.1, "data.unseen_fraction: found nan"),
+    ],
+)
+def test_fractions_out_of_range_are_refused(unseen: float, validation: float, key: str) -> None:
+    with pytest.raises(ExperimentError, match=key):
+        Dealing(IidScheme(clients=2), 1, unseen, validation).check(sources.find("mnist"))
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "scheme", "words"),
+    [
+        (
+            [6, 6],
+            [9, 9],
+            IidScheme(clients=20),
+            ["data.partition.clients: found 20", "no train example", "fewer clients"],
+        ),
+        (
+            [60, 60],
+            [90, 90],
+            IidScheme(clients=30),
+            ["data.partition.clients: found 30", "no validation example", "validation_fraction"],
+        ),
+        ([600, 600], [3, 3], IidScheme(clients=20), ["no test example", "the test pool has 6"]),
+        (
+            [90, 90],
+            [90, 90],
+            ClassesScheme(clients=2, classes_per_client=2, shares=(0.999, 0.001)),
+            ["classes_per_client: found 2", "less unequal shares"],
+        ),
+    ],
+)
+def test_clients_that_would_go_without_are_refused(
+    train: list[int], test: list[int], scheme: Scheme, words: list[str]
+) -> None:
+    with pytest.raises(ExperimentError) as error:
+        deal_examples(labels(train), labels(test), 2, dealing(scheme))
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "words"),
+    [
+        (
+            {"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [1.0]},
+            ["found 1 numbers", "2 classes"],
+        ),
+        (
+            {"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [0.5, 0.6]},
+            ["sum to 1.1", "sum of 1"],
+        ),
+        ({"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [1.5, -0.5]}, ["above 0"]),
+        (
+            {"scheme": "classes", "clients": 4, "classes_per_client": 3, "train_per_client": 2},
+            ["train_per_client: found 2"],
+        ),
+        ({"scheme": "classes", "clients": 0, "classes_per_client": 2}, ["greater than or equal to 1"]),
+        ({"scheme": "dirichlet", "clients": 4, "alpha": 0}, ["greater than or equal to 0.001"]),
+        ({"scheme": "iid", "clients": 4, "alpha": 1}, ["alpha", "not permitted"]),
+        ({"scheme": "blocks", "clients": 4}, ["'classes', 'dirichlet', 'iid'"]),
+    ],
+)
+def test_settings_that_contradict_themselves_are_refused(settings_: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValidationError) as error:
+        TypeAdapter(Scheme).validate_python(settings_)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_unknown_source_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ExperimentError, match="found 'imagenet'; allowed: fashion-mnist, mnist"):
+        sources.find("imagenet")
