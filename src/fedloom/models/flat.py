@@ -1,0 +1,105 @@
+"""A model as functions of one flat parameter vector θ in R^d."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
+    """Jᵀ cotangent for each input; ``keep`` keeps the graph for another call.
+
+    The same numbers as ``autograd.grad(output, inputs, cotangent)``, which imports sympy at its first use to check
+    shapes: several seconds of every process's start.
+    """
+    return torch.autograd.grad((output * cotangent).sum(), inputs, retain_graph=keep)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names the slices of θ: ``entries`` are (name, shape) in the order in which they lie in the vector."""
+
+    entries: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of elements of each entry."""
+        return [math.prod(shape) for _, shape in self.entries]
+
+    @cached_property
+    def size(self) -> int:
+        """d, the length of θ."""
+        return sum(self.sizes)
+
+    def split(self, theta: Tensor) -> dict[str, Tensor]:
+        """View θ [d] as named tensors; a gradient with respect to them flows to θ.
+
+        Raises
+        ------
+        ValueError
+            If θ has not the length of this layout.
+        """
+        if theta.shape != (self.size,):
+            raise ValueError(f"θ has shape {tuple(theta.shape)}, the layout needs ({self.size},)")
+        parts = torch.split(theta, self.sizes)
+        return {name: part.view(shape) for (name, shape), part in zip(self.entries, parts, strict=True)}
+
+    def leaves(self, theta: Tensor, *, requires_grad: bool = False) -> dict[str, Tensor]:
+        """Copy θ [d] into named tensors of their own, convolution kernels channels-last.
+
+        This is the form in which a CPU trains fastest: θ is split once, not at every step, and the convolutions
+        and poolings take their channels-last kernels (docs/benchmarks.md).
+        """
+        leaves = {}
+        for name, part in self.split(theta.detach()).items():
+            memory = torch.channels_last if part.dim() == 4 else torch.contiguous_format
+            leaves[name] = part.clone(memory_format=memory).requires_grad_(requires_grad)
+        return leaves
+
+    def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Concatenate named tensors into θ [d], the inverse of :meth:`split`."""
+        return torch.cat([parameters[name].reshape(-1) for name, _ in self.entries])
+
+
+class FlatNetwork(ABC):
+    """A network that owns no parameters: ``layout`` says what θ holds, ``init`` draws it."""
+
+    layout: Layout
+
+    def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Draw θ [d] as PyTorch initializes Linear and Conv2d: U(-1/√fan_in, 1/√fan_in), weights and biases."""
+        parts = []
+        fan_in = 1
+        for name, shape in self.layout.entries:
+            if name.endswith("weight"):
+                fan_in = math.prod(shape[1:])
+            bound = 1 / math.sqrt(fan_in)
+            # Drawn in float64 and rounded, so that a float64 network starts from the same point.
+            draw = torch.rand(math.prod(shape), generator=generator, dtype=torch.float64)
+            parts.append(((2 * draw - 1) * bound).to(dtype))
+        return torch.cat(parts)
+
+
+class FlatModel(FlatNetwork):
+    """A classifier.
+
+    ``forward`` takes the named parameters, so that a training loop splits θ once and not at every step.
+    """
+
+    @abstractmethod
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Penultimate representation, ``[b, *input_shape] -> [b, f]``."""
+
+    @abstractmethod
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Logits, ``[b, *input_shape] -> [b, C]``."""
+
+    def logits(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
+        return self.forward(self.layout.split(theta), x)

@@ -1,0 +1,67 @@
+"""LeNet-style ConvNets: the clients' model and the embedding network (papers/001, Tables 3 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom.models.flat import FlatModel, Layout
+
+
+def lenet_layout(channels: int, height: int, width: int, outputs: int) -> Layout:
+    """Layout of conv 16@5x5, pool, conv 32@5x5, pool, 120, 84, ``outputs``; convolutions are without padding.
+
+    On 32x32 the first linear layer has 800 inputs (Table 3); on 28x28, 512.
+
+    Raises
+    ------
+    ValueError
+        If the image is too small to leave a pixel (16x16 is the least).
+    """
+    pooled = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+    if min(pooled) < 1:
+        raise ValueError(f"LeNet needs images of at least 16x16, found {height}x{width}")
+    return Layout(
+        (
+            ("conv1.weight", (16, channels, 5, 5)),
+            ("conv1.bias", (16,)),
+            ("conv2.weight", (32, 16, 5, 5)),
+            ("conv2.bias", (32,)),
+            ("fc1.weight", (120, 32 * pooled[0] * pooled[1])),
+            ("fc1.bias", (120,)),
+            ("fc2.weight", (84, 120)),
+            ("fc2.bias", (84,)),
+            ("fc3.weight", (outputs, 84)),
+            ("fc3.bias", (outputs,)),
+        )
+    )
+
+
+def lenet_features(parameters: Mapping[str, Tensor], convolved: Tensor) -> Tensor:
+    """All but the first convolution and the last layer, ``[b, 16, h, w] -> [b, 84]``.
+
+    ReLU comes after the pooling: both are monotone, so the function is that of the table, on a quarter of the pixels.
+    """
+    p = parameters
+    h = F.relu(F.max_pool2d(convolved, 2))
+    h = F.relu(F.max_pool2d(F.conv2d(h, p["conv2.weight"], p["conv2.bias"]), 2))
+    h = F.relu(F.linear(h.flatten(1), p["fc1.weight"], p["fc1.bias"]))
+    return F.relu(F.linear(h, p["fc2.weight"], p["fc2.bias"]))
+
+
+class LeNet(FlatModel):
+    """The clients' model of papers/001, Table 3 (85,822 parameters on 1x28x28 with ten classes)."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        channels, height, width = input_shape
+        self.layout = lenet_layout(channels, height, width, classes)
+
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, channels, height, width] -> [b, 84]``."""
+        return lenet_features(parameters, F.conv2d(x, parameters["conv1.weight"], parameters["conv1.bias"]))
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, channels, height, width] -> [b, C]`` logits; the softmax of Table 3 is in the loss."""
+        return F.linear(self.features(parameters, x), parameters["fc3.weight"], parameters["fc3.bias"])

@@ -1,0 +1,36 @@
+"""Fully connected classifiers: multinomial logistic regression and the MLP with free widths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom.models.flat import FlatModel, Layout
+
+
+class MLP(FlatModel):
+    """Linear layers of the given widths with ReLU between them; without hidden layers, logistic regression."""
+
+    def __init__(self, input_shape: tuple[int, ...], hidden: Sequence[int], classes: int) -> None:
+        widths = [math.prod(input_shape), *hidden, classes]
+        self.depth = len(widths) - 1
+        entries: list[tuple[str, tuple[int, ...]]] = []
+        for i, (before, after) in enumerate(pairwise(widths), start=1):
+            entries += [(f"fc{i}.weight", (after, before)), (f"fc{i}.bias", (after,))]
+        self.layout = Layout(tuple(entries))
+
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, *input_shape] -> [b, width of the last hidden layer]``."""
+        h = x.flatten(1)
+        for i in range(1, self.depth):
+            h = F.relu(F.linear(h, parameters[f"fc{i}.weight"], parameters[f"fc{i}.bias"]))
+        return h
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, *input_shape] -> [b, C]`` logits."""
+        last = f"fc{self.depth}"
+        return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
