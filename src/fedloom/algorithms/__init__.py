@@ -1,0 +1,1 @@
+"""One module per method: its server half, its client half, its settings."""

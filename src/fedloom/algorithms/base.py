@@ -1,0 +1,265 @@
+"""What an algorithm is made of: a server half, a client half, settings, and the registry that finds them.
+
+The two halves talk by messages (``fedloom.messages``). The server half is plain sequential code over a
+:class:`Cohort`; the client half answers with coroutines over a :class:`Group`. Nothing here knows how a message
+travels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedloom.data.federated import ClientData
+from fedloom.errors import ExperimentError
+from fedloom.messages import Message, Replies
+from fedloom.models.flat import FlatModel
+from fedloom.settings import Settings
+
+Statistics: TypeAlias = dict[str, float]
+"""What a round reports: ``client_steps`` (local SGD steps of all clients) always, ``loss`` and others where known."""
+
+Shapes: TypeAlias = Mapping[type[Message], Mapping[str, tuple[int, ...]]]
+"""For each message a client may reply with: the trailing shape of each field (without the row axis)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both halves know of the problem; the aggregator learns it from the manifest, never from data.
+
+    Attributes
+    ----------
+    model
+        The clients' model as functions of a flat θ.
+    classes, input_shape
+        C, and the shape of one input (channels, height, width) or (features,).
+    clients
+        Number of clients, seen and unseen (the papers' n).
+    """
+
+    model: FlatModel
+    classes: int
+    input_shape: tuple[int, ...]
+    clients: int
+    dtype: torch.dtype = torch.float32
+
+
+class Cohort(Protocol):
+    """The clients one conversation is held with, in manifest order (rows are by position; an id may repeat)."""
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Ids by row."""
+
+    def send(self, message: Message, meanwhile: Callable[[], None] | None = None) -> Replies[Any]:
+        """Deliver a message to every client still in the conversation and return their replies.
+
+        ``meanwhile`` is work of the server that needs no reply: it runs while the clients work, once, and before
+        this returns.
+
+        Raises
+        ------
+        TooFewReplies
+            If fewer than ``federation.min_replies`` clients answered: the attempt is over.
+        """
+
+    def record(self, name: str, values: Tensor) -> None:
+        """Keep one row per client for the evaluation: ``[c, ...]`` (PeFLL: descriptors)."""
+
+
+class Round(Protocol):
+    """One training round, or one evaluation."""
+
+    @property
+    def number(self) -> int:
+        """t = 1 ... T."""
+
+    def sample(
+        self,
+        size: int | None = None,
+        purpose: str = "cohort",
+        weights: Tensor | None = None,
+        replace: bool = False,
+    ) -> Cohort:
+        """Draw a cohort from the roster (``federation.clients_per_round`` by default)."""
+
+    def everyone(self) -> Cohort:
+        """The whole roster as one cohort."""
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """The server's random numbers for this round and purpose."""
+
+
+class ServerHalf(ABC):
+    """The server half. Its state is a dict of tensors, and nothing else: what is not in it is gone on resume."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Return the state: CPU tensors, shared with the half (the caller clones before it keeps them)."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state made by :meth:`state`."""
+
+    @abstractmethod
+    def shapes(self) -> Shapes:
+        """What the clients may answer, for validation before memory is taken."""
+
+    @abstractmethod
+    def train_round(self, round: Round) -> Statistics:
+        """One training step of the method. It changes the state only after its last ``send``, or not at all."""
+
+    @abstractmethod
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Hold the conversation in which each client gets its predictors; changes no state.
+
+        Returns the replies to the last message: the client half returns its predictors there, and what the
+        caller wanted of them (metrics, for an evaluation) is the reply.
+        """
+
+
+class Predictor(Protocol):
+    """What a client ends up with."""
+
+    def log_probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]`` log of the predicted class probabilities."""
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``; rows sum to one."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What to save so that the predictor can be used again."""
+
+
+Predictors: TypeAlias = list[dict[str, Predictor]]
+"""One dict per client of the group: ``personal`` and, where there is one, ``global``."""
+
+Conversation: TypeAlias = Generator[Message, Any, Predictors | None]
+"""A client's side of a conversation: yields answers, is sent messages, may return predictors."""
+
+
+class Group:
+    """The clients that one coroutine serves: exactly one on CPU, up to ``runtime.clients_at_once`` on a GPU.
+
+    Parameters
+    ----------
+    clients
+        Their data, already on ``device``.
+    generator
+        ``(client id, purpose) -> torch.Generator``, keyed with seed, purpose, client and round; always on the CPU.
+    """
+
+    def __init__(self, clients: Sequence[ClientData], generator: Callable[[str, str], torch.Generator]) -> None:
+        self.clients = tuple(clients)
+        self._generator = generator
+
+    def __len__(self) -> int:
+        """g, the number of clients."""
+        return len(self.clients)
+
+    def generator(self, i: int, purpose: str) -> torch.Generator:
+        """Random numbers of the i-th client for a purpose."""
+        return self._generator(self.clients[i].id, purpose)
+
+
+class ClientHalf:
+    """The client half: coroutines picked by the type of the opening message (see :func:`opened_by`)."""
+
+    predictors: ClassVar[tuple[str, ...]] = ("personal",)
+    """Names of the predictors that ``personalize`` returns, in the order metrics are reported."""
+
+    _openings: ClassVar[dict[type[Message], str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Collect the coroutines by opening message."""
+        super().__init_subclass__(**kwargs)
+        cls._openings = {
+            attribute.opening: name for name, attribute in vars(cls).items() if hasattr(attribute, "opening")
+        }
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """SGD steps that a client with so many train examples makes to get a predictor; 0 unless a method says more."""
+        del predictor, examples
+        return 0
+
+    def open(self, clients: Group, opening: Message) -> Conversation:
+        """Start the conversation that this message opens.
+
+        Raises
+        ------
+        TypeError
+            If no coroutine is opened by this type of message.
+        """
+        name = self._openings.get(type(opening))
+        if name is None:
+            known = ", ".join(sorted(t.__name__ for t in self._openings))
+            raise TypeError(f"no conversation is opened by {type(opening).__name__} (those that are: {known})")
+        conversation: Conversation = getattr(self, name)(clients, opening)
+        return conversation
+
+
+def opened_by(opening: type[Message]) -> Callable[[Callable[..., Conversation]], Callable[..., Conversation]]:
+    """Mark a method of a client half as the coroutine that this type of message opens."""
+
+    def mark(method: Callable[..., Conversation]) -> Callable[..., Conversation]:
+        method.opening = opening  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A method: what the registry (entry point ``fedloom.algorithms``) finds.
+
+    Attributes
+    ----------
+    name, version
+        Both must match between aggregator and worker.
+    settings
+        The keys under ``algorithm`` in an experiment file, without ``name``.
+    server, client
+        ``(settings, task, generator) -> ServerHalf`` (the generator initializes the state) and
+        ``(settings, task) -> ClientHalf``.
+    messages
+        Every message of the conversations, both directions.
+    trains
+        False for a method without rounds (``federation.rounds`` must then be 0).
+    labelled
+        ``(settings) -> bool``: whether a client's labels are used to personalize; a label mask is refused if not.
+    """
+
+    name: str
+    version: int
+    settings: type[Settings]
+    server: Callable[[Any, Task, torch.Generator], ServerHalf]
+    client: Callable[[Any, Task], ClientHalf]
+    messages: tuple[type[Message], ...]
+    trains: bool = True
+    labelled: Callable[[Any], bool] = lambda settings: True
+
+
+def available() -> tuple[str, ...]:
+    """Names of the registered algorithms."""
+    return tuple(sorted(point.name for point in entry_points(group="fedloom.algorithms")))
+
+
+def find(name: str) -> Algorithm:
+    """Look an algorithm up by name.
+
+    Raises
+    ------
+    ExperimentError
+        If no such algorithm is registered.
+    """
+    for point in entry_points(group="fedloom.algorithms", name=name):
+        algorithm = point.load()
+        if isinstance(algorithm, Algorithm):
+            return algorithm
+    raise ExperimentError(f"algorithm.name: found {name!r}, allowed: {', '.join(available())}")
