@@ -1,0 +1,204 @@
+"""Do clients with similar data get similar descriptors? (papers/001 §4, "Analysis of Client Descriptors", Figure 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TIE_DECIMALS = 6
+"""Distances of class proportions that agree to so many decimals are ties.
+
+Proportions are ratios of counts, so many of their distances are equal (two classes per client: three values). Their
+squares are summed in an order that depends on which classes they are, and the last bit would break those ties; six
+decimals leave room for proportions in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class DescriptorCorrelation:
+    """Rank correlation of descriptor distances with class-mix distances, over unseen clients.
+
+    Attributes
+    ----------
+    per_client
+        ``[m]`` float64, Spearman's coefficient of the clients ``rows``.
+    rows
+        ``[m]`` int64, positions of the unseen clients that have a coefficient.
+    excluded
+        Unseen clients without one: all their distances of one kind are equal.
+    """
+
+    per_client: Tensor
+    rows: Tensor
+    excluded: int
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over clients, None if there is none: the value of Figure 3."""
+        return float(self.per_client.mean()) if len(self.per_client) else None
+
+    @property
+    def std(self) -> float | None:
+        """Population standard deviation over clients (ddof = 0), None if there is none."""
+        return float(self.per_client.std(correction=0)) if len(self.per_client) else None
+
+    def as_json(self) -> dict[str, Any]:
+        """``{mean, std, clients, excluded}``, as under ``spearman`` in ``metrics.jsonl``."""
+        return {"mean": self.mean, "std": self.std, "clients": len(self.per_client), "excluded": self.excluded}
+
+
+def average_ranks(x: Tensor) -> Tensor:
+    """Ranks from 1 along the last axis, ties sharing the mean of their ranks; ``[..., n] -> [..., n]`` float64."""
+    ordered = x.sort(dim=-1).values.contiguous()
+    below = torch.searchsorted(ordered, x.contiguous(), side="left")
+    up_to = torch.searchsorted(ordered, x.contiguous(), side="right")
+    return (below + up_to + 1).double() / 2
+
+
+def spearman(x: Tensor, y: Tensor) -> Tensor:
+    """Spearman's rank correlation along the last axis: Pearson's of the average ranks.
+
+    Parameters
+    ----------
+    x, y
+        ``[..., n]``.
+
+    Returns
+    -------
+    Tensor
+        ``[...]`` float64 in [-1, 1]; NaN where ``x`` or ``y`` is constant (always for n < 2).
+    """
+    a, b = average_ranks(x), average_ranks(y)
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    return ((a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt()).clamp(-1, 1)
+
+
+def descriptor_correlation(
+    v: Tensor, pi: Tensor, unseen: Tensor, present: Tensor | None = None
+) -> DescriptorCorrelation:
+    """Rank-correlate descriptor similarity with true similarity, for each unseen client (papers/001 §4).
+
+    For an unseen client i: Spearman's coefficient of d_i^v = (|v_i - v_1|, ..., |v_i - v_n|) with
+    d_i^π = (|π_i - π_1|, ..., |π_i - π_n|). As in the paper both vectors are in R^n: they run over all clients, seen
+    and unseen, i itself included (a pair of zeros).
+
+    Parameters
+    ----------
+    v
+        ``[n, l]`` descriptors.
+    pi
+        ``[n, C]`` class proportions of the train splits, rows summing to one.
+    unseen
+        ``[n]`` bool: the clients i.
+    present
+        ``[n]`` bool: clients that have a descriptor; the others are in no vector. All by default.
+
+    Raises
+    ------
+    ValueError
+        If the numbers of rows differ.
+    """
+    n = len(v)
+    present = torch.ones(n, dtype=torch.bool) if present is None else present
+    if not len(pi) == len(unseen) == len(present) == n:
+        raise ValueError(f"found {n} descriptors, {len(pi)} class mixes, {len(unseen)} and {len(present)} marks")
+    those = present.nonzero().squeeze(1)
+    targets = (present & unseen).nonzero().squeeze(1)
+    # Rounding π's distances makes equal ones equal; those of the descriptors are taken as they are.
+    coefficients = spearman(
+        _distances(v[targets], v[those]), _distances(pi[targets], pi[those]).round(decimals=TIE_DECIMALS)
+    )
+    defined = ~coefficients.isnan()
+    return DescriptorCorrelation(coefficients[defined], targets[defined], int((~defined).sum()))
+
+
+def principal_map(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Project descriptors on their first two principal components.
+
+    The sign of a component is fixed by making its entry of largest magnitude (the first, on ties) positive.
+
+    Parameters
+    ----------
+    v
+        ``[n, l]``.
+
+    Returns
+    -------
+    tuple
+        ``[n, 2]`` float64 coordinates, centred, and ``[2]`` fractions of the variance; zero for components that do
+        not exist (l = 1, n < 3 or equal descriptors).
+    """
+    n = len(v)
+    xy, explained = torch.zeros(n, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    if n == 0:
+        return xy, explained
+    centred = v.double() - v.double().mean(0)
+    _, s, components = torch.linalg.svd(centred, full_matrices=False)
+    variance = s.square()
+    for k in range(min(2, len(s))):
+        if s[k] <= torch.finfo(torch.float64).eps * max(centred.shape) * s[0]:
+            continue
+        axis = components[k]
+        axis = axis * axis[axis.abs().argmax()].sign()
+        xy[:, k] = centred @ axis
+        explained[k] = variance[k] / variance.sum()
+    return xy, explained
+
+
+def descriptor_document(
+    before: Mapping[str, Any] | None,
+    round: int,
+    correlation: DescriptorCorrelation,
+    *,
+    v: Tensor,
+    pi: Tensor,
+    clients: Sequence[str],
+    seen: Tensor,
+    present: Tensor | None = None,
+) -> dict[str, Any]:
+    """Add a round to the content of ``descriptors.json``, and replace its map by that of this round.
+
+    Parameters
+    ----------
+    before
+        The content so far, None at first. Rounds from this one on are dropped, so that a resumed run may write again
+        what it wrote before it stopped.
+    v, pi, clients, seen, present
+        ``[n, l]``, ``[n, C]``, n ids, ``[n]`` bool, ``[n]`` bool; see :func:`descriptor_correlation`.
+
+    Returns
+    -------
+    dict
+        ``round``, ``spearman``, ``spearman_std``, ``excluded``: lists, one entry per evaluated round (null where no
+        unseen client has a coefficient); ``map``: {``round``, ``ids``, ``xy`` [[x, y]], ``explained`` [2], ``class``
+        (majority class, the lowest on ties), ``seen``}, of the clients present.
+    """
+    kept = [i for i, r in enumerate(before["round"]) if r < round] if before else []
+    new = {
+        "round": round,
+        "spearman": correlation.mean,
+        "spearman_std": correlation.std,
+        "excluded": correlation.excluded,
+    }
+    document: dict[str, Any] = {
+        key: [*(before[key][i] for i in kept), value] if before else [value] for key, value in new.items()
+    }
+    rows = torch.arange(len(v)) if present is None else present.nonzero().squeeze(1)
+    xy, explained = principal_map(v[rows])
+    document["map"] = {
+        "round": round,
+        "ids": [clients[i] for i in rows.tolist()],
+        "xy": xy.tolist(),
+        "explained": explained.tolist(),
+        "class": pi[rows].argmax(1).tolist() if len(rows) else [],
+        "seen": seen[rows].bool().tolist(),
+    }
+    return document
+
+
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    """Euclidean distances ``[m, l], [n, l] -> [m, n]`` in float64, without the rounding of the |a|²+|b|²-2ab form."""
+    return torch.cdist(a.double(), b.double(), compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,0 +1,339 @@
+"""From the counts of every client to the numbers of ``metrics.jsonl``, ``clients.csv`` and ``summary.json``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedloom.data.manifest import ClientEntry
+from fedloom.evaluation.measure import CORRECT, LOSS, READINGS, SPLITS, TOTAL
+
+Statistics: TypeAlias = dict[str, Any]
+"""Statistics of a group of clients: JSON values, see :func:`group_statistics`."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes of training so far, all clients together.
+
+    ``payload_*`` are tensor bytes as the papers count them, each client's copy on its own; ``wire_*`` are measured on
+    the wire, None in process. ``up`` is from the clients to the aggregator.
+    """
+
+    payload_up: int
+    payload_down: int
+    wire_up: int | None = None
+    wire_down: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What the clients measured after a round.
+
+    Attributes
+    ----------
+    round
+        Rounds trained before it.
+    clients
+        n ids, in manifest order.
+    seen, present
+        ``[n]`` bool: takes part in training; answered this evaluation.
+    predictors
+        P names, ``personal`` first and ``global`` where the method has one.
+    counts
+        ``[n, P, S, R, 3]`` float64, see ``measure``; zero in the rows of absent clients.
+    records
+        What the server half recorded, one row per client: ``[n, ...]``.
+    """
+
+    round: int
+    clients: tuple[str, ...]
+    seen: Tensor
+    present: Tensor
+    predictors: tuple[str, ...]
+    counts: Tensor
+    records: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the shapes against each other.
+
+        Raises
+        ------
+        ValueError
+            If they do not agree, or there is no ``personal`` predictor.
+        """
+        if "personal" not in self.predictors:
+            raise ValueError(f"predictors: found {', '.join(self.predictors)}, needed: personal")
+        n = len(self.clients)
+        shapes = {
+            "seen": (self.seen, (n,)),
+            "present": (self.present, (n,)),
+            "counts": (self.counts, (n, len(self.predictors), len(SPLITS), len(READINGS), 3)),
+        }
+        for name, (tensor, shape) in shapes.items():
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, allowed: {shape}")
+        for name, tensor in self.records.items():
+            if tensor.shape[:1] != (n,):
+                raise ValueError(f"record {name!r} has shape {tuple(tensor.shape)}, allowed: ({n}, ...)")
+
+    def of(self, predictor: str, split: str, reading: str) -> Tensor:
+        """``[n, 3]`` counts of one predictor, split and reading; zero for absent clients."""
+        p = self.predictors.index(predictor)
+        counts = self.counts[:, p, SPLITS.index(split), READINGS.index(reading)]
+        return counts * self.present[:, None]
+
+
+def group_statistics(counts: Tensor) -> Statistics | None:
+    """Summarize the clients of a group under one reading.
+
+    Parameters
+    ----------
+    counts
+        ``[m, 3]`` (correct, total, summed loss) per client. Clients with total 0 (absent, or nothing to test on) are
+        left out of everything; ``clients`` says how many remain.
+
+    Returns
+    -------
+    dict or None
+        ``clients``; ``accuracy_mean`` and ``accuracy_std`` over clients, each client counting once (the standard
+        deviation is that of the population, ddof = 0: the clients are all there are); ``accuracy_worst``;
+        ``accuracy_worst_decile``, the mean of the worst ⌈n/10⌉ clients; ``accuracy_pooled``, correct/total over all
+        examples; ``loss_mean``, the mean over clients of their mean loss in nats. Fractions, not percent. None for a
+        group in which no client was tested.
+    """
+    counts = counts[counts[:, TOTAL] > 0].double()
+    n = len(counts)
+    if n == 0:
+        return None
+    accuracy = counts[:, CORRECT] / counts[:, TOTAL]
+    worst = accuracy.sort().values[: math.ceil(n / 10)]
+    return {
+        "clients": n,
+        "accuracy_mean": float(accuracy.mean()),
+        "accuracy_std": float(accuracy.std(correction=0)),
+        "accuracy_worst": float(worst[0]),
+        "accuracy_worst_decile": float(worst.mean()),
+        "accuracy_pooled": float(counts[:, CORRECT].sum() / counts[:, TOTAL].sum()),
+        "loss_mean": float((counts[:, LOSS] / counts[:, TOTAL]).mean()),
+    }
+
+
+def predictor_statistics(
+    evaluation: Evaluation, predictor: str, group: Tensor, *, label_mask: bool
+) -> Statistics | None:
+    """Test statistics of one predictor over the clients in ``group`` ``[n]`` bool, in both readings.
+
+    The reading that ``label_mask`` asks for is given by :func:`group_statistics` itself; the other is in the key
+    ``masked`` or ``unmasked``, None where no client could be measured so.
+    """
+    main, other = ("masked", "unmasked") if label_mask else ("unmasked", "masked")
+    statistics = group_statistics(evaluation.of(predictor, "test", main)[group])
+    if statistics is None:
+        return None
+    return statistics | {other: group_statistics(evaluation.of(predictor, "test", other)[group])}
+
+
+def groups(evaluation: Evaluation, *, label_mask: bool) -> dict[str, Statistics | None]:
+    """``seen`` and ``unseen`` of the personal predictor, and ``global`` of the global one over all clients.
+
+    ``global`` has ``seen`` and ``unseen`` inside, for the two groups apart; it is None for a method without a global
+    predictor. A group without clients is None.
+    """
+    everyone = torch.ones_like(evaluation.seen)
+
+    def both(predictor: str) -> dict[str, Statistics | None]:
+        return {
+            "seen": predictor_statistics(evaluation, predictor, evaluation.seen, label_mask=label_mask),
+            "unseen": predictor_statistics(evaluation, predictor, ~evaluation.seen, label_mask=label_mask),
+        }
+
+    overall = None
+    if "global" in evaluation.predictors:
+        overall = predictor_statistics(evaluation, "global", everyone, label_mask=label_mask)
+        if overall is not None:
+            overall |= both("global")
+    return both("personal") | {"global": overall}
+
+
+def validation_pooled(evaluation: Evaluation, *, label_mask: bool) -> float | None:
+    """Pooled validation accuracy of the seen clients' personal predictors; None without validation examples."""
+    counts = evaluation.of("personal", "validation", "masked" if label_mask else "unmasked")[evaluation.seen]
+    total = float(counts[:, TOTAL].sum())
+    return float(counts[:, CORRECT].sum()) / total if total else None
+
+
+def left_out(evaluation: Evaluation, *, label_mask: bool) -> dict[str, int]:
+    """How many clients are missing from the statistics: ``absent`` (no answer), ``untested`` (nothing to test on)."""
+    total = evaluation.of("personal", "test", "masked" if label_mask else "unmasked")[:, TOTAL]
+    present = evaluation.present.bool()
+    return {"absent": int((~present).sum()), "untested": int((present & (total == 0)).sum())}
+
+
+def metrics_line(
+    evaluation: Evaluation,
+    *,
+    label_mask: bool,
+    train_loss: float | None,
+    communication: Communication,
+    client_steps: int,
+    extra: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Object of one evaluated round in ``metrics.jsonl``.
+
+    Parameters
+    ----------
+    train_loss
+        Mean training loss since the line before; None at round 0.
+    communication, client_steps
+        Cumulative over training.
+    extra
+        Sub-objects of methods, by the method's name.
+
+    Raises
+    ------
+    ValueError
+        If ``extra`` uses a key of the line itself.
+    """
+    line = {
+        "round": evaluation.round,
+        **groups(evaluation, label_mask=label_mask),
+        "validation_pooled": validation_pooled(evaluation, label_mask=label_mask),
+        "left_out": left_out(evaluation, label_mask=label_mask),
+        "train": {"loss": train_loss},
+        "communication": asdict(communication),
+        "client_steps": client_steps,
+    }
+    return _extended(line, extra)
+
+
+def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """``best`` of ``summary.json``: the line of highest pooled validation accuracy, the earliest on ties.
+
+    Parameters
+    ----------
+    history
+        Lines of ``metrics.jsonl``, in any order.
+
+    Returns
+    -------
+    dict or None
+        ``round``, ``seen``, ``unseen``, ``global``; None if no round was validated.
+    """
+    validated = [line for line in history if line["validation_pooled"] is not None]
+    if not validated:
+        return None
+    chosen = min(validated, key=lambda line: (-line["validation_pooled"], line["round"]))
+    return {key: chosen[key] for key in ("round", "seen", "unseen", "global")}
+
+
+def summary(
+    final: Evaluation,
+    history: Iterable[Mapping[str, Any]],
+    *,
+    label_mask: bool,
+    name: str,
+    algorithm: str,
+    dataset: str,
+    model: str,
+    seed: int,
+    rounds: int,
+    clients_per_round: int | None,
+    communication: Communication,
+    duration_s: float,
+    client_steps: int,
+    training_s: float,
+    extra: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Object of ``summary.json``: DESIGN §7, key by key.
+
+    Parameters
+    ----------
+    final
+        Evaluation of the last round.
+    history
+        All lines of ``metrics.jsonl``.
+    rounds
+        Rounds trained.
+    client_steps, training_s
+        Local SGD steps, and wall time of the training rounds that made them, aggregation and wire included,
+        evaluation and start-up excluded. Their ratio is None for a method without rounds.
+    extra
+        Sub-objects of methods, by the method's name. ``extra[algorithm]["new_client"]``, by predictor, is what
+        ``fedloom compare`` shows of a new client's cost: ``client_steps``, ``payload_up``, ``payload_down``.
+
+    Raises
+    ------
+    ValueError
+        If ``extra`` uses a key of the summary itself.
+    """
+    result = {
+        "name": name,
+        "algorithm": algorithm,
+        "dataset": dataset,
+        "model": model,
+        "seed": seed,
+        "rounds": rounds,
+        "clients_per_round": clients_per_round,
+        **groups(final, label_mask=label_mask),
+        "best": best(history),
+        "communication": asdict(communication),
+        "duration_s": duration_s,
+        "client_steps_per_s": client_steps / training_s if client_steps and training_s > 0 else None,
+    }
+    return _extended(result, extra)
+
+
+def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[dict[str, str]]:
+    """Lines of ``clients.csv``, in the order of the evaluation.
+
+    Columns: ``id``, ``seen`` (true, false), ``train``, ``validation``, ``test`` (examples), ``labels`` (classes of the
+    train split, separated by spaces), then for each predictor ``<p>_accuracy_unmasked``, ``<p>_loss_unmasked``,
+    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split; empty where there is no such reading.
+    """
+    by_id = {entry.id: entry for entry in entries}
+    rows = []
+    for i, client in enumerate(evaluation.clients):
+        entry = by_id[client]
+        row = {
+            "id": client,
+            "seen": str(entry.seen).lower(),
+            "train": str(entry.train),
+            "validation": str(entry.validation),
+            "test": str(entry.test),
+            "labels": " ".join(str(label) for label, count in enumerate(entry.class_counts["train"]) if count),
+        }
+        for predictor in evaluation.predictors:
+            for reading in READINGS:
+                correct, total, loss = evaluation.of(predictor, "test", reading)[i].tolist()
+                row[f"{predictor}_accuracy_{reading}"] = f"{correct / total:.6f}" if total else ""
+                row[f"{predictor}_loss_{reading}"] = f"{loss / total:.6f}" if total else ""
+        rows.append(row)
+    return rows
+
+
+def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows with the same columns as CSV text with a header line; empty without rows."""
+    if not rows:
+        return ""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _extended(line: dict[str, Any], extra: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Add the methods' sub-objects."""
+    extra = extra or {}
+    taken = sorted(set(extra) & set(line))
+    if taken:
+        raise ValueError(f"a method may not be called {taken[0]!r}: that key is taken")
+    return line | {method: dict(values) for method, values in extra.items()}

@@ -1,0 +1,148 @@
+"""Spearman against scipy, and the analysis of papers/001 §4 on cases whose answer is known."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from fedloom.evaluation.descriptors import (
+    average_ranks,
+    descriptor_correlation,
+    descriptor_document,
+    principal_map,
+    spearman,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(-1e3, 1e3)), min_size=2, max_size=40))
+def test_ranks_and_spearman_against_scipy(pairs: list[tuple[int, float]]) -> None:
+    x, y = np.array([p[0] for p in pairs], dtype=float), np.array([p[1] for p in pairs])
+    np.testing.assert_array_equal(average_ranks(torch.tensor(x)).numpy(), stats.rankdata(x))
+    found = float(spearman(torch.tensor(x), torch.tensor(y)))
+    if len(set(x)) == 1 or len(set(y)) == 1:
+        assert np.isnan(found)
+    else:
+        assert found == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-12)
+
+
+def test_spearman_is_batched() -> None:
+    x, y = torch.rand(3, 4, 9), torch.rand(3, 4, 9)
+    found = spearman(x, y)
+    assert found.shape == (3, 4)
+    assert float(found[2, 1]) == pytest.approx(float(spearman(x[2, 1], y[2, 1])))
+
+
+def mixes(n: int, classes: int, seed: int = 0) -> torch.Tensor:
+    return torch.tensor(np.random.default_rng(seed).dirichlet([0.1] * classes, n))
+
+
+def test_correlation_against_scipy_over_all_clients_and_itself() -> None:
+    pi = mixes(30, 10)
+    v = torch.randn(30, 7, generator=torch.Generator().manual_seed(1))
+    unseen = torch.arange(30) >= 25
+    found = descriptor_correlation(v, pi, unseen)
+    expected = []
+    for i in range(25, 30):
+        d_v = np.linalg.norm((v - v[i]).double().numpy(), axis=1)  # n entries: j = i is one of them, as in the paper
+        d_pi = np.linalg.norm((pi - pi[i]).numpy(), axis=1).round(6)
+        expected.append(stats.spearmanr(d_v, d_pi).statistic)
+    np.testing.assert_allclose(found.per_client.numpy(), expected, atol=1e-12)
+    assert found.rows.tolist() == [25, 26, 27, 28, 29]
+    assert found.mean == pytest.approx(np.mean(expected))
+    assert found.std == pytest.approx(np.std(expected))
+    assert found.excluded == 0
+
+
+def test_descriptors_that_are_the_class_mix_correlate_perfectly() -> None:
+    pi = mixes(40, 5)
+    unseen = torch.arange(40) % 4 == 0
+    assert descriptor_correlation(3 * pi - 1, pi, unseen).mean == pytest.approx(1.0)
+
+
+def test_equal_distances_of_class_mixes_are_ties_wherever_the_classes_lie() -> None:
+    # two clients' worth of 3/10 and 7/10 in every pair of classes: |π_i - π_j| takes few values, in many orders
+    pi = torch.zeros(90, 10, dtype=torch.float64)
+    for row, (a, b) in enumerate((a, b) for a in range(10) for b in range(10) if a != b):
+        pi[row, a], pi[row, b] = 3 / 10, 7 / 10
+    shuffled = pi[:, torch.randperm(10, generator=torch.Generator().manual_seed(0))]
+    v = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
+    unseen = torch.ones(90, dtype=torch.bool)
+    one, other = descriptor_correlation(v, pi, unseen), descriptor_correlation(v, shuffled, unseen)
+    np.testing.assert_allclose(one.per_client, other.per_client, rtol=0, atol=1e-12)
+    single = descriptor_correlation(v, pi.float(), unseen)
+    np.testing.assert_allclose(one.per_client, single.per_client, rtol=0, atol=1e-12)
+
+
+def test_constant_vectors_are_excluded_and_counted() -> None:
+    pi, unseen = mixes(10, 3), torch.arange(10) >= 6
+    found = descriptor_correlation(torch.zeros(10, 4), pi, unseen)
+    assert (found.mean, found.std, found.excluded, len(found.per_client)) == (None, None, 4, 0)
+    assert found.as_json() == {"mean": None, "std": None, "clients": 0, "excluded": 4}
+    nobody = descriptor_correlation(torch.randn(10, 4), pi, torch.zeros(10, dtype=torch.bool))
+    assert (nobody.mean, nobody.excluded) == (None, 0)
+    alone = descriptor_correlation(torch.randn(1, 4), pi[:1], torch.ones(1, dtype=torch.bool))
+    assert (alone.mean, alone.excluded) == (None, 1)
+
+
+def test_absent_clients_are_in_no_vector() -> None:
+    pi, v = mixes(12, 4), torch.randn(12, 3, generator=torch.Generator().manual_seed(5))
+    unseen, present = torch.arange(12) >= 8, torch.ones(12, dtype=torch.bool)
+    present[[2, 9]] = False
+    found = descriptor_correlation(v.masked_fill(~present[:, None], 0), pi, unseen, present)
+    assert found.rows.tolist() == [8, 10, 11]
+    without = descriptor_correlation(v[present], pi[present], unseen[present])
+    assert found.per_client.tolist() == without.per_client.tolist()
+
+
+def test_unequal_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 descriptors, 2 class mixes"):
+        descriptor_correlation(torch.zeros(3, 2), torch.zeros(2, 2), torch.ones(3, dtype=torch.bool))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000))
+def test_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int) -> None:
+    v = torch.randn(n, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    xy, explained = principal_map(v)
+    assert xy.shape == (n, 2)
+    eigenvalues = np.sort(np.linalg.eigvalsh(np.cov(v.T.numpy(), ddof=0).reshape(dim, dim)))[::-1] if n > 1 else [0.0]
+    expected = [eigenvalues[k] if k < len(eigenvalues) else 0.0 for k in range(2)]
+    np.testing.assert_allclose(xy.var(0, correction=0).numpy(), expected, atol=1e-10)
+    if n > 1:
+        np.testing.assert_allclose(explained.numpy(), np.array(expected) / sum(eigenvalues), atol=1e-10)
+
+
+def test_map_has_a_fixed_sign_and_survives_degenerate_input() -> None:
+    v = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.1], [0.5, 1.0, -3.0]])
+    xy, _ = principal_map(v)
+    moved, _ = principal_map(v + 100)
+    np.testing.assert_allclose(xy, moved, atol=1e-4, rtol=0)
+    mirrored, _ = principal_map(-v)  # the axes are the same, the points are mirrored
+    np.testing.assert_allclose(mirrored, -xy, atol=1e-12)
+    for degenerate in (torch.zeros(0, 3), torch.ones(4, 3), torch.ones(1, 3)):
+        xy, explained = principal_map(degenerate)
+        assert not xy.any()
+        assert not explained.any()
+
+
+def test_document_grows_by_round_and_drops_what_a_resumed_run_writes_again() -> None:
+    pi, v = mixes(8, 3), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    seen, ids = torch.arange(8) < 6, [f"client-{i:04d}" for i in range(8)]
+    correlation = descriptor_correlation(v, pi, ~seen)
+    document = None
+    for round in (0, 50, 100, 50):
+        document = descriptor_document(document, round, correlation, v=v, pi=pi, clients=ids, seen=seen)
+    assert document is not None
+    assert document["round"] == [0, 50]
+    assert document["spearman"] == [correlation.mean] * 2
+    assert document["map"]["ids"] == ids
+    assert document["map"]["seen"] == seen.tolist()
+    assert document["map"]["class"] == pi.argmax(1).tolist()
+    assert json.loads(json.dumps(document, allow_nan=False)) == document

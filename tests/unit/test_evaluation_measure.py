@@ -1,0 +1,124 @@
+"""What a client measures, against numpy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedloom.data.federated import ClientData, Split
+from fedloom.evaluation.measure import LOSS_CAP, measure
+
+
+@dataclass
+class Fixed:
+    """A predictor whose log-probabilities are its input."""
+
+    def log_probabilities(self, x: Tensor) -> Tensor:
+        return x
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
+def client(train_y: list[int] | None, test: Split, validation: Split | None = None, classes: int = 4) -> ClientData:
+    n = 3 if train_y is None else len(train_y)
+    train = Split(torch.zeros(n, classes), None if train_y is None else torch.tensor(train_y, dtype=torch.int64))
+    nothing = Split(torch.zeros(0, classes), torch.zeros(0, dtype=torch.int64))
+    return ClientData("client-0000", train, nothing if validation is None else validation, test, classes)
+
+
+def random_split(n: int, classes: int, seed: int, labels: list[int] | None = None) -> Split:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, classes, generator=generator).log_softmax(1)
+    allowed = torch.tensor(range(classes) if labels is None else labels)
+    return Split(x, allowed[torch.randint(len(allowed), (n,), generator=generator)])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10**6))
+def test_matches_numpy_in_both_readings_for_every_batch_size(n: int, batch_size: int, seed: int) -> None:
+    test, validation = random_split(n, 4, seed, [1, 3]), random_split(n + 2, 4, seed + 1, [1, 3])
+    counts = measure({"personal": Fixed()}, client([3, 1, 1], test, validation), ["personal"], batch_size=batch_size)
+    assert counts.shape == (1, 2, 2, 3)
+    assert counts.dtype == torch.float64
+    for s, split in enumerate((validation, test)):
+        log_p, y = split.x.double().numpy(), split.y.numpy()
+        for r, classes in enumerate(([0, 1, 2, 3], [1, 3])):
+            p = np.full_like(log_p, 0.0)
+            p[:, classes] = np.exp(log_p[:, classes])
+            p /= p.sum(1, keepdims=True)
+            correct = (p.argmax(1) == y).sum()
+            loss = -np.log(p[np.arange(len(y)), y]).sum()
+            expected = [correct, len(y), loss]
+            # the unmasked reading takes the predictor's word for its normalization, which float32 rounded
+            np.testing.assert_allclose(counts[0, s, r].numpy(), expected, rtol=1e-5)
+
+
+def test_predictors_come_in_the_order_of_the_names() -> None:
+    class Worst(Fixed):
+        def log_probabilities(self, x: Tensor) -> Tensor:
+            return (-x).log_softmax(1)
+
+    test = random_split(20, 4, 0)
+    test = Split(test.x, test.x.argmax(1))
+    predictors = {"global": Worst(), "personal": Fixed()}
+    counts = measure(predictors, client([0, 1, 2, 3], test), ["personal", "global"], batch_size=7)
+    assert counts[:, 1, 0, 0].tolist() == [20, 0]
+
+
+def test_without_labels_there_is_nothing_to_count() -> None:
+    labelled, unlabelled = random_split(5, 4, 0), Split(torch.zeros(5, 4), None)
+    assert not measure({"personal": Fixed()}, client([0], unlabelled), ["personal"], batch_size=8).any()
+    counts = measure({"personal": Fixed()}, client(None, labelled), ["personal"], batch_size=8)
+    assert counts[0, 1, 0, 1] == 5  # unmasked needs labels of the test split only
+    assert not counts[0, 1, 1].any()  # no mask without labels of the train split
+    assert not measure({"personal": Fixed()}, client([], labelled), ["personal"], batch_size=8)[0, 1, 1].any()
+
+
+def test_a_label_outside_the_mask_is_wrong_and_costs_the_cap() -> None:
+    test = Split(torch.tensor([[0.1, 0.2, 0.6, 0.1]]).log(), torch.tensor([2]))
+    counts = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
+    assert counts[0, 1, 0].tolist() == pytest.approx([1, 1, -math.log(0.6)])
+    assert counts[0, 1, 1].tolist() == [0, 1, LOSS_CAP]
+
+
+@pytest.mark.parametrize("row", [[math.nan] * 4, [math.nan, 0.0, 0.0, 0.0], [-math.inf] * 4])
+def test_a_broken_prediction_is_wrong_and_finite(row: list[float]) -> None:
+    test = Split(torch.tensor([row]), torch.tensor([1]))
+    counts = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
+    assert counts[0, 1].tolist() == [[0, 1, LOSS_CAP], [0, 1, LOSS_CAP]]
+
+
+def test_ties_go_to_the_lowest_class() -> None:
+    test = Split(torch.full((4, 4), math.log(0.25)), torch.tensor([0, 1, 2, 3]))
+    counts = measure({"personal": Fixed()}, client([1, 2], test), ["personal"], batch_size=8)
+    assert counts[0, 1, :, 0].tolist() == [1, 1]  # class 0 unmasked, class 1 masked
+
+
+def test_measuring_tracks_no_gradient() -> None:
+    class Trained(Fixed):
+        weight = torch.ones(4, requires_grad=True)
+
+        def log_probabilities(self, x: Tensor) -> Tensor:
+            assert not torch.is_grad_enabled()
+            return (x * self.weight).log_softmax(1)
+
+    measure({"personal": Trained()}, client([0], random_split(3, 4, 0)), ["personal"], batch_size=8)
+
+
+def test_bad_arguments_are_named() -> None:
+    data = client([0], random_split(3, 4, 0))
+    with pytest.raises(ValueError, match="batch_size: found 0"):
+        measure({"personal": Fixed()}, data, ["personal"], batch_size=0)
+    with pytest.raises(ValueError, match="client-0000 has no predictor 'global'"):
+        measure({"personal": Fixed()}, data, ["personal", "global"], batch_size=1)

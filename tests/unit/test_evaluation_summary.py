@@ -1,0 +1,263 @@
+"""Statistics over clients, against numpy; the exact keys of DESIGN §7."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.data.manifest import ClientEntry
+from fedloom.evaluation.summary import (
+    Communication,
+    Evaluation,
+    as_csv,
+    best,
+    client_rows,
+    group_statistics,
+    groups,
+    left_out,
+    metrics_line,
+    summary,
+    validation_pooled,
+)
+
+KEYS = {
+    "clients",
+    "accuracy_mean",
+    "accuracy_std",
+    "accuracy_worst",
+    "accuracy_worst_decile",
+    "accuracy_pooled",
+    "loss_mean",
+}
+TRAFFIC = Communication(payload_up=1000, payload_down=2000)
+
+
+def evaluation(n: int = 6, predictors: tuple[str, ...] = ("personal", "global"), round: int = 3) -> Evaluation:
+    generator = torch.Generator().manual_seed(n)
+    total = torch.randint(5, 30, (n, 1, 2, 1), generator=generator).double().expand(n, len(predictors), 2, 2)
+    correct = (torch.rand(total.shape, generator=generator).double() * total).floor()
+    counts = torch.stack([correct, total, torch.rand(total.shape, generator=generator).double() * total], dim=-1)
+    seen = torch.arange(n) < n - n // 3
+    ids = tuple(f"client-{i:04d}" for i in range(n))
+    return Evaluation(round, ids, seen, torch.ones(n, dtype=torch.bool), predictors, counts)
+
+
+def altered(e: Evaluation, **changes: Any) -> Evaluation:
+    kept = {name: getattr(e, name) for name in ("round", "clients", "seen", "present", "predictors", "counts")}
+    return Evaluation(**(kept | changes))
+
+
+counts = st.lists(
+    st.integers(0, 50).flatmap(lambda t: st.tuples(st.integers(0, t), st.just(t), st.floats(0, 1e6))), max_size=40
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts)
+def test_group_statistics_against_numpy(rows: list[tuple[int, int, float]]) -> None:
+    given_ = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
+    found = group_statistics(given_)
+    tested = [row for row in rows if row[1]]
+    if not tested:
+        assert found is None
+        return
+    accuracy = np.array([c / t for c, t, _ in tested])
+    expected = {
+        "clients": len(tested),
+        "accuracy_mean": accuracy.mean(),
+        "accuracy_std": accuracy.std(),
+        "accuracy_worst": accuracy.min(),
+        "accuracy_worst_decile": np.sort(accuracy)[: math.ceil(len(tested) / 10)].mean(),
+        "accuracy_pooled": sum(c for c, _, _ in tested) / sum(t for _, t, _ in tested),
+        "loss_mean": np.mean([loss / t for _, t, loss in tested]),
+    }
+    assert found is not None
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert set(found) == KEYS
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (10, 1), (11, 2), (90, 9), (91, 10)])
+def test_worst_decile_is_the_mean_of_the_worst_tenth_rounded_up(n: int, size: int) -> None:
+    rows = torch.tensor([[i, 100, 0] for i in range(n)], dtype=torch.float64)
+    found = group_statistics(rows.flip(0))
+    assert found is not None
+    assert found["accuracy_worst_decile"] == pytest.approx(sum(range(size)) / size / 100)
+
+
+def test_groups_have_both_readings_and_the_global_predictor_apart() -> None:
+    e = evaluation()
+    for label_mask, main, other in ((False, "unmasked", "masked"), (True, "masked", "unmasked")):
+        found = groups(e, label_mask=label_mask)
+        assert list(found) == ["seen", "unseen", "global"]
+        for group, predictor, rows in (
+            (found["seen"], "personal", e.seen),
+            (found["unseen"], "personal", ~e.seen),
+            (found["global"], "global", torch.ones(6, dtype=torch.bool)),
+            (found["global"]["seen"], "global", e.seen),
+            (found["global"]["unseen"], "global", ~e.seen),
+        ):
+            assert KEYS | {other} <= set(group)
+            assert main not in group
+            expected = group_statistics(e.of(predictor, "test", main)[rows])
+            assert {k: group[k] for k in KEYS} == expected
+            assert group[other] == group_statistics(e.of(predictor, "test", other)[rows])
+
+
+def test_what_makes_no_sense_is_null() -> None:
+    e = evaluation(predictors=("personal",))
+    assert groups(e, label_mask=False)["global"] is None
+    everyone_seen = altered(e, seen=torch.ones(6, dtype=torch.bool))
+    assert groups(everyone_seen, label_mask=False)["unseen"] is None
+    no_mask = e.counts.clone()
+    no_mask[:, :, :, 1] = 0
+    assert groups(altered(e, counts=no_mask), label_mask=False)["seen"]["masked"] is None
+    no_validation = e.counts.clone()
+    no_validation[:, :, 0] = 0
+    assert validation_pooled(altered(e, counts=no_validation), label_mask=False) is None
+
+
+def test_absent_and_untested_clients_are_left_out_and_counted() -> None:
+    e = evaluation()
+    changed = e.counts.clone()
+    changed[1] = 0
+    present = torch.tensor([False, True, True, True, True, True])
+    e = altered(e, present=present, counts=changed)
+    assert left_out(e, label_mask=False) == {"absent": 1, "untested": 1}
+    assert groups(e, label_mask=False)["seen"]["clients"] == 2
+    assert validation_pooled(e, label_mask=False) == pytest.approx(
+        float(changed[2:4, 0, 0, 0, 0].sum() / changed[2:4, 0, 0, 0, 1].sum())
+    )
+    nobody = altered(e, present=torch.zeros(6, dtype=torch.bool))
+    assert groups(nobody, label_mask=False) == {"seen": None, "unseen": None, "global": None}
+
+
+def test_best_is_the_earliest_of_the_highest_validation() -> None:
+    lines = [
+        {"round": r, "validation_pooled": v, "seen": {"r": r}, "unseen": None, "global": None}
+        for r, v in [(0, 0.1), (50, 0.9), (100, 0.9), (150, None), (25, 0.9)]
+    ]
+    assert best(lines) == {"round": 25, "seen": {"r": 25}, "unseen": None, "global": None}
+    assert best(lines[3:4]) is None
+    assert best([]) is None
+
+
+def line(e: Evaluation) -> dict[str, Any]:
+    return metrics_line(
+        e,
+        label_mask=False,
+        train_loss=0.5,
+        communication=TRAFFIC,
+        client_steps=250,
+        extra={"pefll": {"spearman": {"mean": 0.5}}},
+    )
+
+
+def test_metrics_line_is_json() -> None:
+    found = line(evaluation())
+    assert list(found) == [
+        "round",
+        "seen",
+        "unseen",
+        "global",
+        "validation_pooled",
+        "left_out",
+        "train",
+        "communication",
+        "client_steps",
+        "pefll",
+    ]
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    with pytest.raises(ValueError, match="'seen'"):
+        metrics_line(
+            evaluation(),
+            label_mask=False,
+            train_loss=None,
+            communication=TRAFFIC,
+            client_steps=0,
+            extra={"seen": {}},
+        )
+
+
+def test_summary_has_the_keys_of_the_design() -> None:
+    e = evaluation()
+    arguments: dict[str, Any] = {
+        "label_mask": False,
+        "name": "quickstart",
+        "algorithm": "pefll",
+        "dataset": "fashion-mnist",
+        "model": "lenet",
+        "seed": 1,
+        "rounds": 3,
+        "clients_per_round": 2,
+        "communication": TRAFFIC,
+        "duration_s": 12.5,
+        "client_steps": 600,
+        "training_s": 2.0,
+    }
+    found = summary(e, [line(e)], **arguments, extra={"pefll": {"spearman": 0.5}})
+    assert list(found) == [
+        "name",
+        "algorithm",
+        "dataset",
+        "model",
+        "seed",
+        "rounds",
+        "clients_per_round",
+        "seen",
+        "unseen",
+        "global",
+        "best",
+        "communication",
+        "duration_s",
+        "client_steps_per_s",
+        "pefll",
+    ]
+    assert found["client_steps_per_s"] == 300
+    assert found["best"]["round"] == 3
+    assert found["best"]["seen"] == found["seen"]
+    assert found["communication"] == {"payload_up": 1000, "payload_down": 2000, "wire_up": None, "wire_down": None}
+    untrained = summary(e, [], **(arguments | {"client_steps": 0, "training_s": 0.0}))
+    assert untrained["client_steps_per_s"] is None
+    assert untrained["best"] is None
+
+
+def entry(id: str, seen: bool) -> ClientEntry:
+    counts = {"train": (4, 0, 6), "validation": (1, 0, 1), "test": (2, 0, 3)}
+    return ClientEntry(id, seen, 10, 2, 5, counts, "0" * 64)
+
+
+def test_client_rows_and_csv() -> None:
+    e = evaluation(3)
+    changed = e.counts.clone()
+    changed[1, :, :, 1] = 0
+    e = altered(e, counts=changed)
+    rows = client_rows(e, [entry(id, bool(seen)) for id, seen in zip(e.clients, e.seen, strict=True)])
+    read = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    assert read == rows
+    assert read[0]["labels"] == "0 2"
+    assert [row["seen"] for row in read] == ["true", "true", "false"]
+    assert read[1]["personal_accuracy_masked"] == ""
+    correct, total, loss = e.of("global", "test", "unmasked")[2].tolist()
+    assert float(read[2]["global_accuracy_unmasked"]) == pytest.approx(correct / total, abs=1e-6)
+    assert float(read[2]["global_loss_unmasked"]) == pytest.approx(loss / total, abs=1e-6)
+    assert as_csv([]) == ""
+
+
+def test_shapes_are_checked() -> None:
+    e = evaluation()
+    with pytest.raises(ValueError, match="counts has shape"):
+        altered(e, predictors=("personal",))
+    with pytest.raises(ValueError, match="needed: personal"):
+        altered(e, predictors=("mine", "global"))
+    with pytest.raises(ValueError, match="record 'v'"):
+        altered(e, records={"v": torch.zeros(2, 3)})
