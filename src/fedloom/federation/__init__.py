@@ -1,0 +1,1 @@
+"""Cohorts, round loop, sampling, randomness, placement, journal, checkpoint; not how messages travel."""

@@ -1,0 +1,116 @@
+"""What makes a client's answer unusable: class, fields, quantity, row count, dtype, shape, finiteness.
+
+One function says it for both carriers: in process a whole message is checked (:func:`fault`); over the wire the
+announced specs are checked before memory is taken (:func:`mismatch`), the values when they have arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fedloom.messages import Message, Quantity
+
+Shapes = Mapping[type[Message], Mapping[str, tuple[int, ...]]]
+"""For each message that may come back: the trailing shape of each field (without the row axis)."""
+
+_ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
+    # Counts and metrics are summed over examples: float64 whatever the model computes in.
+    Quantity.METRICS: frozenset({torch.float64}),
+    Quantity.COUNT: frozenset({torch.float64}),
+    Quantity.LOSS: frozenset({torch.float64}),
+    Quantity.OTHER: frozenset({torch.float64, torch.int64, torch.uint8, torch.bool}),
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One field of a message without its values."""
+
+    name: str
+    quantity: Quantity
+    per_client: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def specs(message: Message) -> tuple[TensorSpec, ...]:
+    """Describe the fields of a message, in order."""
+    return tuple(
+        TensorSpec(field.name, field.quantity, field.per_client, tensor.dtype, tuple(tensor.shape))
+        for field, tensor in zip(message.fields(), message.tensors().values(), strict=True)
+    )
+
+
+def mismatch(cls: type[Message], found: Sequence[TensorSpec], shapes: Shapes, dtype: torch.dtype) -> str | None:
+    """Say in one line why a one-row message with these fields is not an allowed answer; None if it is.
+
+    Parameters
+    ----------
+    cls
+        The class of the message.
+    found
+        Its fields as found; row fields have shape ``[1, ...]``.
+    shapes
+        What may come back.
+    dtype
+        Of the run's floating-point numbers.
+    """
+    if cls not in shapes:
+        allowed = ", ".join(sorted(allowed.__name__ for allowed in shapes))
+        return f"{cls.__name__} is not an answer to this exchange (allowed: {allowed})"
+    expected = cls.fields()
+    if [spec.name for spec in found] != [field.name for field in expected]:
+        return f"{cls.__name__} has fields {[s.name for s in found]}, expected {[f.name for f in expected]}"
+    for spec, field in zip(found, expected, strict=True):
+        where = f"{cls.__name__}.{field.name}"
+        if spec.quantity != field.quantity or spec.per_client != field.per_client:
+            return f"{where} is a {spec.quantity}, expected a {field.quantity}, {_kind(field.per_client)}"
+        allowed_dtypes = {dtype} | _ALSO_ALLOWED.get(field.quantity, frozenset())
+        if spec.dtype not in allowed_dtypes:
+            return f"{where} has dtype {spec.dtype}, expected {' or '.join(sorted(map(str, allowed_dtypes)))}"
+        trailing = tuple(shapes[cls][field.name])
+        shape = (1, *trailing) if field.per_client else trailing
+        if spec.shape != shape:
+            return f"{where} has shape {_shape(spec.shape)}, expected {_shape(shape)}"
+    return None
+
+
+def non_finite(message: Message) -> str | None:
+    """Name the first field that holds a NaN or an infinity; None if all values are finite."""
+    for field in message.fields():
+        tensor = getattr(message, field.name)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return f"{type(message).__name__}.{field.name} ({field.quantity}) is not finite"
+    return None
+
+
+def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:
+    """Say in one line why a one-row answer cannot be used; None if it can.
+
+    Parameters
+    ----------
+    message
+        The answer of one client: row fields have shape ``[1, ...]``.
+    shapes
+        What may come back: message class -> field -> trailing shape.
+    dtype
+        Of the run's floating-point numbers. Counts and metrics may be float64 whatever it is.
+    """
+    return mismatch(type(message), specs(message), shapes, dtype) or non_finite(message)
+
+
+def _kind(per_client: bool) -> str:
+    return "one row per client" if per_client else "broadcast"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

@@ -1,0 +1,396 @@
+"""The aggregator's end of the wire: a gRPC server that carries exchanges to connected workers (docs/wire.md).
+
+Streams, frames and bookkeeping live on one event loop in a thread of their own. Decoding and checking values happen
+in the thread that called :meth:`Aggregator.exchange`, while other replies are still on their way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+import fedloom
+from fedloom.errors import ExperimentError, QuorumError
+from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
+from fedloom.federation.validation import non_finite
+from fedloom.messages import Message
+from fedloom.transport.codec import (
+    FRAME_BYTES,
+    Refusal,
+    WireError,
+    encode,
+    parse,
+    serialize,
+)
+from fedloom.transport.exchanges import Arrived, Exchange, Link, WorkerInfo
+from fedloom.transport.stream import METHOD, PROTOCOL, SERVER_OPTIONS, SERVICE
+from fedloom.transport.switchboard import STOPPED, Switchboard
+from fedloom.transport.wire import federation_pb2 as wire
+
+log = logging.getLogger("fedloom.transport.aggregator")
+
+HELLO_TIMEOUT_S = 10.0
+NAME_CHARACTERS = 200
+ALIVE_S = 5.0  # how often a waiting exchange makes sure that the event loop is still there
+
+
+class Aggregator:
+    """A gRPC server that is the carrier of a federation's exchanges.
+
+    Parameters
+    ----------
+    run, incarnation
+        The run, and this process of it: a reply to another one is refused.
+    experiment
+        The shared part of the experiment, JSON; every worker gets it in its Welcome.
+    vocabulary
+        The messages that replies may consist of, by class name.
+    dtype
+        Of the run's floating-point numbers.
+    algorithm, version
+        What a worker must have to be let in.
+
+    Examples
+    --------
+    ::
+
+        aggregator = Aggregator(run, incarnation, experiment, vocabulary, torch.float32, "pefll", 1)
+        address = aggregator.start("127.0.0.1:0")
+        aggregator.wait_for(manifest.roster, timeout_s=60)
+        answers = aggregator.exchange(call)
+        aggregator.close(call.key)
+        aggregator.stop(finished=True)
+    """
+
+    def __init__(
+        self,
+        run: str,
+        incarnation: str,
+        experiment: str,
+        vocabulary: Mapping[str, type[Message]],
+        dtype: torch.dtype,
+        algorithm: str,
+        version: int,
+    ) -> None:
+        self._algorithm = algorithm
+        self._version = version
+        welcome = wire.Welcome(run=run, incarnation=incarnation, experiment=experiment)
+        self._welcome = _frame(wire.AggregatorPart(welcome=welcome))
+        if len(self._welcome) > FRAME_BYTES:
+            raise ExperimentError(
+                f"the experiment as JSON takes {len(self._welcome)} bytes on the wire, allowed: {FRAME_BYTES}"
+            )
+        self._up = self._down = 0
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._finished = False
+        self._stopped = False  # guarded by _joined
+        self._joined = threading.Condition()
+        self._workers: tuple[WorkerInfo, ...] = ()  # guarded by _joined
+        self._board = Switchboard(run, incarnation, vocabulary, dtype, self._publish)
+
+    # ---- what the round loop uses, in its own thread
+
+    def start(self, address: str) -> str:
+        """Serve on ``host:port`` (port 0: any free one) and return the address that was bound.
+
+        Raises
+        ------
+        ExperimentError
+            If the port is taken or the address cannot be bound.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the aggregator has been started already")
+        started: Future[str] = Future()
+        self._thread = threading.Thread(target=self._run_loop, args=(address, started), name="aggregator", daemon=True)
+        self._thread.start()
+        try:
+            return started.result()
+        except BaseException:
+            self._thread.join()
+            raise
+
+    def stop(self, finished: bool = False) -> None:
+        """End all streams and free the port; waiting exchanges end with all rows lost. Idempotent.
+
+        Parameters
+        ----------
+        finished
+            Tell the workers that the run is over, so that they leave instead of waiting for us to come back.
+        """
+        if self._thread is None or self._loop is None:
+            return
+        self._finished = finished
+        self._post(self._begin_stop)
+        self._thread.join()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of serialized frames since the start, ``up`` from workers, ``down`` to them."""
+        return Traffic(up=self._up, down=self._down)
+
+    @property
+    def refusals(self) -> Refusals:
+        """What was refused or dropped since the start, by kind (``fedloom.transport.codec.Refusal``)."""
+        return self._board.refusals
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Return the connected workers, by name."""
+        with self._joined:
+            return self._workers
+
+    def unserved(self, clients: Iterable[str]) -> tuple[str, ...]:
+        """Return those of the clients that no connected worker may serve, in the order given."""
+        served = [worker.clients for worker in self.workers()]
+        return tuple(client for client in clients if not any(client in those for those in served))
+
+    def wait_for(self, clients: Collection[str], timeout_s: float, workers: int = 1) -> None:
+        """Wait until every client may be served by some connected worker, and so many workers are connected.
+
+        Raises
+        ------
+        QuorumError
+            If that is not so after ``timeout_s`` seconds, naming the clients; or if the aggregator is stopped.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._joined:
+            while True:
+                left = self.unserved(sorted(clients))
+                if self._stopped:
+                    raise QuorumError("the aggregator was stopped while it waited for workers")
+                if not left and len(self._workers) >= workers:
+                    return
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise self._too_few(left, clients, timeout_s, workers)
+                self._joined.wait(remaining)
+
+    def _too_few(self, left: Sequence[str], clients: Collection[str], timeout_s: float, workers: int) -> QuorumError:
+        connected = ", ".join(worker.name for worker in self._workers) or "none"
+        if left:
+            names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            what = f"no worker serves {len(left)} of {len(clients)} clients: {names}"
+        else:
+            what = f"{len(self._workers)} of {workers} workers have joined"
+        return QuorumError(
+            f"after {timeout_s:g} s {what} (connected workers: {connected})",
+            hint="start a `fedloom worker` that has their shards, or look at the workers' logs",
+        )
+
+    def exchange(self, call: Call) -> list[Message | Lost]:
+        """Carry one exchange: send, wait, and return one checked answer per row (see ``Carrier``)."""
+        exchange = Exchange(call)
+        self._check_sendable(call)
+        if not self._post(self._board.open, exchange):
+            return [Lost(STOPPED)] * len(call.rows)
+        answers: dict[int, Message | Lost] = {}
+        try:
+            while len(answers) < len(call.rows):
+                remaining = exchange.remaining_s()
+                try:
+                    item = exchange.inbox.get(timeout=ALIVE_S if remaining is None else min(remaining, ALIVE_S))
+                except queue.Empty:
+                    if remaining is not None and remaining <= ALIVE_S:
+                        break
+                    if not self._alive():
+                        break
+                    continue
+                if isinstance(item, Exception):
+                    raise item
+                row, outcome = item
+                answers[row] = outcome if isinstance(outcome, Lost) else self._decode(exchange, row, outcome)
+        finally:
+            self._post(self._board.finish, exchange)
+        late = Lost(f"deadline: no answer after {call.deadline_s} s" if self._alive() else STOPPED)
+        return [answers.get(row, late) for row in call.rows]
+
+    def close(self, key: ConversationKey) -> None:
+        """End a conversation; the workers that hold rows of it are told. Idempotent."""
+        self._post(self._board.close, key)
+
+    def _check_sendable(self, call: Call) -> None:
+        encode(call.message)  # a dtype that the wire does not carry is the caller's mistake: raise in its thread
+        begin = sum(len(client.encode()) + 2 for client in call.clients) + 6 * len(call.rows)
+        if begin > FRAME_BYTES // 2:
+            raise ExperimentError(
+                f"a cohort of {len(call.rows)} clients is too large for one conversation over the wire "
+                f"(ids and rows take {begin} bytes, allowed: {FRAME_BYTES // 2})"
+            )
+
+    def _decode(self, exchange: Exchange, row: int, arrived: Arrived) -> Message | Lost:
+        try:
+            message = arrived.assembler.message(arrived.cls)
+            reason = non_finite(message)
+        except WireError as error:
+            return Lost(self._board.refuse(error, exchange, row, arrived.worker))
+        if reason is not None:
+            return Lost(self._board.refuse(WireError(Refusal.NON_FINITE, reason), exchange, row, arrived.worker))
+        return message
+
+    def _alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> bool:
+        """Run a function on the event loop; False if that has ended and has nothing left to do."""
+        if self._loop is None:
+            raise RuntimeError("the aggregator has not been started")
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    # ---- the event loop's thread
+
+    def _run_loop(self, address: str, started: Future[str]) -> None:
+        try:
+            asyncio.run(self._serve(address, started))
+        except BaseException as error:
+            if started.done():
+                log.exception("the aggregator's event loop failed")
+                raise
+            started.set_exception(error)
+
+    async def _serve(self, address: str, started: Future[str]) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        # The frames are read and written as bytes: what is no frame ends its stream with our status, and what is
+        # measured as traffic is what was sent.
+        handler = grpc.stream_stream_rpc_method_handler(self._join)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        state = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(state, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        host, _, port = address.rpartition(":")
+        try:
+            bound = server.add_insecure_port(address)
+        except RuntimeError:
+            bound = 0
+        if not host or not port or bound == 0:
+            await server.stop(None)
+            raise ExperimentError(
+                f"cannot serve on {address}: port {port or '(none)'} is taken or the address is not of this machine",
+                hint="choose another one with --address HOST:PORT (port 0: any free one)",
+            )
+        await server.start()
+        for service in ("", SERVICE):
+            await state.set(service, health_pb2.HealthCheckResponse.SERVING)
+        started.set_result(f"{host}:{bound}")
+        log.info("serving on %s:%d", host, bound)
+        await self._stopping.wait()
+        await state.enter_graceful_shutdown()
+        await server.stop(1.0)
+
+    def _begin_stop(self) -> None:
+        assert self._stopping is not None
+        with self._joined:
+            self._stopped = True
+            self._joined.notify_all()
+        self._board.stop(self._finished)
+        self._stopping.set()
+
+    async def _join(self, _: Any, context: Any) -> None:
+        """Hold one worker's stream, from its Hello to its end."""
+        link = await self._greet(context)
+        if link is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
+            return
+        self._board.enter(link)
+
+        async def write(frame: bytes) -> None:
+            self._down += len(frame)
+            await context.write(frame)
+
+        reader = asyncio.create_task(self._read(link, context))
+        writer = asyncio.create_task(link.outbox.drain(write))
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            if reader.done() and isinstance(error := reader.exception(), WireError):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._board.leave(link)
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _greet(self, context: Any) -> Link | None:
+        """Read Hello and answer Welcome, or Refused and None."""
+        code, reason = wire.REFUSAL_CODE_HELLO, "the first part must be a Hello"
+        try:
+            data = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+            if data is grpc.aio.EOF:
+                return None
+            self._up += len(data)
+            if len(data) > FRAME_BYTES:
+                raise WireError(Refusal.OVERSIZED, f"a frame of {len(data)} bytes, allowed: {FRAME_BYTES}")
+            hello = parse(wire.WorkerFrame, data).parts[0].hello  # another part gives an empty Hello, which is refused
+            code, reason = self._judge(hello)
+        except TimeoutError:
+            reason = f"no Hello within {HELLO_TIMEOUT_S:g} s"
+        except WireError as error:
+            reason = str(error)
+        if reason:
+            self._board.count(Refusal.HELLO)
+            log.warning("refused a worker (%s): %s", context.peer(), reason)
+            frame = _frame(wire.AggregatorPart(refused=wire.Refused(code=code, reason=reason)))
+            self._down += len(frame)
+            await context.write(frame)
+            return None
+        self._down += len(self._welcome)
+        await context.write(self._welcome)
+        return Link(WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), hello.device))
+
+    def _judge(self, hello: wire.Hello) -> tuple[wire.RefusalCode, str]:
+        """Say why a worker cannot join; an empty reason if it can."""
+        if hello.protocol != PROTOCOL:
+            return wire.REFUSAL_CODE_PROTOCOL, f"protocol {hello.protocol}, this aggregator speaks {PROTOCOL}"
+        if hello.package != fedloom.__version__:
+            found = hello.package[:NAME_CHARACTERS]
+            return wire.REFUSAL_CODE_PACKAGE, f"fedloom {found}, this aggregator is {fedloom.__version__}"
+        version = hello.algorithms.get(self._algorithm, None) if self._algorithm in hello.algorithms else None
+        if version != self._version:
+            found = "not there" if version is None else f"version {version}"
+            return wire.REFUSAL_CODE_ALGORITHM, (
+                f"algorithm {self._algorithm} is {found} at the worker, the run needs version {self._version}"
+            )
+        if not 0 < len(hello.worker) <= NAME_CHARACTERS or not 0 < len(hello.incarnation) <= NAME_CHARACTERS:
+            return wire.REFUSAL_CODE_HELLO, f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
+        return wire.REFUSAL_CODE_UNSPECIFIED, ""
+
+    def _publish(self, workers: tuple[WorkerInfo, ...]) -> None:
+        with self._joined:
+            self._workers = workers
+            self._joined.notify_all()
+
+    async def _read(self, link: Link, context: Any) -> None:
+        """Take in a worker's frames until its stream ends.
+
+        Raises
+        ------
+        WireError
+            If something came that is no frame.
+        """
+        while (data := await context.read()) is not grpc.aio.EOF:
+            self._up += len(data)
+            try:
+                self._board.take(link, data)
+            except WireError as error:
+                self._board.count(error.refusal)
+                log.warning("ended the stream of worker %s: %s", link.name, error)
+                raise
+
+
+def _frame(part: wire.AggregatorPart) -> bytes:
+    return b"".join(serialize(part))

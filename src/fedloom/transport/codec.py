@@ -1,0 +1,362 @@
+"""Messages as frames: specs and raw little-endian bytes, cut into parts of frames of at most 1 MiB, and put
+together again.
+
+The receiver decides what it accepts before it takes memory: :class:`Assembler` is built from specs that the receiver
+has checked, and refuses whatever does not follow them.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from itertools import count
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from fedloom.federation.validation import TensorSpec, specs
+from fedloom.messages import Message, Quantity
+from fedloom.transport.wire import federation_pb2 as wire
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+if sys.byteorder != "little":  # raw bytes are sent as they lie in memory
+    raise ImportError("fedloom.transport needs a little-endian machine")
+
+FRAME_BYTES = 1 << 20
+CHUNK_BYTES = FRAME_BYTES - 1024
+REASON_CHARACTERS = 300
+
+PartClass: TypeAlias = type[wire.WorkerPart] | type[wire.AggregatorPart]
+Pieces: TypeAlias = tuple[bytes | memoryview, ...]
+"""One serialized part of a frame, not joined yet; a frame is the concatenation of its parts."""
+
+_DTYPES: Mapping[torch.dtype, wire.DataType] = {
+    torch.float32: wire.DATA_TYPE_FLOAT32,
+    torch.float64: wire.DATA_TYPE_FLOAT64,
+    torch.int64: wire.DATA_TYPE_INT64,
+    torch.uint8: wire.DATA_TYPE_UINT8,
+    torch.bool: wire.DATA_TYPE_BOOL,
+}
+_DTYPES_BACK = {number: dtype for dtype, number in _DTYPES.items()}
+_QUANTITIES: Mapping[Quantity, wire.Quantity] = {
+    quantity: getattr(wire, f"QUANTITY_{quantity.name}") for quantity in Quantity
+}
+_QUANTITIES_BACK = {number: quantity for quantity, number in _QUANTITIES.items()}
+
+
+class Refusal(StrEnum):
+    """Why a frame, transfer or reply was refused or dropped: the reasons that are counted."""
+
+    GARBAGE = "garbage on the stream"
+    OVERSIZED = "oversized frame"
+    REPEATED_BEGIN = "repeated begin of a transfer"
+    ORDER = "chunks repeated, reordered or missing"
+    UNKNOWN_TRANSFER = "frame of an unknown transfer"
+    TRUNCATED = "truncated transfer"
+    CHECKSUM = "wrong checksum"
+    SIZE = "wrong total size"
+    RUN = "another run or incarnation"
+    CONVERSATION = "unexpected conversation or exchange"
+    CLIENT = "unexpected row or client"
+    LATE = "late or repeated reply"
+    SHAPE = "wrong message, field, dtype or shape"
+    NON_FINITE = "not finite"
+    HELLO = "refused hello"
+
+
+class WireError(Exception):
+    """Something on the wire that was refused; ``refusal`` is its kind, the text says what was found and expected."""
+
+    def __init__(self, refusal: Refusal, detail: str) -> None:
+        super().__init__(f"{refusal}: {detail}")
+        self.refusal = refusal
+
+
+class Encoded:
+    """A message ready to be cut into frames: its class name, specs, and views of the bytes of its tensors.
+
+    The bytes are not copied; the tensors must not change until the frames have been written.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> None:
+        self.name = name
+        self.specs = tuple(tensors)
+        self.buffers = tuple(buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(len(buffer) for buffer in self.buffers)
+
+
+def encode(message: Message) -> Encoded:
+    """View a message as specs and raw bytes; dense CPU tensors are not copied.
+
+    Raises
+    ------
+    TypeError
+        If a tensor has a dtype that the wire does not carry, or is not on the CPU.
+    """
+    found = specs(message)
+    for spec, tensor in zip(found, message.tensors().values(), strict=True):
+        if spec.dtype not in _DTYPES or tensor.device.type != "cpu":
+            allowed = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise TypeError(
+                f"{type(message).__name__}.{spec.name} is {spec.dtype} on {tensor.device}; "
+                f"the wire carries {allowed}, on cpu"
+            )
+    return Encoded(type(message).__name__, found, [_bytes_of(tensor) for tensor in message.tensors().values()])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return _view(flat.view(torch.uint8))
+
+
+def _view(flat: Tensor) -> memoryview:
+    """View the memory of a flat uint8 tensor."""
+    return memoryview(cast("Buffer", flat.numpy()))
+
+
+def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
+    """Write specs as they stand in an envelope."""
+    return [
+        wire.TensorSpec(
+            name=spec.name,
+            quantity=_QUANTITIES[spec.quantity],
+            per_client=spec.per_client,
+            dtype=_DTYPES[spec.dtype],
+            shape=spec.shape,
+        )
+        for spec in encoded.specs
+    ]
+
+
+def read_specs(envelope: wire.Envelope) -> tuple[TensorSpec, ...]:
+    """Read the specs of an envelope.
+
+    Raises
+    ------
+    WireError
+        If a quantity or dtype is not one of the contract.
+    """
+    found = []
+    for spec in envelope.tensors:
+        if spec.quantity not in _QUANTITIES_BACK or spec.dtype not in _DTYPES_BACK:
+            raise WireError(
+                Refusal.SHAPE,
+                f"{envelope.message[:80]}.{spec.name[:80]} has quantity {spec.quantity} and dtype {spec.dtype}",
+            )
+        found.append(
+            TensorSpec(
+                spec.name,
+                _QUANTITIES_BACK[spec.quantity],
+                spec.per_client,
+                _DTYPES_BACK[spec.dtype],
+                tuple(spec.shape),
+            )
+        )
+    return tuple(found)
+
+
+def serialize(part: wire.WorkerPart | wire.AggregatorPart) -> Pieces:
+    """Serialize one part of a frame."""
+    data = part.SerializeToString()
+    return (_header(wire.WorkerFrame.PARTS_FIELD_NUMBER, len(data)), data)
+
+
+class Cutter:
+    """Cuts messages into parts of frames, for one direction of one stream, numbering the transfers."""
+
+    def __init__(self, part: PartClass) -> None:
+        self._part = part
+        self._chunk_field = part.CHUNK_FIELD_NUMBER
+        self._numbers = count(1)
+
+    def parts(self, envelope: wire.Envelope, encoded: Encoded, remaining_s: float | None = None) -> Iterator[Pieces]:
+        """Yield the serialized parts of one transfer: Begin, chunks of at most CHUNK_BYTES, End.
+
+        Parameters
+        ----------
+        envelope
+            What the transfer is; its ``message`` and ``tensors`` are filled in here.
+        encoded
+            The message.
+        remaining_s
+            Seconds in which an answer is of use.
+        """
+        envelope.message = encoded.name
+        envelope.tensors.extend(tensor_specs(encoded))
+        number = next(self._numbers)
+        begin = wire.Begin(transfer=number, envelope=envelope, total_bytes=encoded.nbytes, remaining_s=remaining_s)
+        yield serialize(self._part(begin=begin))
+        offset = crc = 0
+        for pieces in _chunks(encoded.buffers):
+            for piece in pieces:
+                crc = zlib.crc32(piece, crc)
+            size = sum(map(len, pieces))
+            yield self._chunk(number, offset, size, pieces)
+            offset += size
+        yield serialize(self._part(end=wire.End(transfer=number, crc32=crc)))
+
+    def _chunk(self, number: int, offset: int, size: int, pieces: Sequence[memoryview]) -> Pieces:
+        """Serialize a Chunk around its data: protobuf itself would copy the data three times."""
+        fields = wire.Chunk(transfer=number, offset=offset).SerializeToString()
+        chunk = fields + _header(wire.Chunk.DATA_FIELD_NUMBER, size)
+        part = _header(self._chunk_field, len(chunk) + size) + chunk
+        return (_header(wire.WorkerFrame.PARTS_FIELD_NUMBER, len(part) + size) + part, *pieces)
+
+
+def _header(field: int, length: int) -> bytes:
+    """Tag and length of a length-delimited protobuf field."""
+    return _varint(field << 3 | 2) + _varint(length)
+
+
+def _varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
+
+
+def _chunks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut the concatenation of the buffers into pieces that make CHUNK_BYTES, without copying."""
+    pieces: list[memoryview] = []
+    room = CHUNK_BYTES
+    for buffer in buffers:
+        start = 0
+        while start < len(buffer):
+            piece = buffer[start : start + room]
+            pieces.append(piece)
+            start += len(piece)
+            room -= len(piece)
+            if room == 0:
+                yield pieces
+                pieces, room = [], CHUNK_BYTES
+    if pieces:
+        yield pieces
+
+
+class Assembler:
+    """Puts one transfer together, straight into the tensors it will become.
+
+    Parameters
+    ----------
+    begin
+        The announcement.
+    tensors
+        Its specs, as the receiver read and checked them.
+    limit_bytes
+        The most the receiver takes.
+
+    Raises
+    ------
+    WireError
+        If the announced total is not that of the specs, or above the limit: before any memory is taken.
+    """
+
+    def __init__(self, begin: wire.Begin, tensors: Sequence[TensorSpec], limit_bytes: int) -> None:
+        self.total = sum(spec.nbytes for spec in tensors)
+        if begin.total_bytes != self.total:
+            raise WireError(
+                Refusal.SIZE,
+                f"{begin.total_bytes} bytes announced, {self.total} expected for {begin.envelope.message[:80]}",
+            )
+        if self.total > limit_bytes:
+            raise WireError(Refusal.SIZE, f"{self.total} bytes announced, at most {limit_bytes} taken")
+        self._specs = tuple(tensors)
+        # torch aligns its memory, which a slice of one shared buffer would not be.
+        self._storage = [torch.empty(spec.nbytes, dtype=torch.uint8) for spec in tensors]
+        self._views = [_view(storage) for storage in self._storage]
+        self._current = 0  # the tensor being filled
+        self._filled = 0  # bytes of it that are
+        self._received = 0
+        self._crc = 0
+
+    def add(self, chunk: wire.Chunk) -> None:
+        """Take in the next chunk.
+
+        Raises
+        ------
+        WireError
+            If it is empty, not the next one, or goes beyond the announced total.
+        """
+        data = chunk.data
+        if chunk.offset != self._received or not data:
+            raise WireError(
+                Refusal.ORDER, f"chunk of {len(data)} bytes at offset {chunk.offset}, expected offset {self._received}"
+            )
+        if self._received + len(data) > self.total:
+            raise WireError(Refusal.SIZE, f"{self._received + len(data)} bytes received, {self.total} announced")
+        self._crc = zlib.crc32(data, self._crc)
+        self._received += len(data)
+        rest = memoryview(data)
+        while len(rest):
+            view = self._views[self._current]
+            part = rest[: len(view) - self._filled]
+            view[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            rest = rest[len(part) :]
+            if self._filled == len(view):
+                self._current, self._filled = self._current + 1, 0
+
+    def end(self, end: wire.End) -> None:
+        """Check that everything has come as it was sent.
+
+        Raises
+        ------
+        WireError
+            If bytes are missing or the checksum differs.
+        """
+        if self._received != self.total:
+            raise WireError(Refusal.TRUNCATED, f"{self._received} of {self.total} bytes at the end")
+        if self._crc != end.crc32:
+            raise WireError(Refusal.CHECKSUM, f"crc32 {self._crc:08x}, {end.crc32:08x} announced")
+
+    def message(self, cls: type[Message]) -> Message:
+        """Make the message, without copying.
+
+        Raises
+        ------
+        WireError
+            If the fields are not those of the class, or a bool is neither 0 nor 1.
+        """
+        fields = {(field.name, field.quantity, field.per_client) for field in cls.fields()}
+        found = {(spec.name, spec.quantity, spec.per_client) for spec in self._specs}
+        if fields != found or len(self._specs) != len(fields):
+            raise WireError(
+                Refusal.SHAPE, f"fields {[spec.name for spec in self._specs]} are not those of {cls.__name__}"
+            )
+        tensors = {}
+        for spec, storage in zip(self._specs, self._storage, strict=True):
+            if spec.dtype == torch.bool and bool((storage > 1).any()):
+                raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes that are no bool")
+            tensors[spec.name] = storage.view(spec.dtype).view(spec.shape)
+        return cls(**tensors)
+
+
+F = TypeVar("F", wire.WorkerFrame, wire.AggregatorFrame)
+
+
+def parse(frame: type[F], data: bytes) -> F:
+    """Parse one frame.
+
+    Raises
+    ------
+    WireError
+        If the bytes are no frame, or one without parts, or with a part that holds nothing.
+    """
+    try:
+        parsed = frame.FromString(data)
+    except Exception as error:  # protobuf raises DecodeError, and others on some malformed input
+        raise WireError(Refusal.GARBAGE, f"{len(data)} bytes that are no {frame.__name__}") from error
+    if not parsed.parts or any(part.WhichOneof("part") is None for part in parsed.parts):
+        raise WireError(Refusal.GARBAGE, f"a {frame.__name__} of {len(data)} bytes with an empty part, or without any")
+    return parsed

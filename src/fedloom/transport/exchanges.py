@@ -1,0 +1,127 @@
+"""The aggregator's books: conversations that are open, exchanges that wait for answers, workers that are connected.
+
+All of it belongs to the event loop's thread, except the inbox of an exchange, from which the calling thread reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from fedloom.federation.carrier import Call, ConversationKey, Lost
+from fedloom.messages import Message
+from fedloom.transport.codec import Assembler, Cutter
+from fedloom.transport.stream import Outbox
+from fedloom.transport.wire import federation_pb2 as wire
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A connected worker, as it introduced itself."""
+
+    name: str
+    incarnation: str
+    clients: frozenset[str]
+    device: str
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A reply that is coming in."""
+
+    exchange: Exchange
+    row: int
+    cls: type[Message]
+    assembler: Assembler
+
+
+@dataclass(eq=False)
+class Link:
+    """The stream of one connected worker."""
+
+    worker: WorkerInfo
+    outbox: Outbox = field(default_factory=Outbox)
+    cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    ignored: set[int] = field(default_factory=set)  # transfers that were refused and have not ended yet
+
+    @property
+    def name(self) -> str:
+        """The worker's name."""
+        return self.worker.name
+
+    @property
+    def process(self) -> tuple[str, str]:
+        """The worker's name and incarnation: what holds a conversation."""
+        return (self.worker.name, self.worker.incarnation)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """A reply that has come in whole; its values are not checked yet."""
+
+    worker: str
+    cls: type[Message]
+    assembler: Assembler
+
+
+class Exchange:
+    """One call and what has become of its rows."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.deadline = None if call.deadline_s is None else time.monotonic() + call.deadline_s
+        self.inbox: SimpleQueue[tuple[int, Arrived | Lost] | Exception] = SimpleQueue()
+        self.client = dict(zip(call.rows, call.clients, strict=True))
+        self.outstanding = set(call.rows)
+        self.sent: dict[int, Link] = {}  # whom each row was sent to and is awaited from
+        self.missing: Counter[int] = Counter()
+
+    def remaining_s(self) -> float | None:
+        """Seconds left, not below zero; None without a deadline."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def settle(self, row: int, outcome: Arrived | Lost) -> None:
+        """Hand a row's outcome to the calling thread; whatever else comes for it is late."""
+        self.outstanding.discard(row)
+        self.inbox.put((row, outcome))
+
+
+class Conversation:
+    """A conversation that has been opened and not closed."""
+
+    def __init__(self, key: ConversationKey) -> None:
+        self.key = key
+        self.calls: list[Call] = []  # kept until close, for a worker that lacks them
+        self.current: Exchange | None = None
+        self.holders: dict[int, str] = {}  # the worker that each row stays with
+        self.known: dict[tuple[str, str], set[int]] = {}  # rows whose messages so far a process was sent
+
+    def post(self, exchange: Exchange) -> None:
+        """Start the next exchange.
+
+        Raises
+        ------
+        ValueError
+            If it is not the next one, or the last one still runs.
+        """
+        if self.current is not None or exchange.call.exchange != len(self.calls):
+            state = "is still running" if self.current is not None else "is over"
+            raise ValueError(
+                f"{self.key}: found exchange {exchange.call.exchange}; exchange {len(self.calls) - 1} {state}"
+            )
+        self.calls.append(exchange.call)
+        self.current = exchange
+
+    def moves_to(self, link: Link, rows: list[int]) -> list[int]:
+        """Note that a worker goes on with these rows; return those whose earlier messages it has not been sent."""
+        lacking = [row for row in rows if row not in self.known.get(link.process, ())]
+        for process, known in self.known.items():
+            if process != link.process:
+                known.difference_update(rows)  # what that process holds is outdated from now on
+        self.known.setdefault(link.process, set()).update(rows)
+        for row in rows:
+            self.holders[row] = link.name
+        return lacking

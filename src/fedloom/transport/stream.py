@@ -1,0 +1,113 @@
+"""What both ends of a stream share: versions, names, gRPC options, and the outbox."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+
+from fedloom.federation.carrier import ConversationKey
+from fedloom.transport.codec import FRAME_BYTES, Pieces
+from fedloom.transport.wire import federation_pb2 as wire
+
+PROTOCOL = 1
+SERVICE = "fedloom.v1.Federation"
+METHOD = "Join"
+
+# A worker that vanishes without closing its connection is noticed after time + timeout. The server allows pings
+# twice as often as clients send them, so that nobody is told "too_many_pings". No message limit is raised.
+_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+SERVER_OPTIONS = (
+    *_KEEPALIVE,
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not a second server on the same port
+)
+CHANNEL_OPTIONS = (
+    *_KEEPALIVE,
+    ("grpc.use_local_subchannel_pool", 1),  # each attempt dials anew: our backoff decides, not a shared one
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def key_to_wire(key: ConversationKey) -> wire.ConversationKey:
+    """Write a conversation key."""
+    return wire.ConversationKey(
+        round=key.round, attempt=key.attempt, conversation=key.conversation, purpose=key.purpose
+    )
+
+
+def key_from_wire(key: wire.ConversationKey) -> ConversationKey:
+    """Read a conversation key."""
+    return ConversationKey(key.round, key.attempt, key.conversation, key.purpose)
+
+
+class Outbox:
+    """Parts waiting to be written: in order within a lane (a conversation), in turn between lanes.
+
+    Belongs to one event loop. Parts are made when their turn comes, so that waiting costs no memory; small ones
+    share a frame.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[Hashable, deque[Iterator[Pieces]]] = {}
+        self._over: Pieces = ()  # the part that did not fit into the frame before
+        self._wake = asyncio.Event()
+        self._closing = False
+
+    def put(self, lane: Hashable, parts: Iterator[Pieces]) -> None:
+        """Queue parts behind those of the same lane."""
+        self._lanes.setdefault(lane, deque()).append(parts)
+        self._wake.set()
+
+    def drop(self, lane: Hashable) -> None:
+        """Forget what waits in a lane and has not begun; a transfer that has begun is finished."""
+        waiting = self._lanes.get(lane)
+        while waiting is not None and len(waiting) > 1:
+            waiting.pop()
+
+    def close(self) -> None:
+        """Let :meth:`drain` return once everything queued is written."""
+        self._closing = True
+        self._wake.set()
+
+    async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Write frames of at most 1 MiB as parts come, until closed."""
+        while True:
+            while frame := self._frame():
+                await write(frame)
+            if self._closing:
+                return
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _frame(self) -> bytes:
+        """Join the next parts into a frame; empty when nothing waits."""
+        pieces: list[bytes | memoryview] = []
+        size = 0
+        while part := self._over or self._next():
+            part_size = sum(map(len, part))
+            if size and size + part_size > FRAME_BYTES:
+                self._over = part
+                break
+            self._over = ()
+            pieces += part
+            size += part_size
+        return b"".join(pieces)
+
+    def _next(self) -> Pieces:
+        """Take the next part of the lane whose turn it is; empty when nothing waits."""
+        while self._lanes:
+            lane, waiting = next(iter(self._lanes.items()))
+            part = next(waiting[0], None)
+            if part is not None:
+                self._lanes[lane] = self._lanes.pop(lane)  # to the end of the queue of lanes
+                return part
+            waiting.popleft()
+            if not waiting:
+                del self._lanes[lane]
+        return ()

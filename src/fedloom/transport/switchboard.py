@@ -1,0 +1,411 @@
+"""The aggregator's switchboard: which worker is asked for which row, and what becomes of what it answers.
+
+All of it runs on the event loop's thread (but for :meth:`Switchboard.refuse` and :meth:`Switchboard.count`) and
+waits for nothing; the server in ``aggregator.py`` moves the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
+from fedloom.federation.placement import deal
+from fedloom.federation.validation import mismatch
+from fedloom.messages import Message
+from fedloom.transport.codec import (
+    FRAME_BYTES,
+    REASON_CHARACTERS,
+    Assembler,
+    Pieces,
+    Refusal,
+    WireError,
+    encode,
+    parse,
+    read_specs,
+    serialize,
+)
+from fedloom.transport.exchanges import Arrival, Arrived, Conversation, Exchange, Link, WorkerInfo
+from fedloom.transport.stream import key_from_wire, key_to_wire
+from fedloom.transport.wire import federation_pb2 as wire
+
+log = logging.getLogger("fedloom.transport.aggregator")
+
+REPLAYS = 3  # how often a worker may say that it lacks what it was just sent
+IGNORED_TRANSFERS = 1024
+STOPPED = "the aggregator stopped"
+
+
+class Switchboard:
+    """Connects exchanges with workers.
+
+    Parameters
+    ----------
+    run, incarnation, vocabulary, dtype
+        As for ``Aggregator``.
+    publish
+        Called with the connected workers, by name, whenever they change.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        incarnation: str,
+        vocabulary: Mapping[str, type[Message]],
+        dtype: torch.dtype,
+        publish: Callable[[tuple[WorkerInfo, ...]], None],
+    ) -> None:
+        self.refusals = Refusals()
+        self._counting = threading.Lock()
+        self._run = run
+        self._incarnation = incarnation
+        self._vocabulary = dict(vocabulary)
+        self._dtype = dtype
+        self._publish = publish
+        self._stopping = False
+        self._links: dict[str, Link] = {}
+        self._conversations: dict[ConversationKey, Conversation] = {}
+        self._newest: tuple[int, int, int] = (-1, -1, -1)
+
+    # ---- workers
+
+    def enter(self, link: Link) -> None:
+        """A worker has joined: it may replace an older stream of its own, and gets rows that wait for it."""
+        old = self._links.pop(link.name, None)
+        if old is not None:
+            if old.worker.incarnation != link.worker.incarnation:
+                reason = f"another process joined as worker {link.name!r}; names must be unique"
+                refused = wire.Refused(code=wire.REFUSAL_CODE_REPLACED, reason=reason)
+                old.outbox.put(None, _one(wire.AggregatorPart(refused=refused)))
+            old.outbox.close()
+            self._release(old)
+        self._links[link.name] = link
+        if self._stopping:
+            link.outbox.close()
+        log.info("worker %s (%s, %d clients) joined", link.name, link.worker.device, len(link.worker.clients))
+        self._publish(tuple(self._links[name].worker for name in sorted(self._links)))
+        self._dispatch_all()
+
+    def leave(self, link: Link) -> None:
+        """A worker's stream has ended: its rows go to another, or wait."""
+        if self._links.get(link.name) is not link:
+            return  # replaced by a newer stream
+        del self._links[link.name]
+        log.info("worker %s left", link.name)
+        self._publish(tuple(self._links[name].worker for name in sorted(self._links)))
+        self._release(link)
+        self._dispatch_all()
+
+    def _release(self, link: Link) -> None:
+        """Take back the rows that were awaited from this stream."""
+        link.arrivals.clear()
+        for conversation in self._conversations.values():
+            exchange = conversation.current
+            if exchange is not None:
+                exchange.sent = {row: sent for row, sent in exchange.sent.items() if sent is not link}
+
+    def stop(self, finished: bool) -> None:
+        """End all streams, with a goodbye if the run is over, and lose what is awaited."""
+        self._stopping = True
+        for link in self._links.values():
+            if finished:
+                link.outbox.put(None, _one(wire.AggregatorPart(goodbye=wire.Goodbye())))
+            link.outbox.close()
+        for conversation in self._conversations.values():
+            if conversation.current is not None:
+                self._lose(conversation.current, STOPPED)
+
+    # ---- refusing
+
+    def refuse(self, error: WireError, exchange: Exchange, row: int, worker: str) -> str:
+        """Count and log a refused reply; return the reason."""
+        self.count(error.refusal)
+        key = exchange.call.key
+        log.warning(
+            "refused the reply of client %s (round %d, attempt %d, exchange %d, worker %s): %s",
+            exchange.client[row], key.round, key.attempt, exchange.call.exchange, worker, error,
+        )  # fmt: skip
+        return str(error)
+
+    def count(self, refusal: Refusal) -> None:
+        """Count one refusal; from any thread."""
+        with self._counting:
+            self.refusals.count(refusal)
+
+    # ---- sending
+
+    def open(self, exchange: Exchange) -> None:
+        """Start an exchange, and with its first one a conversation."""
+        key = exchange.call.key
+        try:
+            if exchange.call.exchange == 0 and key not in self._conversations:
+                self._conversations[key] = Conversation(key)
+                self._newest = max(self._newest, (key.round, key.attempt, key.conversation))
+            if key not in self._conversations:
+                raise ValueError(f"{key}: exchange {exchange.call.exchange} of a conversation that is not open")
+            self._conversations[key].post(exchange)
+            if self._stopping:
+                self._lose(exchange, STOPPED)
+            self._dispatch(self._conversations[key])
+        except Exception as error:
+            exchange.inbox.put(error)  # raised where the exchange was called
+
+    @staticmethod
+    def _lose(exchange: Exchange, reason: str) -> None:
+        for row in sorted(exchange.outstanding):
+            exchange.settle(row, Lost(reason))
+
+    def finish(self, exchange: Exchange) -> None:
+        """Nobody waits for this exchange any more: what still comes for it is late."""
+        conversation = self._conversations.get(exchange.call.key)
+        if conversation is not None and conversation.current is exchange:
+            conversation.current = None
+        for link in self._links.values():
+            for transfer in [number for number, arrival in link.arrivals.items() if arrival.exchange is exchange]:
+                del link.arrivals[transfer]
+                link.ignored.add(transfer)
+                self.count(Refusal.LATE)
+
+    def close(self, key: ConversationKey) -> None:
+        """Forget a conversation, and tell the workers that hold rows of it."""
+        conversation = self._conversations.pop(key, None)
+        if conversation is None:
+            return
+        if conversation.current is not None:
+            self._lose(conversation.current, "the conversation was closed")
+        close = wire.AggregatorPart(close=wire.CloseConversation(conversation=key_to_wire(key)))
+        for link in self._links.values():
+            if link.process in conversation.known:
+                link.outbox.drop(key)
+                link.outbox.put(key, _one(close))
+
+    def _dispatch_all(self) -> None:
+        for conversation in self._conversations.values():
+            if conversation.current is not None:
+                self._dispatch(conversation)
+
+    def _dispatch(self, conversation: Conversation) -> None:
+        """Send the outstanding rows that nobody is working on to a worker that may serve them, if there is one."""
+        exchange = conversation.current
+        assert exchange is not None
+        shares: dict[str, list[int]] = {}
+        free = []
+        for row in exchange.call.rows:
+            if row not in exchange.outstanding or row in exchange.sent:
+                continue
+            holder = self._links.get(conversation.holders.get(row, ""))
+            if holder is not None and exchange.client[row] in holder.worker.clients:
+                shares.setdefault(holder.name, []).append(row)  # a row stays with its worker while that lives
+            else:
+                free.append(row)
+        loads = Counter(link.name for row, link in exchange.sent.items() if row in exchange.outstanding)
+        loads.update({name: len(rows) for name, rows in shares.items()})
+        candidates = {name: link.worker.clients for name, link in self._links.items()}
+        for name, positions in deal([exchange.client[row] for row in free], candidates, loads).items():
+            shares.setdefault(name, []).extend(free[position] for position in positions)
+        for name, rows in shares.items():
+            self._send(conversation, exchange, self._links[name], sorted(rows))
+
+    def _send(self, conversation: Conversation, exchange: Exchange, link: Link, rows: list[int]) -> None:
+        """Ask a worker for these rows; before that, tell it what was said so far, if it lacks that."""
+        lacking = conversation.moves_to(link, rows)
+        *earlier, call = conversation.calls
+        if lacking and earlier:
+            log.info("replaying %d exchanges of %d rows on worker %s", len(earlier), len(lacking), link.name)
+            for past in earlier:
+                self._put(link, past, lacking, replay=True, remaining_s=None)
+        self._put(link, call, rows, replay=False, remaining_s=exchange.remaining_s())
+        for row in rows:
+            exchange.sent[row] = link
+
+    def _put(self, link: Link, call: Call, rows: Sequence[int], replay: bool, remaining_s: float | None) -> None:
+        position = {row: i for i, row in enumerate(call.rows)}
+        index = [position[row] for row in rows]
+        envelope = wire.Envelope(
+            run=self._run,
+            incarnation=self._incarnation,
+            conversation=key_to_wire(call.key),
+            exchange=call.exchange,
+            rows=rows,
+            clients=[call.clients[i] for i in index],
+            replay=replay,
+        )
+        link.outbox.put(call.key, link.cutter.parts(envelope, encode(call.message.select(index)), remaining_s))
+
+    # ---- receiving
+
+    def take(self, link: Link, data: bytes) -> None:
+        """Take in one frame of a worker.
+
+        Raises
+        ------
+        WireError
+            If its stream has to end.
+        """
+        frame = parse(wire.WorkerFrame, data)
+        if len(data) > FRAME_BYTES:
+            error = WireError(Refusal.OVERSIZED, f"a frame of {len(data)} bytes, allowed: {FRAME_BYTES}")
+            transfers = {part.begin.transfer or part.chunk.transfer for part in frame.parts} - {0}
+            if not transfers:
+                raise error
+            for number in sorted(transfers):
+                self._refuse_transfer(link, number, error)
+            return
+        for part in frame.parts:
+            match part.WhichOneof("part"):
+                case "begin":
+                    self._begin(link, part.begin)
+                case "chunk":
+                    self._continue(link, part.chunk.transfer, part.chunk)
+                case "end":
+                    self._continue(link, part.end.transfer, part.end)
+                case "missing":
+                    self._missing(link, part.missing)
+                case "row_lost":
+                    self._row_lost(link, part.row_lost)
+                case other:
+                    raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
+
+    def _begin(self, link: Link, begin: wire.Begin) -> None:
+        number = begin.transfer
+        if number in link.arrivals or number in link.ignored:
+            self._refuse_transfer(link, number, WireError(Refusal.REPEATED_BEGIN, f"transfer {number}"))
+            return
+        try:
+            exchange, row = self._awaited(link, begin.envelope)
+        except WireError as error:  # addressed to nothing that we wait for: no row is lost by it
+            self._refuse_transfer(link, number, error)
+            return
+        try:
+            link.arrivals[number] = self._accept(link, begin, exchange, row)
+        except WireError as error:
+            exchange.settle(row, Lost(self.refuse(error, exchange, row, link.name)))
+            self._ignore(link, number, error)
+
+    def _awaited(self, link: Link, envelope: wire.Envelope) -> tuple[Exchange, int]:
+        """Find the exchange and row that a reply belongs to; raise WireError if nothing of the kind is awaited."""
+        if (envelope.run, envelope.incarnation) != (self._run, self._incarnation):
+            found = f"{envelope.run[:80]}/{envelope.incarnation[:80]}"
+            raise WireError(Refusal.RUN, f"{found}, expected {self._run}/{self._incarnation}")
+        if len(envelope.rows) != 1:
+            raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows in a reply, expected 1")
+        return self._awaited_row(link, envelope.conversation, envelope.exchange, envelope.rows[0])
+
+    def _awaited_row(self, link: Link, wire_key: wire.ConversationKey, number: int, row: int) -> tuple[Exchange, int]:
+        key = key_from_wire(wire_key)
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            old = (key.round, key.attempt, key.conversation) <= self._newest
+            raise WireError(Refusal.LATE if old else Refusal.CONVERSATION, f"{_name(key)} is not open")
+        exchange = conversation.current
+        if exchange is None or exchange.call.exchange != number:
+            old = number < len(conversation.calls)
+            raise WireError(Refusal.LATE if old else Refusal.CONVERSATION, f"{_name(key)}, exchange {number}")
+        if row not in exchange.client:
+            raise WireError(Refusal.CLIENT, f"row {row} is not in exchange {number} of {_name(key)}")
+        if row not in exchange.outstanding or exchange.sent.get(row) is not link:
+            raise WireError(Refusal.LATE, f"row {row} of {_name(key)}, exchange {number}")
+        if any(a.exchange is exchange and a.row == row for a in link.arrivals.values()):
+            raise WireError(Refusal.LATE, f"row {row} of {_name(key)}, exchange {number} is arriving already")
+        return exchange, row
+
+    def _accept(self, link: Link, begin: wire.Begin, exchange: Exchange, row: int) -> Arrival:
+        """Check what a reply announces, and only then take memory for it."""
+        envelope = begin.envelope
+        if list(envelope.clients) != [exchange.client[row]]:
+            found = [client[:80] for client in envelope.clients[:3]]
+            raise WireError(Refusal.CLIENT, f"clients {found}, expected {exchange.client[row]!r} in row {row}")
+        cls = self._vocabulary.get(envelope.message)
+        if cls is None:
+            allowed = ", ".join(sorted(allowed.__name__ for allowed in exchange.call.shapes))
+            raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r} (allowed: {allowed})")
+        specs = read_specs(envelope)
+        wrong = mismatch(cls, specs, exchange.call.shapes, self._dtype)
+        if wrong is not None:
+            raise WireError(Refusal.SHAPE, wrong[:REASON_CHARACTERS])
+        return Arrival(exchange, row, cls, Assembler(begin, specs, limit_bytes=sum(spec.nbytes for spec in specs)))
+
+    def _continue(self, link: Link, number: int, frame: wire.Chunk | wire.End) -> None:
+        """Take in a chunk or the end of a transfer."""
+        arrival = link.arrivals.get(number)
+        if arrival is None:
+            if number not in link.ignored:
+                self._refuse_transfer(link, number, WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}"))
+            if isinstance(frame, wire.End):
+                link.ignored.discard(number)
+            return
+        try:
+            if isinstance(frame, wire.Chunk):
+                arrival.assembler.add(frame)
+                return
+            arrival.assembler.end(frame)
+        except WireError as error:
+            self._refuse_transfer(link, number, error)
+            if isinstance(frame, wire.End):
+                link.ignored.discard(number)
+            return
+        del link.arrivals[number]
+        arrival.exchange.settle(arrival.row, Arrived(link.name, arrival.cls, arrival.assembler))
+
+    def _refuse_transfer(self, link: Link, number: int, error: WireError) -> None:
+        """Refuse a transfer; the row that was arriving by it is lost, the stream lives on."""
+        arrival = link.arrivals.pop(number, None)
+        if arrival is not None:
+            reason = self.refuse(error, arrival.exchange, arrival.row, link.name)
+            arrival.exchange.settle(arrival.row, Lost(reason))
+        else:
+            self.count(error.refusal)
+            log.log(
+                logging.INFO if error.refusal is Refusal.LATE else logging.WARNING,
+                "dropped transfer %d of worker %s: %s", number, link.name, error,
+            )  # fmt: skip
+        self._ignore(link, number, error)
+
+    def _ignore(self, link: Link, number: int, error: WireError | None = None) -> None:
+        """Skip the rest of a transfer, and tell the worker if something was wrong with it."""
+        link.ignored.add(number)
+        if len(link.ignored) > IGNORED_TRANSFERS:
+            raise WireError(Refusal.GARBAGE, f"more than {IGNORED_TRANSFERS} refused transfers that never end")
+        if error is not None and error.refusal is not Refusal.LATE:
+            refused = wire.TransferRefused(transfer=number, reason=str(error)[:REASON_CHARACTERS])
+            link.outbox.put(None, _one(wire.AggregatorPart(transfer_refused=refused)))
+
+    def _missing(self, link: Link, missing: wire.Missing) -> None:
+        """Send the earlier messages of a conversation to a worker that lacks them, and ask again."""
+        asked = []
+        for row in missing.rows:
+            try:
+                exchange, _ = self._awaited_row(link, missing.conversation, missing.exchange, row)
+            except WireError as error:
+                self.count(error.refusal)
+                continue
+            exchange.missing[row] += 1
+            if exchange.missing[row] > REPLAYS:
+                exchange.settle(row, Lost(f"worker {link.name} lost the conversation {REPLAYS} times"))
+                continue
+            exchange.sent.pop(row)
+            asked.append(row)
+        if asked:
+            conversation = self._conversations[key_from_wire(missing.conversation)]
+            conversation.known.get(link.process, set()).difference_update(asked)
+            self._dispatch(conversation)
+
+    def _row_lost(self, link: Link, lost: wire.RowLost) -> None:
+        try:
+            exchange, row = self._awaited_row(link, lost.conversation, lost.exchange, lost.row)
+        except WireError as error:
+            self.count(error.refusal)
+            return
+        exchange.settle(row, Lost(lost.reason[:REASON_CHARACTERS] or "the worker gave no reason"))
+
+
+def _one(part: wire.AggregatorPart) -> Iterator[Pieces]:
+    return iter((serialize(part),))
+
+
+def _name(key: ConversationKey) -> str:
+    return f"round {key.round}, attempt {key.attempt}, conversation {key.conversation} ({key.purpose[:20]})"

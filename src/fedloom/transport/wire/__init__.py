@@ -1,0 +1,1 @@
+"""Generated from protos/fedloom/v1 by ``make protos``; never edited by hand."""

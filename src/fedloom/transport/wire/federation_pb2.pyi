@@ -1,0 +1,276 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Quantity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    QUANTITY_UNSPECIFIED: _ClassVar[Quantity]
+    QUANTITY_DESCRIPTOR: _ClassVar[Quantity]
+    QUANTITY_DESCRIPTOR_UPDATE: _ClassVar[Quantity]
+    QUANTITY_EMBEDDING_NETWORK: _ClassVar[Quantity]
+    QUANTITY_EMBEDDING_NETWORK_UPDATE: _ClassVar[Quantity]
+    QUANTITY_MODEL: _ClassVar[Quantity]
+    QUANTITY_MODEL_UPDATE: _ClassVar[Quantity]
+    QUANTITY_GAUSSIAN: _ClassVar[Quantity]
+    QUANTITY_GRADIENT: _ClassVar[Quantity]
+    QUANTITY_LOSS: _ClassVar[Quantity]
+    QUANTITY_COUNT: _ClassVar[Quantity]
+    QUANTITY_METRICS: _ClassVar[Quantity]
+    QUANTITY_OTHER: _ClassVar[Quantity]
+
+class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
+    DATA_TYPE_FLOAT32: _ClassVar[DataType]
+    DATA_TYPE_FLOAT64: _ClassVar[DataType]
+    DATA_TYPE_INT64: _ClassVar[DataType]
+    DATA_TYPE_UINT8: _ClassVar[DataType]
+    DATA_TYPE_BOOL: _ClassVar[DataType]
+
+class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_CODE_UNSPECIFIED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_HELLO: _ClassVar[RefusalCode]
+    REFUSAL_CODE_PROTOCOL: _ClassVar[RefusalCode]
+    REFUSAL_CODE_PACKAGE: _ClassVar[RefusalCode]
+    REFUSAL_CODE_ALGORITHM: _ClassVar[RefusalCode]
+    REFUSAL_CODE_REPLACED: _ClassVar[RefusalCode]
+QUANTITY_UNSPECIFIED: Quantity
+QUANTITY_DESCRIPTOR: Quantity
+QUANTITY_DESCRIPTOR_UPDATE: Quantity
+QUANTITY_EMBEDDING_NETWORK: Quantity
+QUANTITY_EMBEDDING_NETWORK_UPDATE: Quantity
+QUANTITY_MODEL: Quantity
+QUANTITY_MODEL_UPDATE: Quantity
+QUANTITY_GAUSSIAN: Quantity
+QUANTITY_GRADIENT: Quantity
+QUANTITY_LOSS: Quantity
+QUANTITY_COUNT: Quantity
+QUANTITY_METRICS: Quantity
+QUANTITY_OTHER: Quantity
+DATA_TYPE_UNSPECIFIED: DataType
+DATA_TYPE_FLOAT32: DataType
+DATA_TYPE_FLOAT64: DataType
+DATA_TYPE_INT64: DataType
+DATA_TYPE_UINT8: DataType
+DATA_TYPE_BOOL: DataType
+REFUSAL_CODE_UNSPECIFIED: RefusalCode
+REFUSAL_CODE_HELLO: RefusalCode
+REFUSAL_CODE_PROTOCOL: RefusalCode
+REFUSAL_CODE_PACKAGE: RefusalCode
+REFUSAL_CODE_ALGORITHM: RefusalCode
+REFUSAL_CODE_REPLACED: RefusalCode
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "quantity", "per_client", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUANTITY_FIELD_NUMBER: _ClassVar[int]
+    PER_CLIENT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    quantity: Quantity
+    per_client: bool
+    dtype: DataType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., quantity: _Optional[_Union[Quantity, str]] = ..., per_client: bool = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ConversationKey(_message.Message):
+    __slots__ = ("round", "attempt", "conversation", "purpose")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    attempt: int
+    conversation: int
+    purpose: str
+    def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., purpose: _Optional[str] = ...) -> None: ...
+
+class Envelope(_message.Message):
+    __slots__ = ("run", "incarnation", "conversation", "exchange", "rows", "clients", "message", "tensors", "replay")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    incarnation: str
+    conversation: ConversationKey
+    exchange: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    clients: _containers.RepeatedScalarFieldContainer[str]
+    message: str
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    replay: bool
+    def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., replay: bool = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms")
+    class AlgorithmsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PACKAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHMS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    package: str
+    worker: str
+    incarnation: str
+    clients: _containers.RepeatedScalarFieldContainer[str]
+    device: str
+    algorithms: _containers.ScalarMap[str, int]
+    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("run", "incarnation", "experiment")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EXPERIMENT_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    incarnation: str
+    experiment: str
+    def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., experiment: _Optional[str] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("code", "reason")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    code: RefusalCode
+    reason: str
+    def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("transfer", "envelope", "total_bytes", "remaining_s")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    envelope: Envelope
+    total_bytes: int
+    remaining_s: float
+    def __init__(self, transfer: _Optional[int] = ..., envelope: _Optional[_Union[Envelope, _Mapping]] = ..., total_bytes: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("transfer", "offset", "data")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    offset: int
+    data: bytes
+    def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ("transfer", "crc32")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    crc32: int
+    def __init__(self, transfer: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
+
+class CloseConversation(_message.Message):
+    __slots__ = ("conversation",)
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    conversation: ConversationKey
+    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ...) -> None: ...
+
+class Missing(_message.Message):
+    __slots__ = ("conversation", "exchange", "rows")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    conversation: ConversationKey
+    exchange: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RowLost(_message.Message):
+    __slots__ = ("conversation", "exchange", "row", "reason")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    conversation: ConversationKey
+    exchange: int
+    row: int
+    reason: str
+    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., row: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class TransferRefused(_message.Message):
+    __slots__ = ("transfer", "reason")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    reason: str
+    def __init__(self, transfer: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerFrame(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[WorkerPart]
+    def __init__(self, parts: _Optional[_Iterable[_Union[WorkerPart, _Mapping]]] = ...) -> None: ...
+
+class WorkerPart(_message.Message):
+    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    ROW_LOST_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    begin: Begin
+    chunk: Chunk
+    end: End
+    missing: Missing
+    row_lost: RowLost
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ...) -> None: ...
+
+class AggregatorFrame(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[AggregatorPart]
+    def __init__(self, parts: _Optional[_Iterable[_Union[AggregatorPart, _Mapping]]] = ...) -> None: ...
+
+class AggregatorPart(_message.Message):
+    __slots__ = ("welcome", "refused", "begin", "chunk", "end", "close", "transfer_refused", "goodbye")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refused: Refused
+    begin: Begin
+    chunk: Chunk
+    end: End
+    close: CloseConversation
+    transfer_refused: TransferRefused
+    goodbye: Goodbye
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,497 @@
+"""A worker's end of the wire: dials the aggregator, takes in requests, streams answers back (docs/wire.md).
+
+The stream lives on an event loop in a thread of its own; everything a session does, all torch work, happens in the
+thread that called :func:`serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import grpc
+
+import fedloom
+from fedloom.errors import AbandonedError, FedloomError, RefusedError
+from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
+from fedloom.messages import Message
+from fedloom.transport.codec import (
+    FRAME_BYTES,
+    REASON_CHARACTERS,
+    Assembler,
+    Cutter,
+    Pieces,
+    Refusal,
+    WireError,
+    encode,
+    parse,
+    read_specs,
+    serialize,
+)
+from fedloom.transport.stream import CHANNEL_OPTIONS, METHOD, PROTOCOL, SERVICE, Outbox, key_from_wire, key_to_wire
+from fedloom.transport.wire import federation_pb2 as wire
+
+log = logging.getLogger("fedloom.transport.worker")
+
+WELCOME_TIMEOUT_S = 10.0
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 5.0
+NOTICE_S = 0.2  # how soon a stop event is noticed while there is nothing to do
+REQUEST_BYTES = 4 << 30  # the most that one request may take of a worker's memory
+
+
+@dataclass(frozen=True)
+class Identity:
+    """How a worker introduces itself.
+
+    Attributes
+    ----------
+    worker
+        Its name, unique in the federation; a restarted worker comes back under the same one.
+    clients
+        Ids of the clients that it may serve.
+    algorithms
+        Name and version of the algorithms it has.
+    device
+        What it computes on.
+    incarnation
+        Of this process: conversations are held for as long as it stays the same.
+    """
+
+    worker: str
+    clients: Sequence[str]
+    algorithms: Mapping[str, int]
+    device: str = "cpu"
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What the aggregator told a worker that it let in: the run, the aggregator's process, the experiment (JSON)."""
+
+    run: str
+    incarnation: str
+    experiment: str
+
+
+class Session(Protocol):
+    """The clients' side of all conversations with one incarnation of the aggregator."""
+
+    @property
+    def vocabulary(self) -> Mapping[str, type[Message]]:
+        """The messages that may be sent to clients, by class name."""
+
+    def answer(
+        self, key: ConversationKey, exchange: int, rows: Sequence[int], clients: Sequence[str], message: Message
+    ) -> Iterator[tuple[int, Message | Lost]]:
+        """Yield each row's answer as soon as it is ready: (position in the cohort, message of one row, or Lost).
+
+        Asked again for the last exchange, a row's answer is yielded again, without work. An opening (exchange 0) that
+        is not the last exchange of a row starts the row anew.
+
+        Raises
+        ------
+        MissingConversation
+            Before any work, if rows have not taken part in the exchange before this one here.
+        """
+
+    def close(self, key: ConversationKey) -> None:
+        """End a conversation. Idempotent."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """A request that has come in whole."""
+
+    incarnation: str
+    key: ConversationKey
+    envelope: wire.Envelope
+    assembler: Assembler
+    expires: float | None  # on the monotonic clock
+
+
+@dataclass(frozen=True)
+class _Close:
+    key: ConversationKey
+
+
+class _Finished:
+    """The aggregator said goodbye."""
+
+
+_Event = Joined | _Request | _Close | _Finished | FedloomError
+
+
+def serve(
+    address: str,
+    identity: Identity,
+    *,
+    make_session: Callable[[Joined], Session],
+    stop: threading.Event,
+    reconnect_s: float = 60.0,
+) -> None:
+    """Serve clients until the run is over or ``stop`` is set.
+
+    Parameters
+    ----------
+    address
+        The aggregator's ``host:port``.
+    identity
+        What it is told of us.
+    make_session
+        Called, in this thread, when a (new incarnation of the) aggregator has let us in. A session outlives a
+        connection that breaks, not the aggregator's process.
+    stop
+        Set by a signal handler: leave, finishing nothing.
+    reconnect_s
+        How long to go on dialling an aggregator that is gone.
+
+    Raises
+    ------
+    RefusedError
+        If the aggregator does not let us in: protocol, package or algorithm version, or a name that is taken.
+    AbandonedError
+        If the aggregator is gone for ``reconnect_s`` seconds.
+    """
+    connection = _Connection(address, identity, reconnect_s)
+    connection.start()
+    try:
+        _work(connection, make_session, stop)
+    finally:
+        connection.stop()
+
+
+def _work(connection: _Connection, make_session: Callable[[Joined], Session], stop: threading.Event) -> None:
+    joined: Joined | None = None
+    session: Session | None = None
+    while not stop.is_set():
+        try:
+            event = connection.events.get(timeout=NOTICE_S)
+        except queue.Empty:
+            continue
+        match event:
+            case FedloomError():
+                raise event
+            case _Finished():
+                return
+            case Joined():
+                if session is None or joined is None or event.incarnation != joined.incarnation:
+                    session = make_session(event)
+                joined = event
+            case _Request():
+                if session is not None and joined is not None and event.incarnation == joined.incarnation:
+                    _answer(connection, session, event, stop)
+            case _Close():
+                if session is not None:
+                    session.close(event.key)
+                connection.closed.discard(event.key)
+
+
+def _answer(connection: _Connection, session: Session, request: _Request, stop: threading.Event) -> None:
+    """Compute the answers of a request's rows, sending each as soon as it is ready."""
+    if _pointless(connection, request, stop):
+        return
+    envelope, key = request.envelope, request.key
+    rows, clients = list(envelope.rows), list(envelope.clients)
+    try:
+        message = _decode(session, request)
+    except WireError as error:
+        for row in rows:
+            connection.lost(request, row, f"the worker cannot read the request: {error}")
+        return
+    name = dict(zip(rows, clients, strict=True))
+    asked = list(range(len(rows)))
+    while asked:
+        part = [rows[i] for i in asked]
+        answers = session.answer(key, envelope.exchange, part, [clients[i] for i in asked], message.select(asked))
+        try:
+            for row, answer in answers:
+                if not envelope.replay:
+                    connection.reply(request, row, name[row], answer)
+                if _pointless(connection, request, stop):
+                    return
+            return
+        except MissingConversation as missing:
+            lacking = set(missing.rows)
+            if not lacking & set(part):
+                raise
+            connection.missing(request, [row for row in part if row in lacking])
+            asked = [i for i in asked if rows[i] not in lacking]
+        finally:
+            close = getattr(answers, "close", None)
+            if close is not None:
+                close()
+
+
+def _decode(session: Session, request: _Request) -> Message:
+    envelope = request.envelope
+    cls = session.vocabulary.get(envelope.message)
+    if cls is None:
+        raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r}")
+    message = request.assembler.message(cls)
+    for tensor_name, tensor in message.tensors().items():
+        per_client = next(f.per_client for f in message.fields() if f.name == tensor_name)
+        if per_client and (tensor.ndim == 0 or tensor.shape[0] != len(envelope.rows)):
+            raise WireError(
+                Refusal.SHAPE,
+                f"{envelope.message}.{tensor_name} has shape {tuple(tensor.shape)}, expected {len(envelope.rows)} rows",
+            )
+    return message
+
+
+def _pointless(connection: _Connection, request: _Request, stop: threading.Event) -> bool:
+    """Whether nobody waits for the rest of a request: stopping, closed, past its deadline, or another aggregator."""
+    expired = request.expires is not None and time.monotonic() > request.expires
+    return stop.is_set() or expired or request.key in connection.closed or connection.incarnation != request.incarnation
+
+
+class _Connection:
+    """Keeps a stream to the aggregator, in a thread of its own, and turns it into events."""
+
+    def __init__(self, address: str, identity: Identity, reconnect_s: float) -> None:
+        self.events: SimpleQueue[_Event] = SimpleQueue()
+        self.closed: set[ConversationKey] = set()  # closed by the aggregator, not yet by the session
+        self.incarnation = ""  # of the aggregator that let us in last
+        self._address = address
+        self._identity = identity
+        self._reconnect_s = reconnect_s
+        self._outbox: Outbox | None = None
+        self._cutter = Cutter(wire.WorkerPart)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
+        hello = wire.Hello(
+            protocol=PROTOCOL,
+            package=fedloom.__version__,
+            worker=identity.worker,
+            incarnation=identity.incarnation,
+            clients=identity.clients,
+            device=identity.device,
+            algorithms=dict(identity.algorithms),
+        )
+        self._hello = b"".join(serialize(wire.WorkerPart(hello=hello)))
+        if len(self._hello) > FRAME_BYTES:
+            raise RefusedError(
+                f"worker {identity.worker}: introducing {len(identity.clients)} clients takes "
+                f"{len(self._hello)} bytes, allowed: {FRAME_BYTES}",
+                hint="let several workers serve fewer clients each",
+            )
+
+    # ---- what the session's thread uses
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._thread.start()
+        self._ready.wait()
+
+    def stop(self) -> None:
+        """Leave, and wait until the thread has ended."""
+        if self._loop is not None and self._task is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+            except RuntimeError:
+                log.debug("the stream's event loop had ended already")
+        self._thread.join()
+
+    def reply(self, request: _Request, row: int, client: str, answer: Message | Lost) -> None:
+        """Send one row's answer; without a connection it is dropped: the aggregator will ask again."""
+        if isinstance(answer, Lost):
+            self.lost(request, row, answer.reason)
+            return
+        envelope = wire.Envelope(
+            run=request.envelope.run,
+            incarnation=request.incarnation,
+            conversation=request.envelope.conversation,
+            exchange=request.envelope.exchange,
+            rows=(row,),
+            clients=(client,),
+        )
+        self._put(request, self._cutter.parts(envelope, encode(answer)))
+
+    def lost(self, request: _Request, row: int, reason: str) -> None:
+        """Say that a row gives no answer."""
+        lost = wire.RowLost(
+            conversation=key_to_wire(request.key),
+            exchange=request.envelope.exchange,
+            row=row,
+            reason=reason[:REASON_CHARACTERS],
+        )
+        self._put(request, iter((serialize(wire.WorkerPart(row_lost=lost)),)))
+
+    def missing(self, request: _Request, rows: Iterable[int]) -> None:
+        """Say that the conversation of these rows is not held here."""
+        missing = wire.Missing(
+            conversation=key_to_wire(request.key), exchange=request.envelope.exchange, rows=list(rows)
+        )
+        self._put(request, iter((serialize(wire.WorkerPart(missing=missing)),)))
+
+    def _put(self, request: _Request, parts: Iterator[Pieces]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._enqueue, request, parts)
+        except RuntimeError:
+            log.debug("an answer came after the stream's event loop had ended")
+
+    # ---- the event loop's thread
+
+    def _enqueue(self, request: _Request, parts: Iterator[Pieces]) -> None:
+        if self._outbox is not None and self.incarnation == request.incarnation:
+            self._outbox.put(request.key, parts)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except asyncio.CancelledError:
+            log.debug("left")
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._ready.set()
+        last_seen = time.monotonic()
+        attempt = 0
+        while True:
+            seen, reason = False, ""
+            try:
+                seen, finished = await self._hold()
+                if finished:
+                    self.events.put(_Finished())
+                    return
+                reason = "the stream ended"
+            except FedloomError as error:
+                self.events.put(error)
+                return
+            except (grpc.RpcError, TimeoutError, WireError) as error:
+                reason = _describe(error)
+            if seen or self._outbox is not None:
+                self._outbox, last_seen, attempt = None, time.monotonic(), 0
+            left = last_seen + self._reconnect_s - time.monotonic()
+            if left <= 0:
+                self.events.put(
+                    AbandonedError(
+                        f"the aggregator at {self._address} is gone for {self._reconnect_s:g} s: {reason}",
+                        hint="start it again (`fedloom aggregator`), then this worker",
+                    )
+                )
+                return
+            backoff = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**attempt)
+            log.info("no aggregator at %s (%s), dialling again", self._address, reason)
+            attempt = min(attempt + 1, 16)
+            await asyncio.sleep(min(left, backoff * random.uniform(0.5, 1.0)))
+
+    async def _hold(self) -> tuple[bool, bool]:
+        """Dial, and hold one stream until it ends. Returns (whether we were let in, whether the run is over).
+
+        Raises
+        ------
+        RefusedError
+            If the aggregator does not let us in.
+        grpc.RpcError, TimeoutError, WireError
+            If there is none, it does not answer, or what it sends is no frame.
+        """
+        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+            writer: asyncio.Task[None] | None = None
+            try:
+                await call.write(self._hello)
+                data = await asyncio.wait_for(self._next(call), WELCOME_TIMEOUT_S)
+                first = parse(wire.AggregatorFrame, data).parts[0]
+                if first.WhichOneof("part") == "refused":
+                    raise _refused(self._address, first.refused)
+                if first.WhichOneof("part") != "welcome":
+                    raise WireError(Refusal.GARBAGE, "the first part was no Welcome")
+                welcome = first.welcome
+                self._outbox, self.incarnation = Outbox(), welcome.incarnation
+                self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
+                log.info("joined run %s at %s", welcome.run, self._address)
+                writer = asyncio.create_task(self._outbox.drain(call.write))
+                return True, await self._read(call)
+            finally:
+                if writer is not None:
+                    writer.cancel()
+                    await asyncio.gather(writer, return_exceptions=True)
+                call.cancel()
+
+    async def _next(self, call: Any) -> bytes:
+        data = await call.read()
+        if data is grpc.aio.EOF:
+            code = await call.code()
+            if code in (
+                grpc.StatusCode.UNAUTHENTICATED,
+                grpc.StatusCode.PERMISSION_DENIED,
+                grpc.StatusCode.UNIMPLEMENTED,
+            ):
+                raise RefusedError(f"{self._address} refused the stream: {code.name} {await call.details()}")
+            raise WireError(Refusal.TRUNCATED, f"the stream ended: {code.name} {await call.details() or ''}".strip())
+        return bytes(data)
+
+    async def _read(self, call: Any) -> bool:
+        """Take in frames until the stream ends; whether the run is over."""
+        arrivals: dict[int, tuple[_Request, Assembler]] = {}
+        while True:
+            for part in parse(wire.AggregatorFrame, await self._next(call)).parts:
+                match part.WhichOneof("part"):
+                    case "begin":
+                        arrivals[part.begin.transfer] = self._begin(part.begin)
+                    case "chunk":
+                        _arrival(arrivals, part.chunk.transfer)[1].add(part.chunk)
+                    case "end":
+                        request, assembler = _arrival(arrivals, part.end.transfer)
+                        assembler.end(part.end)
+                        del arrivals[part.end.transfer]
+                        self.events.put(request)
+                    case "close":
+                        key = key_from_wire(part.close.conversation)
+                        self.closed.add(key)
+                        self.events.put(_Close(key))
+                    case "transfer_refused":
+                        log.warning("the aggregator refused a reply: %s", part.transfer_refused.reason)
+                    case "refused":
+                        raise _refused(self._address, part.refused)
+                    case "goodbye":
+                        return True
+                    case other:
+                        raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
+
+    def _begin(self, begin: wire.Begin) -> tuple[_Request, Assembler]:
+        envelope = begin.envelope
+        if len(envelope.rows) != len(envelope.clients):
+            raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows and {len(envelope.clients)} clients")
+        assembler = Assembler(begin, read_specs(envelope), REQUEST_BYTES)
+        expires = time.monotonic() + begin.remaining_s if begin.HasField("remaining_s") else None
+        key = key_from_wire(envelope.conversation)
+        return _Request(envelope.incarnation, key, envelope, assembler, expires), assembler
+
+
+def _arrival(arrivals: dict[int, tuple[_Request, Assembler]], number: int) -> tuple[_Request, Assembler]:
+    if number not in arrivals:
+        raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}")
+    return arrivals[number]
+
+
+def _refused(address: str, refused: wire.Refused) -> RefusedError:
+    hints = {
+        wire.REFUSAL_CODE_PROTOCOL: "install the same version of fedloom on both sides",
+        wire.REFUSAL_CODE_PACKAGE: "install the same version of fedloom on both sides",
+        wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
+        wire.REFUSAL_CODE_REPLACED: "give every worker a name of its own with --name",
+    }
+    return RefusedError(f"the aggregator at {address} refused: {refused.reason}", hint=hints.get(refused.code))
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,408 @@
+"""Exchanges over real loopback sockets: answers, placement, reconnects, replays, deadlines, refusals."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from transport_support import (
+    Proxy,
+    Sum,
+    Worker,
+    expected,
+    key,
+    make_aggregator,
+    start_call,
+    step_call,
+    until,
+)
+
+from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError
+from fedloom.federation.carrier import Lost
+from fedloom.transport.codec import Refusal
+
+CLIENTS = ("anna", "bo", "carla", "dai", "emil")
+
+
+@pytest.fixture
+def aggregator():
+    before = threading.active_count()
+    aggregator = make_aggregator()
+    aggregator.address = aggregator.start("127.0.0.1:0")
+    yield aggregator
+    aggregator.stop()
+    assert not any(thread.name == "aggregator" for thread in threading.enumerate()), before
+
+
+@pytest.fixture
+def worker(aggregator):
+    """Start workers; they leave at the end."""
+    started = []
+
+    def start(name="w1", clients=CLIENTS, address=None, **options):
+        started.append(Worker(address or aggregator.address, name, clients, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.leave()
+
+
+@pytest.fixture
+def background():
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+def check(answers, *calls):
+    for row, answer in zip(calls[-1].rows, answers, strict=True):
+        assert isinstance(answer, Sum), answer
+        assert torch.equal(answer.x, expected(calls, row))
+
+
+def test_a_conversation_with_one_worker(aggregator, worker):
+    served = worker()
+    aggregator.wait_for(set(CLIENTS), 5)
+    calls = [start_call(CLIENTS), step_call(CLIENTS, 1), step_call(CLIENTS, 2)]
+    for i, call in enumerate(calls):
+        check(aggregator.exchange(call), *calls[: i + 1])
+    aggregator.close(key())
+    until(lambda: served.session.closed == [key()])
+    assert served.joined[0].experiment == '{"name": "toy"}'
+    assert served.session.computed == 15
+    assert aggregator.refusals.counts == {}
+    payload = sum(call.message.x.numel() * 4 for call in calls)
+    assert payload < aggregator.traffic.down < payload + 20_000
+    assert payload < aggregator.traffic.up < payload + 20_000
+
+
+def test_two_workers_get_equal_shares_and_broadcasts_travel_once_per_worker(aggregator, worker):
+    first, second = worker("w1"), worker("w2")
+    aggregator.wait_for(set(CLIENTS), 5, workers=2)
+    calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
+    check(aggregator.exchange(calls[0]), calls[0])
+    assert sorted(row for _, row in first.session.held) == [0, 1, 2]
+    assert sorted(row for _, row in second.session.held) == [3, 4]
+    check(aggregator.exchange(calls[1]), *calls)
+    assert (first.session.computed, second.session.computed) == (6, 4)
+
+
+def test_data_in_one_place_is_served_there_and_an_id_may_repeat(aggregator, worker):
+    first, second = worker("w1", ("anna", "bo")), worker("w2", ("bo", "carla"))
+    cohort = ("anna", "bo", "bo", "carla")
+    aggregator.wait_for(set(cohort), 5)
+    call = start_call(cohort)
+    check(aggregator.exchange(call), call)
+    assert {row for _, row in first.session.held} == {0, 1}
+    assert {row for _, row in second.session.held} == {2, 3}
+
+
+def test_conversations_interleave(aggregator, worker, background):
+    worker()
+    aggregator.wait_for(set(CLIENTS), 5)
+    calls = [start_call(CLIENTS, the_key=key(number)) for number in range(4)]
+    for call, answers in zip(calls, [background(aggregator.exchange, call) for call in calls], strict=True):
+        check(answers.result(10), call)
+
+
+def test_replies_arrive_while_later_rows_are_computed_and_a_lost_row_is_only_that(aggregator, worker, background):
+    served = worker()
+    go_on = threading.Event()
+
+    def before(client, exchange):
+        if client == "emil":
+            go_on.wait(5)
+        return Lost("no data today") if client == "bo" else None
+
+    served.before = before
+    aggregator.wait_for(set(CLIENTS), 5)
+    up = aggregator.traffic.up
+    call = start_call(CLIENTS)
+    answers = background(aggregator.exchange, call)
+    until(lambda: aggregator.traffic.up - up > 3 * call.message.x[0].numel() * 4)
+    assert not answers.done()
+    go_on.set()
+    answers = answers.result(10)
+    assert answers[1] == Lost("no data today")
+    assert all(torch.equal(answers[row].x, expected([call], row)) for row in (0, 2, 3, 4))
+
+
+def test_rows_that_dropped_out_are_not_sent_on(aggregator, worker):
+    worker()
+    aggregator.wait_for(set(CLIENTS), 5)
+    first = start_call(CLIENTS)
+    aggregator.exchange(first)
+    second = step_call(CLIENTS[1:4], 1, rows=(1, 2, 3))
+    check(aggregator.exchange(second), first, second)
+
+
+def test_a_cut_connection_costs_nobody_and_nothing_is_computed_twice(aggregator, worker, background):
+    proxy = Proxy(aggregator.address)
+    served = worker(address=proxy.address)
+    aggregator.wait_for(set(CLIENTS), 5)
+    calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
+    check(aggregator.exchange(calls[0]), calls[0])
+    cut = threading.Event()
+
+    def before(client, exchange):
+        if client == "carla" and not cut.is_set():
+            proxy.cut()
+            until(lambda: not aggregator.workers())
+            cut.set()
+
+    served.before = before
+    check(aggregator.exchange(calls[1]), *calls)
+    assert cut.is_set()
+    assert len(served.sessions) == 1
+    assert served.session.computed == 10
+    proxy.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_connections_cut_at_random_change_nothing(aggregator, worker, background, seed):
+    """Two workers, three conversations at once, connections cut every few milliseconds: every answer is right."""
+    proxies = [Proxy(aggregator.address) for _ in range(2)]
+    for i, proxy in enumerate(proxies):
+        worker(f"w{i}", address=proxy.address)
+    aggregator.wait_for(set(CLIENTS), 5)
+    over = threading.Event()
+
+    def cut():
+        rng = random.Random(seed)
+        while not over.wait(rng.uniform(0.02, 0.2)):
+            rng.choice(proxies).cut()
+
+    def converse(number):
+        calls = []
+        for exchange in range(4):
+            make = start_call if exchange == 0 else partial(step_call, exchange=exchange)
+            calls.append(make(CLIENTS, deadline_s=30, the_key=key(number)))
+            check(aggregator.exchange(calls[-1]), *calls)
+        aggregator.close(key(number))
+
+    cutting = background(cut)
+    try:
+        for conversation in [background(converse, number) for number in range(3)]:
+            conversation.result(60)
+    finally:
+        over.set()
+    cutting.result(5)
+    assert set(aggregator.refusals.counts) <= {Refusal.LATE}
+    for proxy in proxies:
+        proxy.close()
+
+
+def test_a_failing_session_ends_its_worker_and_another_takes_over(aggregator, worker):
+    failing = worker("w1")
+    aggregator.wait_for(set(CLIENTS), 5)
+
+    def before(client, exchange):
+        if client == "carla":
+            worker("w2")
+            raise MemoryError("no room")
+
+    failing.before = before
+    call = start_call(CLIENTS)
+    check(aggregator.exchange(call), call)
+    failing.thread.join(5)
+    assert isinstance(failing.error, MemoryError)
+
+
+def test_a_restarted_worker_replays_the_conversation(aggregator, worker):
+    calls = [start_call(CLIENTS), step_call(CLIENTS, 1), step_call(CLIENTS, 2)]
+    first = worker("w1")
+    aggregator.wait_for(set(CLIENTS), 5)
+    for i in (1, 2):
+        check(aggregator.exchange(calls[i - 1]), *calls[:i])
+    first.leave()
+    until(lambda: not aggregator.workers())
+    again = worker("w1")
+    check(aggregator.exchange(calls[2]), *calls)
+    assert again.session.computed == 15
+    assert aggregator.refusals.counts == {}
+
+
+def test_another_worker_takes_over_in_the_middle_of_an_exchange(aggregator, worker):
+    first, second = worker("w1"), worker("w2")
+    aggregator.wait_for(set(CLIENTS), 5, workers=2)
+    calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
+    aggregator.exchange(calls[0])
+
+    def before(client, exchange):
+        if client == "bo":
+            first.stop.set()
+
+    first.before = before
+    check(aggregator.exchange(calls[1]), *calls)
+    assert second.session.computed > 4
+
+
+def test_a_worker_that_lost_the_conversation_says_so_and_is_told_again(aggregator, worker):
+    served = worker()
+    aggregator.wait_for(set(CLIENTS), 5)
+    calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
+    aggregator.exchange(calls[0])
+    for row in (1, 3):
+        del served.session.held[key(), row]
+    check(aggregator.exchange(calls[1]), *calls)
+    assert served.session.computed == 5 + 3 + 2 * 2
+
+
+def test_a_new_aggregator_gets_a_new_session(worker, aggregator):
+    served = worker(reconnect_s=10)
+    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.exchange(start_call(CLIENTS, d=10))
+    aggregator.stop()
+    successor = make_aggregator("a2")
+    until(lambda: aggregator._thread is None or not aggregator._thread.is_alive())
+    successor.start(aggregator.address)
+    try:
+        successor.wait_for(set(CLIENTS), 10)
+        call = start_call(CLIENTS)
+        check(successor.exchange(call), call)
+        assert [joined.incarnation for joined in served.joined] == ["a1", "a2"]
+    finally:
+        successor.stop()
+
+
+def test_the_deadline_loses_who_is_late_and_only_them(aggregator, worker):
+    served = worker()
+    slept = threading.Event()
+
+    def before(client, exchange):
+        if client == "dai" and not slept.is_set():
+            slept.set()
+            time.sleep(0.8)
+
+    served.before = before
+    aggregator.wait_for(set(CLIENTS), 5)
+    call = start_call(CLIENTS, deadline_s=0.6)
+    began = time.monotonic()
+    answers = aggregator.exchange(call)
+    assert 0.5 < time.monotonic() - began < 2
+    assert all(torch.equal(answers[row].x, expected([call], row)) for row in (0, 1, 2))
+    assert [answer.reason for answer in answers[3:]] == ["deadline: no answer after 0.6 s"] * 2
+    aggregator.close(key())
+    again = start_call(CLIENTS, the_key=key(attempt=1))
+    check(aggregator.exchange(again), again)
+    assert set(aggregator.refusals.counts) <= {Refusal.LATE}
+    assert served.session.computed == 4 + 5, "a worker does not go on with what nobody waits for"
+
+
+def test_without_any_worker_the_deadline_ends_it(aggregator):
+    answers = aggregator.exchange(start_call(CLIENTS, d=10, deadline_s=0.1))
+    assert all(isinstance(answer, Lost) for answer in answers)
+
+
+def test_an_exchange_waits_for_a_worker_to_come(aggregator, worker, background):
+    call = start_call(CLIENTS, deadline_s=None)
+    answers = background(aggregator.exchange, call)
+    worker()
+    check(answers.result(10), call)
+
+
+def test_clients_that_nobody_serves_are_named(aggregator, worker):
+    worker("w1", ("anna",))
+    aggregator.wait_for({"anna"}, 5)
+    with pytest.raises(QuorumError, match=r"no worker serves 2 of 3 clients: bo, carla \(connected workers: w1\)"):
+        aggregator.wait_for({"anna", "bo", "carla"}, 0.05)
+
+
+def test_waiting_for_more_workers_than_come_and_while_stopping(aggregator, worker, background):
+    worker("w1")
+    with pytest.raises(QuorumError, match="1 of 2 workers have joined"):
+        aggregator.wait_for(set(CLIENTS), 1, workers=2)
+    waiting = background(aggregator.wait_for, {"nobody"}, 60)
+    aggregator.stop()
+    with pytest.raises(QuorumError, match="stopped"):
+        waiting.result(5)
+    assert aggregator.exchange(start_call(CLIENTS, d=10)) == [Lost("the aggregator stopped")] * 5
+    aggregator.close(key())
+
+
+def test_exchanges_out_of_order_are_the_callers_mistake(aggregator, worker):
+    worker()
+    aggregator.wait_for(set(CLIENTS), 5)
+    with pytest.raises(ValueError, match="not open"):
+        aggregator.exchange(step_call(CLIENTS, 1, d=10))
+    aggregator.exchange(start_call(CLIENTS, d=10))
+    with pytest.raises(ValueError, match="found exchange 2; exchange 0 is over"):
+        aggregator.exchange(step_call(CLIENTS, 2, d=10))
+    aggregator.close(key())
+    aggregator.close(key())
+
+
+def test_a_port_that_is_taken(aggregator):
+    port = aggregator.address.rsplit(":", 1)[1]
+    with pytest.raises(ExperimentError, match=f"port {port} is taken") as caught:
+        make_aggregator().start(aggregator.address)
+    assert caught.value.exit_code == ExitCode.EXPERIMENT
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"algorithms": {"toy": 2}}, "algorithm toy is version 2 at the worker, the run needs version 1"),
+        ({"algorithms": {}}, "algorithm toy is not there at the worker"),
+    ],
+)
+def test_another_version_is_refused(aggregator, worker, change, said):
+    refused = worker(**change)
+    refused.thread.join(5)
+    assert isinstance(refused.error, RefusedError)
+    assert said in str(refused.error)
+    assert aggregator.refusals.counts == {Refusal.HELLO: 1}
+
+
+def test_two_processes_with_one_name(aggregator, worker):
+    first = worker("w1")
+    aggregator.wait_for(set(CLIENTS), 5)
+    worker("w1")
+    first.thread.join(5)
+    assert isinstance(first.error, RefusedError)
+    assert "names must be unique" in str(first.error)
+    call = start_call(CLIENTS)
+    check(aggregator.exchange(call), call)
+
+
+def test_an_aggregator_that_is_gone(worker):
+    began = time.monotonic()
+    alone = worker(address="127.0.0.1:1", reconnect_s=0.3)
+    alone.thread.join(5)
+    assert isinstance(alone.error, AbandonedError)
+    assert "127.0.0.1:1 is gone for 0.3 s" in str(alone.error)
+    assert time.monotonic() - began < 3
+
+
+def test_the_end_of_a_run_lets_workers_leave(aggregator, worker):
+    served = worker()
+    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.stop(finished=True)
+    served.thread.join(5)
+    assert not served.thread.is_alive()
+    assert served.error is None
+
+
+def test_stopping_ends_a_waiting_exchange(aggregator, background):
+    answers = background(aggregator.exchange, start_call(CLIENTS, d=10, deadline_s=None))
+    until(lambda: aggregator._board._conversations)
+    aggregator.stop()
+    assert answers.result(5) == [Lost("the aggregator stopped")] * 5
+
+
+def test_health_and_reflection(aggregator):
+    with grpc.insecure_channel(aggregator.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "fedloom.v1.Federation"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        assert "fedloom.v1.Federation" in {service.name for service in answer.list_services_response.service}

@@ -1,0 +1,362 @@
+"""A hostile worker over a real socket: what is wrong is refused and counted, and the round goes on."""
+
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+import pytest
+import torch
+from torch import Tensor
+from transport_support import (
+    D,
+    Hostile,
+    Sum,
+    Worker,
+    expected,
+    key,
+    make_aggregator,
+    start_call,
+    step_call,
+    until,
+)
+
+from fedloom.federation.carrier import Lost
+from fedloom.messages import Message, Quantity, broadcast, rows
+from fedloom.transport.codec import FRAME_BYTES, Refusal, serialize
+from fedloom.transport.switchboard import IGNORED_TRANSFERS
+from fedloom.transport.wire import federation_pb2 as wire
+
+COHORT = ("honest", "mallory", "honest2")
+
+
+@dataclass(frozen=True, eq=False)
+class Total(Message):
+    """Not in anybody's vocabulary."""
+
+    x: Tensor = rows(Quantity.MODEL)
+
+
+@pytest.fixture
+def aggregator():
+    aggregator = make_aggregator()
+    aggregator.address = aggregator.start("127.0.0.1:0")
+    yield aggregator
+    aggregator.stop()
+
+
+@pytest.fixture
+def honest(aggregator):
+    worker = Worker(aggregator.address, "honest", ["honest", "honest2"])
+    yield worker
+    worker.leave()
+
+
+@pytest.fixture
+def hostile(aggregator):
+    hostile = Hostile(aggregator.address)
+    assert hostile.join().WhichOneof("part") == "welcome"
+    yield hostile
+    hostile.leave()
+
+
+@pytest.fixture
+def background():
+    with ThreadPoolExecutor(2) as pool:
+        yield pool.submit
+
+
+def good(x=None):
+    return Sum(torch.randn(1, D) if x is None else x)
+
+
+def chunk(part, **changes):
+    fields = {"transfer": part.chunk.transfer, "offset": part.chunk.offset, "data": part.chunk.data} | changes
+    return wire.WorkerPart(chunk=wire.Chunk(**fields))
+
+
+def tampered(how):
+    """An attack on the parts of an otherwise good reply: begin, chunk 1, chunk 2, end."""
+
+    def attack(hostile, request):
+        hostile.send(how(hostile.transfer(request, good())))
+
+    return attack
+
+
+def announced(how):
+    """An attack on the announcement of an otherwise good reply."""
+
+    def attack(hostile, request):
+        parts = hostile.transfer(request, good())
+        how(parts[0].begin)
+        hostile.send(parts)
+
+    return attack
+
+
+def replies(message):
+    return lambda hostile, request: hostile.send(hostile.transfer(request, message))
+
+
+def spec(begin):
+    return begin.envelope.tensors[0]
+
+
+def no_bool_of_ours(begin):
+    spec(begin).dtype = wire.DATA_TYPE_INT64
+    spec(begin).shape[1] = D // 2
+
+
+def oversized_frame(hostile, request):
+    """Frames of more than 1 MiB that gRPC itself lets pass."""
+    parts = hostile.transfer(request, good())
+    hostile.send(parts[:1])
+    data = b"".join(part.chunk.data for part in parts[1:-1])
+    assert len(data) > FRAME_BYTES
+    hostile.send([chunk(parts[1], data=data), parts[-1]])
+
+
+BAD = {
+    "nan": (replies(good(torch.full((1, D), torch.nan))), Refusal.NON_FINITE),
+    "inf": (replies(good(torch.full((1, D), torch.inf))), Refusal.NON_FINITE),
+    "dtype": (replies(good(torch.zeros(1, D, dtype=torch.float64))), Refusal.SHAPE),
+    "integer dtype": (announced(no_bool_of_ours), Refusal.SHAPE),
+    "shape": (replies(good(torch.zeros(1, D + 1))), Refusal.SHAPE),
+    "row count": (replies(good(torch.zeros(2, D))), Refusal.SHAPE),
+    "rank": (replies(good(torch.zeros(D))), Refusal.SHAPE),
+    "message": (replies(Total(torch.zeros(1, D))), Refusal.SHAPE),
+    "quantity": (announced(lambda b: setattr(spec(b), "quantity", wire.QUANTITY_LOSS)), Refusal.SHAPE),
+    "unknown quantity": (announced(lambda b: setattr(spec(b), "quantity", 99)), Refusal.SHAPE),
+    "unknown dtype": (announced(lambda b: setattr(spec(b), "dtype", 99)), Refusal.SHAPE),
+    "field": (announced(lambda b: setattr(spec(b), "name", "y")), Refusal.SHAPE),
+    "broadcast": (announced(lambda b: setattr(spec(b), "per_client", False)), Refusal.SHAPE),
+    "no field": (announced(lambda b: b.envelope.ClearField("tensors")), Refusal.SHAPE),
+    "gigantic": (announced(lambda b: spec(b).shape.__setitem__(1, 1 << 60)), Refusal.SHAPE),
+    "total": (announced(lambda b: setattr(b, "total_bytes", b.total_bytes + 4)), Refusal.SIZE),
+    "gigantic total": (announced(lambda b: setattr(b, "total_bytes", 1 << 62)), Refusal.SIZE),
+    "client": (announced(lambda b: b.envelope.clients.__setitem__(0, "honest")), Refusal.CLIENT),
+    "unknown client": (announced(lambda b: b.envelope.clients.__setitem__(0, "nobody")), Refusal.CLIENT),
+    "truncated": (tampered(lambda p: [p[0], p[1], p[3]]), Refusal.TRUNCATED),
+    "corrupted": (tampered(lambda p: [p[0], chunk(p[1], data=bytes(len(p[1].chunk.data))), *p[2:]]), Refusal.CHECKSUM),
+    "reordered": (tampered(lambda p: [p[0], p[2], p[1], p[3]]), Refusal.ORDER),
+    "repeated chunk": (tampered(lambda p: [p[0], p[1], p[1], *p[2:]]), Refusal.ORDER),
+    "repeated begin": (tampered(lambda p: [p[0], p[0], *p[1:]]), Refusal.REPEATED_BEGIN),
+    "empty chunk": (tampered(lambda p: [p[0], chunk(p[1], data=b""), *p[1:]]), Refusal.ORDER),
+    "too much data": (tampered(lambda p: [*p[:3], chunk(p[1], offset=4 * D, data=b"abc"), p[3]]), Refusal.SIZE),
+    "oversized frame": (oversized_frame, Refusal.OVERSIZED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", BAD)
+def test_a_bad_reply_loses_its_row_only_and_the_stream_lives_on(aggregator, honest, hostile, background, attack):
+    send, refusal = BAD[attack]
+    aggregator.wait_for(set(COHORT), 5)
+    calls = [start_call(COHORT, deadline_s=5), step_call(COHORT, 1, deadline_s=5)]
+    answers = background(aggregator.exchange, calls[0])
+    send(hostile, hostile.request())
+    answers = answers.result(10)
+    assert isinstance(answers[1], Lost)
+    assert answers[1].reason.startswith(refusal), answers[1]
+    assert aggregator.refusals.counts == {refusal: 1}
+    for row in (0, 2):
+        assert torch.equal(answers[row].x, expected(calls[:1], row))
+
+    # The same stream gives a good reply to the next exchange.
+    answers = background(aggregator.exchange, calls[1])
+    reply = good()
+    hostile.send(hostile.transfer(hostile.request(), reply))
+    answers = answers.result(10)
+    assert torch.equal(answers[1].x, reply.x)
+    assert torch.equal(answers[0].x, expected(calls, 0))
+    assert aggregator.refusals.counts == {refusal: 1}
+
+
+MISADDRESSED = {
+    "future round": ({"conversation": key(round=9)}, Refusal.CONVERSATION),
+    "old round": ({"conversation": key(round=0)}, Refusal.LATE),
+    "attempt": ({"conversation": key(attempt=3)}, Refusal.CONVERSATION),
+    "exchange": ({"exchange": 5}, Refusal.CONVERSATION),
+    "run": ({"run": "run-2"}, Refusal.RUN),
+    "incarnation": ({"incarnation": "a0"}, Refusal.RUN),
+    "unknown row": ({"rows": [77]}, Refusal.CLIENT),
+    "no row": ({"rows": []}, Refusal.CLIENT),
+    "two rows": ({"rows": [0, 1]}, Refusal.CLIENT),
+    "a row of another worker": ({"rows": [0], "clients": ["honest"]}, Refusal.LATE),
+}
+
+
+@pytest.mark.parametrize("address", MISADDRESSED)
+def test_a_reply_to_something_else_is_dropped_and_costs_nobody(aggregator, honest, hostile, background, address):
+    changes, refusal = MISADDRESSED[address]
+    aggregator.wait_for(set(COHORT), 5)
+    call = start_call(COHORT, deadline_s=5)
+    answers = background(aggregator.exchange, call)
+    request = hostile.request()
+    reply = good()
+    hostile.send(hostile.transfer(request, good(), **changes))
+    hostile.send(hostile.transfer(request, reply))
+    answers = answers.result(10)
+    assert torch.equal(answers[0].x, expected([call], 0))
+    assert torch.equal(answers[1].x, reply.x)
+    assert aggregator.refusals.counts == {refusal: 1}
+    if refusal is not Refusal.LATE:
+        assert refusal in hostile.next_of("transfer_refused").reason
+
+
+def test_a_repeated_reply_is_dropped_and_counted(aggregator, honest, hostile, background):
+    aggregator.wait_for(set(COHORT), 5)
+    answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
+    request = hostile.request()
+    reply = good()
+    for _ in range(3):
+        hostile.send(hostile.transfer(request, reply))
+    assert torch.equal(answers.result(10)[1].x, reply.x)
+    until(lambda: aggregator.refusals.counts == {Refusal.LATE: 2})
+
+
+def test_transfers_of_different_rows_may_interleave(aggregator, background):
+    hostile = Hostile(aggregator.address, clients=("a", "b"))
+    hostile.join()
+    answers = background(aggregator.exchange, start_call(("a", "b"), deadline_s=5))
+    request = hostile.request()
+    sent = [good(), good()]
+    both = [hostile.transfer(request, message, position) for position, message in enumerate(sent)]
+    hostile.send([part for pair in zip(*reversed(both), strict=True) for part in pair])
+    assert all(torch.equal(answer.x, message.x) for answer, message in zip(answers.result(10), sent, strict=True))
+    assert aggregator.refusals.counts == {}
+    hostile.leave()
+
+
+def test_chunks_of_a_transfer_that_never_began(aggregator, honest, hostile, background):
+    aggregator.wait_for(set(COHORT), 5)
+    answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
+    request = hostile.request()
+    hostile.send([wire.WorkerPart(chunk=wire.Chunk(transfer=900, data=b"x"))] * 3)
+    hostile.send([wire.WorkerPart(end=wire.End(transfer=900)), wire.WorkerPart(end=wire.End(transfer=901))])
+    hostile.send(hostile.transfer(request, good()))
+    assert isinstance(answers.result(10)[1], Sum)
+    assert aggregator.refusals.counts == {Refusal.UNKNOWN_TRANSFER: 2}
+
+
+GARBAGE = {
+    "noise": b"\xff" * 100,
+    "empty": b"",
+    "no parts": b"\x0a\x00",
+    "a second hello": b"".join(serialize(wire.WorkerPart(hello=wire.Hello(protocol=1)))),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_ends_the_stream_with_a_status_and_the_row_is_dealt_again(
+    aggregator, honest, hostile, background, data
+):
+    aggregator.wait_for(set(COHORT), 5)
+    answers = background(aggregator.exchange, start_call(COHORT, deadline_s=10))
+    hostile.request()
+    hostile.raw(data)
+    code, details = hostile.status()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith(Refusal.GARBAGE)
+    assert aggregator.refusals.counts == {Refusal.GARBAGE: 1}
+    successor = Worker(aggregator.address, "successor", ["mallory"])
+    assert all(isinstance(answer, Sum) for answer in answers.result(10))
+    successor.leave()
+
+
+def test_a_frame_that_grpc_itself_refuses(aggregator, honest, hostile, background):
+    aggregator.wait_for(set(COHORT), 5)
+    answers = background(aggregator.exchange, start_call(COHORT, deadline_s=0.5))
+    hostile.request()
+    hostile.raw(bytes(5 << 20))
+    code, _ = hostile.status()
+    assert code is not grpc.StatusCode.OK
+    answers = answers.result(10)
+    assert [type(answer) for answer in answers] == [Sum, Lost, Sum]
+
+
+def test_refused_transfers_that_never_end_are_bounded(aggregator, hostile):
+    for number in range(IGNORED_TRANSFERS + 1):
+        hostile.part(wire.WorkerPart(begin=wire.Begin(transfer=number + 1)))
+    code, details = hostile.status()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "never end" in details
+
+
+def test_a_worker_that_always_lacks_the_conversation_loses_its_row(aggregator, honest, hostile, background):
+    aggregator.wait_for(set(COHORT), 5)
+    answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
+    for _ in range(4):
+        request = hostile.request()
+        missing = wire.Missing(conversation=request.conversation, exchange=0, rows=[1, 1, 55])
+        hostile.part(wire.WorkerPart(missing=missing))
+    answers = answers.result(10)
+    assert "lost the conversation" in answers[1].reason
+    assert isinstance(answers[0], Sum)
+
+
+def test_a_row_may_only_be_given_up_by_its_worker(aggregator, honest, hostile, background):
+    aggregator.wait_for(set(COHORT), 5)
+    answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
+    request = hostile.request()
+    for row in (0, 1):
+        lost = wire.RowLost(conversation=request.conversation, exchange=0, row=row, reason="x" * 10_000)
+        hostile.part(wire.WorkerPart(row_lost=lost))
+    answers = answers.result(10)
+    assert isinstance(answers[0], Sum)
+    assert answers[1] == Lost("x" * 300)
+
+
+@pytest.mark.parametrize(
+    ("hello", "code", "said"),
+    [
+        ({"protocol": 2}, wire.REFUSAL_CODE_PROTOCOL, "protocol 2, this aggregator speaks 1"),
+        ({"package": "9.9"}, wire.REFUSAL_CODE_PACKAGE, "fedloom 9.9, this aggregator is"),
+        ({"algorithms": {"toy": 3}}, wire.REFUSAL_CODE_ALGORITHM, "version 3"),
+        ({"incarnation": ""}, wire.REFUSAL_CODE_HELLO, "must have 1 to 200 characters"),
+        ({"device": "x" * FRAME_BYTES}, wire.REFUSAL_CODE_HELLO, "oversized"),
+    ],
+)
+def test_a_hello_that_is_refused_says_why(aggregator, hello, code, said):
+    hostile = Hostile(aggregator.address, **hello)
+    refused = hostile.join().refused
+    assert refused.code == code
+    assert said in refused.reason
+    assert hostile.status()[0] is grpc.StatusCode.FAILED_PRECONDITION
+    assert aggregator.workers() == ()
+    assert aggregator.refusals.counts == {Refusal.HELLO: 1}
+    hostile.leave()
+
+
+def test_a_stream_that_does_not_begin_with_hello(aggregator):
+    for data in (b"\xff\xff", b"".join(serialize(wire.WorkerPart(end=wire.End())))):
+        hostile = Hostile(aggregator.address)
+        hostile.raw(data)
+        assert hostile.next().refused.code != wire.REFUSAL_CODE_UNSPECIFIED
+        hostile.leave()
+
+
+def test_a_bool_and_a_broadcast_in_a_reply_are_checked_too(background):
+    @dataclass(frozen=True, eq=False)
+    class Flags(Message):
+        on: Tensor = rows(Quantity.OTHER)
+        shared: Tensor = broadcast(Quantity.OTHER)
+
+    aggregator = make_aggregator(vocabulary={"Flags": Flags})
+    hostile = Hostile(aggregator.start("127.0.0.1:0"), clients=("a", "b"))
+    hostile.join()
+    call = start_call(("a", "b"), d=3)
+    object.__setattr__(call, "shapes", {Flags: {"on": (4,), "shared": (2,)}})
+    answers = background(aggregator.exchange, call)
+    request = hostile.request()
+    message = Flags(torch.tensor([[True, False, True, True]]), torch.tensor([1, 2]))
+    hostile.send(hostile.transfer(request, message, 0))
+    parts = hostile.transfer(request, message, 1)
+    data = b"\x07" + parts[1].chunk.data[1:]
+    end = wire.WorkerPart(end=wire.End(transfer=parts[2].end.transfer, crc32=zlib.crc32(data)))
+    hostile.send([parts[0], chunk(parts[1], data=data), end])
+    fine, lost = answers.result(10)
+    assert torch.equal(fine.on, message.on)
+    assert "no bool" in lost.reason
+    hostile.leave()
+    aggregator.stop()

@@ -1,0 +1,293 @@
+"""A toy federation for the tests of the transport: messages, a session, workers in threads, a hostile worker."""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import torch
+from torch import Tensor
+
+import fedloom
+from fedloom.federation.carrier import Call, ConversationKey, Lost, MissingConversation
+from fedloom.messages import Message, Quantity, broadcast, rows
+from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.codec import Cutter, encode, parse, serialize
+from fedloom.transport.stream import METHOD, PROTOCOL, SERVICE, key_to_wire
+from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.worker import Identity, serve
+
+D = 300_000  # float32: more than one chunk
+ALGORITHMS = {"toy": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class Start(Message):
+    x: Tensor = rows(Quantity.MODEL)
+    shared: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)
+
+
+@dataclass(frozen=True, eq=False)
+class Step(Message):
+    x: Tensor = rows(Quantity.MODEL_UPDATE)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(Message):
+    x: Tensor = rows(Quantity.MODEL)
+
+
+def accumulate(client: str, opening: Start):
+    """The client half: remembers what it was told, and mixes in who it is."""
+    total = opening.x * opening.shared + len(client)
+    while True:
+        message = yield Sum(total)
+        total = 0.5 * total + message.x
+
+
+class ToySession:
+    """Holds one coroutine per row, as the federation's session does; counts what was really computed."""
+
+    def __init__(self) -> None:
+        self.vocabulary = {"Start": Start, "Step": Step}
+        self.held: dict = {}
+        self.computed = 0
+        self.closed: list[ConversationKey] = []
+        self.before = lambda client, exchange: None
+        """Called before a row's answer is computed."""
+
+    def answer(self, key, exchange, rows, clients, message) -> Iterator[tuple[int, Message | Lost]]:
+        missing = [row for row in rows if exchange and self.held.get((key, row), (None, -9))[1] < exchange - 1]
+        if missing:
+            raise MissingConversation(missing)
+        for i, (row, client) in enumerate(zip(rows, clients, strict=True)):
+            coroutine, reached, last = self.held.get((key, row), (None, -1, None))
+            if reached != exchange:
+                outcome = self.before(client, exchange)
+                if outcome is not None:
+                    yield row, outcome
+                    continue
+                if exchange == 0:
+                    coroutine = accumulate(client, message.select([i]))
+                    last = next(coroutine)
+                else:
+                    last = coroutine.send(message.select([i]))
+                self.computed += 1
+                self.held[key, row] = (coroutine, exchange, last)
+            yield row, last
+
+    def close(self, key) -> None:
+        self.closed.append(key)
+        self.held = {held: value for held, value in self.held.items() if held[0] != key}
+
+
+class Worker:
+    """``serve`` in a thread, with what it raised."""
+
+    def __init__(self, address, name, clients, reconnect_s=5.0, algorithms=ALGORITHMS, incarnation=None) -> None:
+        self.sessions: list[ToySession] = []
+        self.joined: list = []
+        self.error: BaseException | None = None
+        self.before = lambda client, exchange: None
+        self.stop = threading.Event()
+        extra = {} if incarnation is None else {"incarnation": incarnation}
+        identity = Identity(name, list(clients), algorithms, **extra)
+        self.thread = threading.Thread(target=self._run, args=(address, identity, reconnect_s), daemon=True)
+        self.thread.start()
+
+    def _run(self, address, identity, reconnect_s) -> None:
+        try:
+            serve(address, identity, make_session=self._session, stop=self.stop, reconnect_s=reconnect_s)
+        except BaseException as error:
+            self.error = error
+
+    def _session(self, joined) -> ToySession:
+        session = ToySession()
+        session.before = lambda client, exchange: self.before(client, exchange)
+        self.joined.append(joined)
+        self.sessions.append(session)
+        return session
+
+    @property
+    def session(self) -> ToySession:
+        return self.sessions[-1]
+
+    def leave(self) -> None:
+        self.stop.set()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+class Hostile:
+    """A worker written by hand on the synchronous gRPC client: sends whatever a test wants."""
+
+    def __init__(self, address, name="hostile", clients=("mallory",), **hello) -> None:
+        self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
+        self.cutter = Cutter(wire.WorkerPart)
+        method = self.channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        self.incoming = method(iter(self.outgoing.get, None))
+        self.parts: list = []
+        usual = {"protocol": PROTOCOL, "package": fedloom.__version__, "incarnation": "h1", "algorithms": ALGORITHMS}
+        self.hello = wire.Hello(worker=name, clients=clients, **(usual | hello))
+
+    def join(self):
+        self.part(wire.WorkerPart(hello=self.hello))
+        return self.next()
+
+    def part(self, part) -> None:
+        self.raw(b"".join(serialize(part)))
+
+    def raw(self, data) -> None:
+        self.outgoing.put(data)
+
+    def next(self):
+        """The next part from the aggregator."""
+        while not self.parts:
+            self.parts = list(parse(wire.AggregatorFrame, next(self.incoming)).parts)
+        return self.parts.pop(0)
+
+    def next_of(self, kind):
+        while (part := self.next()).WhichOneof("part") != kind:
+            pass
+        return getattr(part, kind)
+
+    def request(self):
+        """The envelope of the next request; its data is read and forgotten."""
+        begin = self.next_of("begin")
+        self.next_of("end")
+        return begin.envelope
+
+    def envelope(self, request, position=0, **changes):
+        """The envelope of a reply to one row of a request."""
+        envelope = wire.Envelope(
+            run=request.run, incarnation=request.incarnation, conversation=request.conversation,
+            exchange=request.exchange, rows=[request.rows[position]], clients=[request.clients[position]],
+        )  # fmt: skip
+        for name, value in changes.items():
+            if name == "conversation":
+                envelope.conversation.CopyFrom(key_to_wire(value))
+            elif name in ("rows", "clients"):
+                del getattr(envelope, name)[:]
+                getattr(envelope, name).extend(value)
+            else:
+                setattr(envelope, name, value)
+        return envelope
+
+    def transfer(self, request, message, position=0, **changes) -> list:
+        """The parts of a reply, for a test to tamper with."""
+        pieces = self.cutter.parts(self.envelope(request, position, **changes), encode(message))
+        return [part for piece in pieces for part in parse(wire.WorkerFrame, b"".join(piece)).parts]
+
+    def send(self, parts) -> None:
+        for part in parts:
+            self.part(part)
+
+    def status(self):
+        """The status with which the aggregator ended the stream."""
+        try:
+            while True:
+                self.next()
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+        except StopIteration:
+            return grpc.StatusCode.OK, ""
+
+    def leave(self) -> None:
+        self.incoming.cancel()
+        self.outgoing.put(None)
+        self.channel.close()
+
+
+class Proxy:
+    """Forwards TCP connections until it is told to cut them."""
+
+    def __init__(self, target) -> None:
+        host, port = target.rsplit(":", 1)
+        self.target = (host, int(port))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self.listener.accept()
+                far = socket.create_connection(self.target)
+            except OSError:
+                return
+            self.open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pump(source, sink) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        except OSError:
+            pass
+        for end in (source, sink):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def cut(self) -> None:
+        for end in self.open:
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+        self.open = []
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.cut()
+
+
+def make_aggregator(incarnation="a1", **changes) -> Aggregator:
+    settings = {"vocabulary": {"Sum": Sum}, "dtype": torch.float32, "algorithm": "toy", "version": 1}
+    return Aggregator(run="run-1", incarnation=incarnation, experiment='{"name": "toy"}', **(settings | changes))
+
+
+def tensors(clients, d=D, seed=0):
+    return torch.randn(len(clients), d, generator=torch.Generator().manual_seed(seed))
+
+
+def key(number=0, attempt=0, round=1) -> ConversationKey:
+    return ConversationKey(round, attempt, number, "train")
+
+
+def start_call(clients, deadline_s=10.0, d=D, the_key=None) -> Call:
+    message = Start(tensors(clients, d), torch.tensor(2.0))
+    rows = tuple(range(len(clients)))
+    return Call(the_key or key(), 0, rows, tuple(clients), message, {Sum: {"x": (d,)}}, deadline_s)
+
+
+def step_call(clients, exchange, deadline_s=10.0, d=D, rows=None, the_key=None) -> Call:
+    rows = tuple(range(len(clients))) if rows is None else rows
+    message = Step(tensors(clients, d, seed=exchange))
+    return Call(the_key or key(), exchange, rows, tuple(clients), message, {Sum: {"x": (d,)}}, deadline_s)
+
+
+def expected(calls, row) -> Tensor:
+    """What a row answers to the last of the calls, computed without any wire."""
+    client = calls[0].clients[row]
+    coroutine = accumulate(client, calls[0].message.select([row]))
+    answer = next(coroutine)
+    for call in calls[1:]:
+        answer = coroutine.send(call.message.select([call.rows.index(row)]))
+    return answer.x
+
+
+def until(condition, timeout_s=5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)

@@ -1,0 +1,278 @@
+"""Messages as frames and back: round trips, limits, and everything that is refused before memory is taken."""
+
+import asyncio
+import contextlib
+import math
+import subprocess
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from fedloom.messages import Message, Quantity, broadcast, rows
+from fedloom.transport.codec import (
+    CHUNK_BYTES,
+    FRAME_BYTES,
+    Assembler,
+    Cutter,
+    Refusal,
+    WireError,
+    encode,
+    parse,
+    read_specs,
+    serialize,
+)
+from fedloom.transport.stream import Outbox
+from fedloom.transport.wire import federation_pb2 as wire
+
+ROOT = Path(__file__).parents[2]
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+@dataclass(frozen=True, eq=False)
+class Everything(Message):
+    a: Tensor = rows(Quantity.MODEL)
+    b: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)
+    c: Tensor = rows(Quantity.OTHER)
+
+
+def random_tensor(shape, dtype, seed):
+    size = math.prod(shape) * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+tensors = st.builds(
+    random_tensor,
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**31),
+)
+messages = st.builds(Everything, tensors, tensors, tensors)
+
+
+def parts_of(message, part=wire.WorkerPart):
+    """The parts of one transfer, parsed."""
+    frame = wire.WorkerFrame if part is wire.WorkerPart else wire.AggregatorFrame
+    pieces = Cutter(part).parts(wire.Envelope(), encode(message))
+    return [p for piece in pieces for p in parse(frame, b"".join(piece)).parts]
+
+
+def assemble(parts, limit=1 << 30):
+    begin = parts[0].begin
+    assembler = Assembler(begin, read_specs(begin.envelope), limit)
+    for part in parts[1:]:
+        if part.WhichOneof("part") == "chunk":
+            assembler.add(part.chunk)
+        else:
+            assembler.end(part.end)
+    return assembler
+
+
+def same(left, right):
+    return all(
+        x.dtype == y.dtype and x.shape == y.shape and encode_bytes(x) == encode_bytes(y)
+        for x, y in zip(left.tensors().values(), right.tensors().values(), strict=True)
+    )
+
+
+def encode_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@given(messages)
+@settings(max_examples=60, deadline=None)
+def test_round_trip_keeps_every_bit(message):
+    for part in (wire.WorkerPart, wire.AggregatorPart):
+        assert same(assemble(parts_of(message, part)).message(Everything), message)
+
+
+@given(messages, st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_flipped_bit_is_refused_or_harmless(message, data):
+    """A transfer with one bit flipped anywhere never becomes another message silently."""
+    pieces = [bytearray(b"".join(piece)) for piece in Cutter(wire.WorkerPart).parts(wire.Envelope(), encode(message))]
+    piece = pieces[data.draw(st.integers(1, len(pieces) - 1))]  # chunks and end; the specs are checked elsewhere
+    bit = data.draw(st.integers(0, 8 * len(piece) - 1))
+    piece[bit // 8] ^= 1 << bit % 8
+    try:
+        parts = [part for piece in pieces for part in parse(wire.WorkerFrame, bytes(piece)).parts]
+        begun = parts[0].begin.transfer
+        if any(begun not in (part.chunk.transfer, part.end.transfer) for part in parts[1:]):
+            return  # addressed to another transfer, which a receiver does not know
+        if len(parts) < len(pieces) or parts[-1].WhichOneof("part") != "end":
+            return  # still waiting for the end
+        assert same(assemble(parts).message(Everything), message)
+    except WireError:
+        pass
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_wire_error_or_a_frame(data):
+    for frame in (wire.WorkerFrame, wire.AggregatorFrame):
+        with contextlib.suppress(WireError):
+            assert parse(frame, data).parts
+
+
+def test_non_contiguous_and_gradient_tensors_travel():
+    x = torch.arange(12.0).view(3, 4).t().requires_grad_()
+    message = Everything(x, torch.tensor(1.5), x[:, ::2])
+    back = assemble(parts_of(message)).message(Everything)
+    assert torch.equal(back.a, x)
+    assert back.b.shape == ()
+    assert torch.equal(back.c, x[:, ::2])
+
+
+def test_large_messages_are_cut_into_frames_of_at_most_one_mebibyte():
+    message = Everything(torch.randn(5, 100_000), torch.randn(300_001), torch.zeros(5, 1, dtype=torch.bool))
+    pieces = list(Cutter(wire.WorkerPart).parts(wire.Envelope(), encode(message)))
+    assert all(sum(map(len, piece)) <= FRAME_BYTES for piece in pieces)
+    assert len(pieces) == 2 + math.ceil(encode(message).nbytes / CHUNK_BYTES)
+    assert same(assemble(parts_of(message)).message(Everything), message)
+
+
+def test_the_chunk_written_by_hand_is_what_protobuf_writes():
+    message = Everything(torch.randn(2, 50_000), torch.randn(3), torch.zeros(1))
+    for piece in Cutter(wire.WorkerPart).parts(wire.Envelope(), encode(message)):
+        data = b"".join(piece)
+        assert wire.WorkerFrame.FromString(data).SerializeToString() == data
+
+
+def test_decoded_tensors_lie_aligned_and_are_writable():
+    message = Everything(torch.randn(1, 3), torch.randn(5, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.bool))
+    for tensor in assemble(parts_of(message)).message(Everything).tensors().values():
+        assert tensor.data_ptr() % 64 == 0
+        tensor.zero_()
+
+
+def small():
+    return Everything(torch.randn(1, 4), torch.randn(2), torch.tensor([True]))
+
+
+def test_total_other_than_the_specs_is_refused():
+    begin = parts_of(small())[0].begin
+    begin.total_bytes += 1
+    with pytest.raises(WireError, match="announced") as caught:
+        Assembler(begin, read_specs(begin.envelope), 1 << 20)
+    assert caught.value.refusal is Refusal.SIZE
+
+
+def test_more_than_the_limit_is_refused_before_memory_is_taken():
+    begin = wire.Begin(total_bytes=4 << 50)
+    spec = wire.TensorSpec(name="a", quantity=wire.QUANTITY_MODEL, dtype=wire.DATA_TYPE_FLOAT32, shape=[1 << 50])
+    begin.envelope.tensors.append(spec)
+    with pytest.raises(WireError, match="at most 1048576 taken"):
+        Assembler(begin, read_specs(begin.envelope), 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("damage", "refusal"),
+    [
+        (lambda p: [p[0], p[2], p[1], *p[3:]], Refusal.ORDER),
+        (lambda p: [p[0], p[1], p[1], *p[2:]], Refusal.ORDER),
+        (lambda p: [p[0], p[2], *p[3:]], Refusal.ORDER),
+        (lambda p: [p[0], p[1], p[-1]], Refusal.TRUNCATED),
+        (lambda p: [*p[:-1], wire.WorkerPart(end=wire.End(crc32=p[-1].end.crc32 ^ 1))], Refusal.CHECKSUM),
+        (lambda p: [*p[:-1], wire.WorkerPart(chunk=wire.Chunk(offset=1_200_000, data=b"x"))], Refusal.SIZE),
+        (lambda p: [p[0], wire.WorkerPart(chunk=wire.Chunk())], Refusal.ORDER),
+    ],
+    ids=["reordered", "repeated", "gap", "truncated", "checksum", "overlong", "empty chunk"],
+)
+def test_damaged_transfers_are_refused(damage, refusal):
+    message = Everything(torch.randn(1, 100_000), torch.randn(200_000), torch.zeros(0))
+    with pytest.raises(WireError) as caught:
+        assemble(damage(parts_of(message)))
+    assert caught.value.refusal is refusal
+
+
+def test_unknown_dtype_quantity_field_and_bool_are_refused():
+    parts = parts_of(small())
+    envelope = parts[0].begin.envelope
+    for field, value in (("dtype", 77), ("quantity", 77), ("dtype", 0)):
+        broken = wire.Envelope()
+        broken.CopyFrom(envelope)
+        setattr(broken.tensors[0], field, value)
+        with pytest.raises(WireError, match=f"{field} {value}"):
+            read_specs(broken)
+    renamed = parts_of(small())
+    renamed[0].begin.envelope.tensors[0].name = "z"
+    with pytest.raises(WireError, match="are not those of Everything"):
+        assemble(renamed).message(Everything)
+    data = parts[1].chunk.data[:-1] + b"\x02"
+    parts[1] = wire.WorkerPart(chunk=wire.Chunk(data=data))
+    parts[2] = wire.WorkerPart(end=wire.End(crc32=zlib.crc32(data)))
+    with pytest.raises(WireError, match="no bool"):
+        assemble(parts).message(Everything)
+
+
+def test_a_dtype_that_does_not_travel_is_named():
+    with pytest.raises(TypeError, match=r"Everything\.a is torch\.float16 .* torch\.float32"):
+        encode(Everything(torch.zeros(1, dtype=torch.float16), torch.zeros(1), torch.zeros(1)))
+
+
+def test_outbox_keeps_order_within_a_lane_and_takes_turns_between_lanes():
+    def parts(lane, number, size=400_000):
+        for i in range(3):
+            chunk = wire.Chunk(transfer=100 * lane + 10 * number + i, data=bytes(size))
+            yield serialize(wire.WorkerPart(chunk=chunk))
+
+    async def written():
+        outbox, frames = Outbox(), []
+
+        async def write(frame):
+            frames.append(frame)
+            await asyncio.sleep(0)
+
+        for lane in (1, 2):
+            for number in (0, 1):
+                outbox.put(lane, parts(lane, number))
+        outbox.put(3, parts(3, 0, size=10))
+        outbox.close()
+        await outbox.drain(write)
+        return frames
+
+    frames = asyncio.run(written())
+    assert all(len(frame) <= FRAME_BYTES for frame in frames)
+    order = [part.chunk.transfer for frame in frames for part in parse(wire.WorkerFrame, frame).parts]
+    for lane in (1, 2, 3):
+        mine = [number for number in order if number // 100 == lane]
+        assert mine == sorted(mine)
+    assert order[:3] == [100, 200, 300]
+    assert len(frames) < len(order)
+
+
+def test_the_contract_names_the_quantities():
+    assert {name.removeprefix("QUANTITY_").lower() for name in wire.Quantity.keys()} - {"unspecified"} == set(Quantity)  # noqa: SIM118
+
+
+GENERATOR = "6.31.1"
+"""Of protobuf, in grpcio-tools 1.75: the newest whose code runs beside kfp, which needs protobuf < 7."""
+
+
+def test_generated_code_is_that_of_the_contract(tmp_path):
+    pytest.importorskip("grpc_tools")
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Ifedloom/transport/wire=protos/fedloom/v1"]
+    command += [f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", "fedloom/transport/wire/federation.proto"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    made, kept = tmp_path / "fedloom/transport/wire", ROOT / "src/fedloom/transport/wire"
+
+    def version_and_contract(folder):
+        lines = (folder / "federation_pb2.py").read_text().splitlines()
+        (version,) = (line.rsplit(" ", 1)[1] for line in lines if "Protobuf Python Version:" in line)
+        (contract,) = (line for line in lines if line.startswith("DESCRIPTOR = "))
+        return version, contract
+
+    version, contract = version_and_contract(made)
+    kept_version, kept_contract = version_and_contract(kept)
+    assert kept_contract == contract, "the generated code is not what protos/ gives: run `make protos`"
+    assert kept_version == GENERATOR, f"generated by protobuf {kept_version}: install 'grpcio-tools==1.75.*' first"
+    if version == kept_version:  # another generator words the same contract a little differently
+        for name in ("federation_pb2.py", "federation_pb2.pyi"):
+            assert (made / name).read_text() == (kept / name).read_text()

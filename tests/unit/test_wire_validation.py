@@ -1,0 +1,57 @@
+"""What makes an answer unusable, said in one line."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.federation.validation import fault
+from fedloom.messages import Message, Metrics, Quantity, broadcast, rows
+
+
+@dataclass(frozen=True, eq=False)
+class Update(Message):
+    delta: Tensor = rows(Quantity.MODEL_UPDATE)
+    steps: Tensor = rows(Quantity.COUNT)
+
+
+@dataclass(frozen=True, eq=False)
+class Shared(Message):
+    x: Tensor = broadcast(Quantity.MODEL)
+
+
+SHAPES = {Update: {"delta": (3,), "steps": ()}, Shared: {"x": (2, 2)}, Metrics: {"counts": (1, 2)}}
+
+
+def check(message, dtype=torch.float32):
+    return fault(message, SHAPES, dtype)
+
+
+def test_what_is_right_has_no_fault():
+    assert check(Update(torch.zeros(1, 3), torch.zeros(1, dtype=torch.float64))) is None
+    assert check(Update(torch.zeros(1, 3), torch.zeros(1))) is None
+    assert check(Shared(torch.zeros(2, 2))) is None
+    assert check(Metrics(torch.zeros(1, 1, 2, dtype=torch.float64))) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (Update(torch.zeros(1, 4), torch.zeros(1)), r"Update.delta has shape \[1, 4\], expected \[1, 3\]"),
+        (Update(torch.zeros(2, 3), torch.zeros(2)), r"Update.delta has shape \[2, 3\], expected \[1, 3\]"),
+        (Update(torch.zeros(1, 3).double(), torch.zeros(1)), "Update.delta has dtype torch.float64, expected torch.fl"),
+        (Update(torch.zeros(1, 3), torch.zeros(1).long()), "Update.steps has dtype torch.int64"),
+        (Update(torch.tensor([[0.0, torch.nan, 0.0]]), torch.zeros(1)), r"delta \(model_update\) is not finite"),
+        (Update(torch.zeros(1, 3), torch.tensor([torch.inf])), r"steps \(count\) is not finite"),
+    ],
+)
+def test_faults_name_field_found_and_expected(message, said):
+    assert re.search(said, check(message) or "")
+
+
+def test_a_message_that_was_not_asked_for():
+    assert "Shared is not an answer to this exchange (allowed: Update)" in (
+        fault(Shared(torch.zeros(1)), {Update: SHAPES[Update]}, torch.float32) or ""
+    )
