@@ -1,0 +1,260 @@
+"""Cohorts and rounds: what a server half talks to, whoever carries its messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import DataError, ExperimentError, InterruptedRun
+from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
+from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
+from fedloom.federation.randomness import generator
+from fedloom.messages import Message, Replies, stack
+
+
+class TooFewReplies(Exception):
+    """An exchange was answered by fewer clients than ``federation.min_replies``: the attempt is over."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What applies to every conversation of a run."""
+
+    seed: int
+    clients_per_round: int
+    deadline_s: float
+    min_replies: int
+    shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
+    stop: threading.Event
+
+
+class Conversation:
+    """One cohort and the conversation held with it (``algorithms.base.Cohort``)."""
+
+    def __init__(
+        self,
+        key: ConversationKey,
+        clients: Sequence[str],
+        sizes: Tensor,
+        carrier: Carrier,
+        rules: Rules,
+        attempt: Attempt,
+        *,
+        planned: ConversationRecord | None,
+        helper: ThreadPoolExecutor,
+    ) -> None:
+        self.key = key
+        self.clients = tuple(clients)
+        self.records: dict[str, Tensor] = {}
+        self._sizes = sizes
+        self._carrier = carrier
+        self._rules = rules
+        self._attempt = attempt
+        self._planned = planned
+        self._helper = helper
+        self._exchange = 0
+        self._alive = list(range(len(clients)))
+        self._record = ConversationRecord(list(clients))
+        attempt.conversations.append(self._record)
+
+    @property
+    def present(self) -> Tensor:
+        """``[c]`` bool: who has answered everything so far."""
+        present = torch.zeros(len(self.clients), dtype=torch.bool)
+        present[self._alive] = True
+        return present
+
+    def send(self, message: Message, meanwhile: Callable[[], None] | None = None) -> Replies[Any]:
+        """Deliver a message to every client still here and return their replies, one row per client.
+
+        Raises
+        ------
+        TooFewReplies
+            If fewer than ``min_replies`` clients answered.
+        InterruptedRun
+            If the run was stopped meanwhile and clients are missing: the stop may be why, so nothing may be made of it.
+        """
+        started = time.perf_counter()
+        self._attempt.payload_down += message.client_bytes() * len(self._alive)
+        planned = {} if self._planned is None else {loss.row: loss for loss in lost_rows(self._planned, self._exchange)}
+        for row in [row for row in self._alive if row in planned]:
+            self._lose(row, planned[row].reason)
+        answers: dict[int, Message] = {}
+        if self._alive:
+            call = Call(
+                key=self.key,
+                exchange=self._exchange,
+                rows=tuple(self._alive),
+                clients=tuple(self.clients[row] for row in self._alive),
+                message=message.select(self._alive),
+                shapes=self._rules.shapes,
+                deadline_s=self._rules.deadline_s,
+            )
+            given = self._carry(call, meanwhile)
+            cls = next((type(answer) for answer in given if isinstance(answer, Message)), None)
+            if self._rules.stop.is_set() and any(isinstance(answer, Lost) for answer in given):
+                raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with --resume")
+            for row, answer in zip(call.rows, given, strict=True):
+                if isinstance(answer, Lost):
+                    self._lose(row, answer.reason)
+                elif type(answer) is not cls:
+                    self._lose(row, f"{type(answer).__name__} where others answered {cls.__name__ if cls else ''}")
+                else:
+                    answers[row] = answer
+            self._attempt.payload_up += sum(answer.client_bytes() for answer in answers.values())
+        elif meanwhile is not None:
+            meanwhile()
+        name = type(message).__name__
+        self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
+        self._exchange += 1
+        if len(answers) < self._rules.min_replies:
+            raise TooFewReplies(
+                f"{len(answers)} of {len(self.clients)} clients answered {name}, federation.min_replies is "
+                f"{self._rules.min_replies}"
+            )
+        stacked = None
+        if answers:
+            stacked = stack(type(next(iter(answers.values()))), [answers.get(row) for row in range(len(self.clients))])
+        return Replies(stacked, self.present, self._sizes)
+
+    def record(self, name: str, values: Tensor) -> None:
+        """Keep one row per client for the evaluation."""
+        self.records[name] = values
+
+    def close(self) -> None:
+        """End the conversation at the clients."""
+        self._carrier.close(self.key)
+
+    def _carry(self, call: Call, meanwhile: Callable[[], None] | None) -> Sequence[Message | Lost]:
+        if meanwhile is None:
+            return self._carrier.exchange(call)
+        if self._carrier.traffic.down is None:
+            # In process there is no free core to use: one thing after the other.
+            meanwhile()
+            return self._carrier.exchange(call)
+        carried = self._helper.submit(self._carrier.exchange, call)
+        try:
+            meanwhile()
+        finally:
+            answers = carried.result()
+        return answers
+
+    def _lose(self, row: int, reason: str) -> None:
+        self._alive.remove(row)
+        self._record.lost.append(Loss(row, self.clients[row], self._exchange, reason))
+
+
+class Attempting:
+    """One attempt at a round, or an evaluation (``algorithms.base.Round``)."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        purpose: str,
+        roster: Sequence[str],
+        sizes: Mapping[str, int],
+        carrier: Carrier,
+        rules: Rules,
+        helper: ThreadPoolExecutor,
+        planned: Attempt | None = None,
+    ) -> None:
+        self.number = attempt.round
+        self.attempt = attempt
+        self._purpose = purpose
+        self._roster = tuple(roster)
+        self._sizes = sizes
+        self._carrier = carrier
+        self._rules = rules
+        self._helper = helper
+        self._planned = planned
+        self._conversations: list[Conversation] = []
+
+    def sample(
+        self, size: int | None = None, purpose: str = "cohort", weights: Tensor | None = None, replace: bool = False
+    ) -> Conversation:
+        """Draw a cohort from the roster, without looking at who answered before.
+
+        Parameters
+        ----------
+        size
+            Clients to draw; ``federation.clients_per_round`` by default.
+        purpose
+            Of the generator, so that two draws of one round differ.
+        weights
+            ``[roster]`` probabilities up to a factor; uniform by default.
+        replace
+            Whether a client may be drawn more than once.
+        """
+        n = len(self._roster)
+        size = self._rules.clients_per_round if size is None else size
+        if size > n and not replace:
+            raise ExperimentError(f"cohort of {size} clients: found a roster of {n}, allowed: at most as many")
+        random = generator(self._rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
+        if weights is None and not replace:
+            drawn = torch.randperm(n, generator=random)[:size]
+        else:
+            chances = torch.ones(n, dtype=torch.float64) if weights is None else weights.double()
+            drawn = torch.multinomial(chances, size, replacement=replace, generator=random)
+        return self.hold([self._roster[i] for i in sorted(drawn.tolist())])
+
+    def everyone(self) -> Conversation:
+        """The whole roster as one cohort."""
+        return self.hold(self._roster)
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """The server's random numbers for this round and purpose."""
+        return generator(self._rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
+
+    def hold(self, clients: Sequence[str]) -> Conversation:
+        """Begin a conversation with these clients."""
+        planned = None
+        if self._planned is not None:
+            planned = self._planned_conversation(clients)
+            clients = planned.clients
+        conversation = Conversation(
+            ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose),
+            clients,
+            torch.tensor([self._sizes[client] for client in clients]),
+            self._carrier,
+            self._rules,
+            self.attempt,
+            planned=planned,
+            helper=self._helper,
+        )
+        self._conversations.append(conversation)
+        return conversation
+
+    def _planned_conversation(self, clients: Sequence[str]) -> ConversationRecord:
+        """What the journal says of the next conversation."""
+        assert self._planned is not None
+        planned, begun = self._planned.conversations, len(self._conversations)
+        if begun >= len(planned):
+            raise DataError(
+                f"the journal to replay has {len(planned)} conversations in round {self.number}, this experiment more",
+                hint="replay a run of the same experiment",
+            )
+        strangers = [client for client in planned[begun].clients if client not in self._sizes]
+        if self._purpose == "evaluate" and planned[begun].clients != list(clients):
+            raise DataError(
+                f"the journal to replay measures {len(planned[begun].clients)} clients at once after round "
+                f"{self.number}, this experiment {len(clients)}",
+                hint="replay a run of the same experiment",
+            )
+        if strangers:
+            raise DataError(
+                f"the journal to replay has client {strangers[0]} in round {self.number}, whom this partition lacks",
+                hint="replay a run of the same experiment",
+            )
+        return planned[begun]
+
+    def close(self) -> None:
+        """End all conversations of this attempt."""
+        for conversation in self._conversations:
+            conversation.close()

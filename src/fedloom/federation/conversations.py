@@ -1,0 +1,209 @@
+"""The clients' side of all conversations: holds the coroutines and their last answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.base import ClientHalf, Conversation, Group, Predictors
+from fedloom.data.federated import ClientData, Split
+from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
+from fedloom.federation.randomness import generator
+from fedloom.messages import Message
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Open:
+    """One coroutine, the rows it serves, and its last answers."""
+
+    rows: tuple[int, ...]
+    group: Group
+    coroutine: Conversation
+    exchange: int = -1
+    answers: list[Message | Lost] = field(default_factory=list)
+
+
+class Conversations:
+    """Answers for clients. One instance per worker process, or one in the aggregator's own process.
+
+    Parameters
+    ----------
+    half
+        The algorithm's client half.
+    vocabulary
+        Every message it understands or says, by name.
+    load
+        ``client id -> ClientData``; the only place where data are read.
+    seed
+        Of the run.
+    conclude
+        What is wanted of the predictors that a conversation returns: ``(predictors, group) -> message`` with one row
+        per client (for an evaluation, the metrics).
+    device, clients_at_once
+        On CPU a group is one client; elsewhere up to ``clients_at_once``.
+    """
+
+    def __init__(
+        self,
+        half: ClientHalf,
+        vocabulary: Mapping[str, type[Message]],
+        load: Callable[[str], ClientData],
+        seed: int,
+        conclude: Callable[[Predictors, Group], Message],
+        device: torch.device | None = None,
+        clients_at_once: int = 1,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._half = half
+        self._load = load
+        self._seed = seed
+        self._conclude = conclude
+        self._device = device or torch.device("cpu")
+        self._at_once = clients_at_once
+        self._open: dict[ConversationKey, dict[int, _Open]] = {}
+
+    def answer(
+        self, key: ConversationKey, exchange: int, rows: Sequence[int], clients: Sequence[str], message: Message
+    ) -> Iterator[tuple[int, Message | Lost]]:
+        """Yield each row's answer as soon as it is there.
+
+        The same exchange asked again gives the same answer, without computing it again.
+
+        Parameters
+        ----------
+        rows, clients
+            Positions in the cohort, and their clients; row fields of ``message`` have as many rows.
+
+        Raises
+        ------
+        MissingConversation
+            Before any work, if rows have no conversation at this exchange: the earlier messages are needed first.
+        """
+        conversation = self._open.setdefault(key, {})
+        missing = [
+            row
+            for row in rows
+            if exchange > 0 and (row not in conversation or conversation[row].exchange not in (exchange - 1, exchange))
+        ]
+        if missing:
+            raise MissingConversation(missing)
+        position = {row: i for i, row in enumerate(rows)}
+        new = [row for row in rows if exchange == 0 and (row not in conversation or conversation[row].exchange > 0)]
+        done: set[int] = set()
+        for row in rows:
+            if new and row == new[0]:
+                chunk, new = tuple(new[: self._at_once]), new[self._at_once :]
+                self._start(key, chunk, [clients[position[row]] for row in chunk], message, position)
+            opened = conversation[row]
+            if id(opened) in done:
+                continue
+            done.add(id(opened))
+            if opened.exchange < exchange:
+                self._advance(opened, exchange, self._rows_for(opened, message, position))
+            for member, answer in zip(opened.rows, opened.answers, strict=True):
+                if member in position:
+                    yield member, answer
+
+    def close(self, key: ConversationKey) -> None:
+        """End a conversation; its coroutines see GeneratorExit."""
+        for opened in set(self._open.pop(key, {}).values()):
+            opened.coroutine.close()
+
+    def close_all(self) -> None:
+        """End every conversation."""
+        for key in list(self._open):
+            self.close(key)
+
+    def _start(
+        self,
+        key: ConversationKey,
+        rows: tuple[int, ...],
+        clients: Sequence[str],
+        message: Message,
+        position: Mapping[int, int],
+    ) -> None:
+        def keyed(client: str, purpose: str) -> torch.Generator:
+            return generator(self._seed, f"{key.purpose}/{purpose}", client, key.round)
+
+        conversation = self._open[key]
+        try:
+            group = Group([_to(self._load(client), self._device) for client in clients], keyed)
+            opening = _message_to(message.select([position[row] for row in rows]), self._device)
+            opened = _Open(rows, group, self._half.open(group, opening))
+            self._step(opened, 0, lambda: next(opened.coroutine))
+        except Exception as error:  # a client's failure is the client's, not the worker's
+            _log.exception("conversation %s, clients %s: cannot be opened", key, ", ".join(clients))
+            opened = _Open(rows, Group([], keyed), _ended(), 0, [Lost(_line(error))] * len(rows))
+        for row in rows:
+            conversation[row] = opened
+
+    def _advance(self, opened: _Open, exchange: int, message: Message) -> None:
+        if any(isinstance(answer, Lost) for answer in opened.answers):
+            opened.exchange = exchange  # what failed once stays failed
+            return
+        moved = _message_to(message, self._device)
+        self._step(opened, exchange, lambda: opened.coroutine.send(moved))
+
+    def _step(self, opened: _Open, exchange: int, resume: Callable[[], Message]) -> None:
+        """Run the coroutine to its next answer, or to its end, where the predictors are put to use."""
+        g = len(opened.rows)
+        try:
+            try:
+                reply = resume()
+            except StopIteration as end:
+                if end.value is None:
+                    raise RuntimeError("the conversation is over, nothing answers this message") from None
+                reply = self._conclude(end.value, opened.group)
+            reply = _message_to(reply, torch.device("cpu"))
+            opened.answers = [reply.select([i]) for i in range(g)]
+        except Exception as error:  # a client's failure is the client's, not the worker's
+            _log.exception("clients %s failed", ", ".join(c.id for c in opened.group.clients))
+            opened.answers = [Lost(_line(error))] * g
+        opened.exchange = exchange
+
+    def _rows_for(self, opened: _Open, message: Message, position: Mapping[int, int]) -> Message:
+        """The rows of a group; zero for a member that was lost (only groups of several can have one)."""
+        if all(row in position for row in opened.rows):
+            return message.select([position[row] for row in opened.rows])
+        fields: dict[str, Tensor] = {}
+        for field_, tensor in zip(message.fields(), message.tensors().values(), strict=True):
+            fields[field_.name] = (
+                torch.stack(
+                    [tensor[position[row]] if row in position else torch.zeros_like(tensor[0]) for row in opened.rows]
+                )
+                if field_.per_client
+                else tensor
+            )
+        return type(message)(**fields)
+
+
+def _ended() -> Conversation:
+    return None
+    yield  # a coroutine that is over
+
+
+def _line(error: Exception) -> str:
+    text = str(error).splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+def _to(client: ClientData, device: torch.device) -> ClientData:
+    if device.type == "cpu":
+        return client
+
+    def moved(split: Split) -> Split:
+        return Split(split.x.to(device), None if split.y is None else split.y.to(device))
+
+    return ClientData(client.id, moved(client.train), moved(client.validation), moved(client.test), client.classes)
+
+
+def _message_to(message: Message, device: torch.device) -> Message:
+    if all(tensor.device == device for tensor in message.tensors().values()):
+        return message
+    return type(message)(**{name: tensor.to(device) for name, tensor in message.tensors().items()})

@@ -1,0 +1,141 @@
+"""A run's folder: whole files are written atomically, logs are appended a line at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import ExperimentError, StorageError
+
+PARTIAL = ".partial"
+
+
+class RunFolder:
+    """The folder of one run (docs/design.md, §7)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Where each process writes its log."""
+        return self.path / "logs"
+
+    def make(self, experiment: str | None = None) -> None:
+        """Make the folder and its parts, and remove files that a crash left half-written.
+
+        ``experiment.yaml`` comes first: what has it is a run, and can be resumed.
+        """
+        with storing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if experiment is not None:
+                self.write("experiment.yaml", experiment)
+            for folder in (self.checkpoints, self.logs):
+                folder.mkdir(exist_ok=True)
+            for folder in (self.path, self.checkpoints):
+                for partial in folder.glob(f".*{PARTIAL}"):
+                    partial.unlink()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from working in this folder; the hold goes when the process goes, killed or not.
+
+        Raises
+        ------
+        ExperimentError
+            If one does already.
+        """
+        # Beside the folder, which does not exist yet before a new run is sure to begin.
+        beside = self.path.with_name(f".{self.path.name}.lock")
+        with storing(beside):
+            beside.parent.mkdir(parents=True, exist_ok=True)
+            lock = beside.open("w")
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ExperimentError(
+                    f"{self.path}: found another process at work on this run, allowed: one at a time",
+                    hint="wait until it has ended, or choose another folder with --out",
+                ) from None
+            yield
+
+    def write(self, name: str, text: str) -> None:
+        """Write a whole file."""
+        write_atomically(self.path / name, text.encode())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a value as indented JSON."""
+        self.write(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def read(self, name: str) -> str | None:
+        """Read a file; None if it is not there."""
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append one object as a line."""
+        with storing(self.path / name), (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Replace a file of lines."""
+        self.write(name, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
+
+    def lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """Read a file of lines; one cut short by a crash is skipped."""
+        for line in (self.read(name) or "").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn a failure to write into a StorageError that names the place."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
+            hint="nothing that was complete is lost; make room and go on with --resume",
+        ) from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that it is whole or absent, whatever happens meanwhile.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be written; a file of that name stays as it was.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    with storing(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            parent = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(parent)
+            finally:
+                os.close(parent)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,36 @@
+"""The carrier that needs no wire: clients answer in the aggregator's own process, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
+from fedloom.federation.conversations import Conversations
+from fedloom.federation.validation import fault
+from fedloom.messages import Message
+
+
+class InProcess:
+    """Carries exchanges by calling. Deadlines do not apply: nothing can interrupt a client that runs in our thread."""
+
+    def __init__(self, conversations: Conversations, dtype: torch.dtype) -> None:
+        self._conversations = conversations
+        self._dtype = dtype
+        self.traffic = Traffic()
+        self.refusals = Refusals()
+
+    def exchange(self, call: Call) -> Sequence[Message | Lost]:
+        """Ask each row in turn; an answer that does not fit is refused, as on the wire."""
+        answers: dict[int, Message | Lost] = {}
+        for row, answer in self._conversations.answer(call.key, call.exchange, call.rows, call.clients, call.message):
+            wrong = None if isinstance(answer, Lost) else fault(answer, call.shapes, self._dtype)
+            if wrong is not None:
+                self.refusals.count("invalid reply")
+            answers[row] = answer if wrong is None else Lost(wrong)
+        return [answers[row] for row in call.rows]
+
+    def close(self, key: ConversationKey) -> None:
+        """End a conversation."""
+        self._conversations.close(key)

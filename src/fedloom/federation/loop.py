@@ -1,0 +1,363 @@
+"""The round loop: rounds, attempts, evaluations, checkpoints. The same for every carrier."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf
+from fedloom.data.federated import Manifest
+from fedloom.errors import InterruptedRun, QuorumError
+from fedloom.evaluation.measure import READINGS, SPLITS
+from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_pooled
+from fedloom.federation.carrier import Carrier
+from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
+from fedloom.federation.cohort import Attempting, Rules, TooFewReplies
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
+from fedloom.messages import Message, Metrics
+
+_log = logging.getLogger(__name__)
+
+Extra = Callable[[Evaluation], dict[str, dict[str, Any]]]
+"""Sub-objects of metrics.jsonl and summary.json that a method adds, from what its server half recorded."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The part of the experiment that the loop follows."""
+
+    rounds: int
+    clients_per_round: int
+    deadline_s: float
+    min_replies: int
+    attempts: int
+    checkpoint_every_s: float
+    evaluate_every: int
+    evaluation_cohort: int
+    label_mask: bool
+    seed: int
+
+
+class Observer(Protocol):
+    """Who is told how the run goes."""
+
+    def round_done(self, attempt: Attempt, rounds: int) -> None:
+        """A round has ended."""
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        """An attempt came to nothing."""
+
+    def evaluating(self, round: int, done: int, clients: int) -> None:
+        """An evaluation has measured so many clients."""
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl has been written."""
+
+
+class Loop:
+    """Runs the rounds of one federation.
+
+    Parameters
+    ----------
+    server
+        Freshly made; a resumed run loads its state from the last checkpoint.
+    client_half
+        Only for the names of its predictors.
+    stop
+        Set it (from a signal handler) to end the run after the exchange at hand, with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        manifest: Manifest,
+        algorithm: Algorithm,
+        server: ServerHalf,
+        client_half: ClientHalf,
+        carrier: Carrier,
+        folder: RunFolder,
+        observer: Observer,
+        stop: threading.Event,
+        extra: Extra,
+        replay: Replay | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.manifest = manifest
+        self.algorithm = algorithm
+        self.server = server
+        self.carrier = carrier
+        self.folder = folder
+        self.observer = observer
+        self.stop = stop
+        self.extra = extra
+        self.replay = replay
+        self.predictors = client_half.predictors
+        self.checkpoints = Checkpoints(folder.checkpoints)
+        self.journal = Journal(folder)
+        self.best: Best | None = None
+        self.round = 0
+        self._sizes = {entry.id: entry.train for entry in manifest.clients}
+        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
+        self.counts_shape = (len(self.predictors), len(SPLITS), len(READINGS), 3)
+        self.personalization_payload = (0, 0)
+        shapes = {**server.shapes(), Metrics: {"counts": self.counts_shape}}
+        self._rules = Rules(
+            schedule.seed, schedule.clients_per_round, schedule.deadline_s, schedule.min_replies, shapes, stop
+        )
+        self._durable: tuple[int, Best | None] | None = None
+        self._saved_at = time.monotonic()
+
+    def resume(self) -> None:
+        """Go back to the last durable round; what came after it runs again, to equal bits.
+
+        Raises
+        ------
+        DataError
+            If the checkpoint is damaged or does not fit.
+        """
+        if not self.checkpoints.rounds():
+            # Stopped before the first checkpoint: nothing was durable.
+            self.journal.rewind(-1)
+            self.folder.rewrite("metrics.jsonl", [])
+            return
+        checkpoint = self.checkpoints.load("last")
+        check_fits(checkpoint, self.server.state(), self.algorithm.name, self.algorithm.version)
+        self.server.load(checkpoint.state)
+        self.round, self.best = checkpoint.round, checkpoint.best
+        self._durable = (self.round, self.best)
+        self.journal = Journal.read(self.folder)
+        self.journal.rewind(self.round)
+        kept = [line for line in self.folder.lines("metrics.jsonl") if line["round"] <= self.round]
+        self.folder.rewrite("metrics.jsonl", kept)
+
+    def run(self) -> Evaluation:
+        """Run to the last round and return its evaluation.
+
+        Raises
+        ------
+        QuorumError
+            If a round failed ``attempts`` times.
+        InterruptedRun
+            If ``stop`` was set.
+        StorageError
+            If something could not be written.
+        """
+        try:
+            return self._run()
+        except (InterruptedRun, QuorumError):
+            self._checkpoint()
+            raise
+        finally:
+            self.checkpoints.close()
+            self._helper.shutdown()
+
+    def _run(self) -> Evaluation:
+        evaluation: Evaluation | None = None
+        if self._evaluation_due() and all(line["round"] != self.round for line in self.folder.lines("metrics.jsonl")):
+            evaluation = self._evaluate_and_note()
+            self._checkpoint()
+        while self.round < self.schedule.rounds:
+            self._train_round()
+            if self._evaluation_due():
+                evaluation = self._evaluate_and_note()
+                if self.best is not None and self.best.round == self.round:
+                    self._checkpoint()
+            if time.monotonic() - self._saved_at >= self.schedule.checkpoint_every_s:
+                self._checkpoint()
+            self._check_stop()
+        if evaluation is None:  # resumed after the last round
+            evaluation = self.evaluate()
+        self._checkpoint()
+        return evaluation
+
+    def evaluate(self) -> Evaluation:
+        """Personalize every client, seen and unseen, and let it measure the result. Changes no state."""
+        return self._evaluate(Attempt(self.round, 0))
+
+    def _evaluate(self, attempt: Attempt) -> Evaluation:
+        clients = [entry.id for entry in self.manifest.clients]
+        size = self.schedule.evaluation_cohort
+        planned = self.replay.evaluation(self.round) if self.replay is not None else None
+        session = self._measuring(attempt, planned)
+        counts = torch.zeros(len(clients), *self.counts_shape, dtype=torch.float64)
+        present = torch.zeros(len(clients), dtype=torch.bool)
+        records: dict[str, Tensor] = {}
+        for start in range(0, len(clients), size):
+            self._check_stop()
+            cohort = session.hold(clients[start : start + size])
+            rows = slice(start, start + size)
+            try:
+                with suppress(TooFewReplies):  # nobody answered: the whole cohort is absent
+                    replies = self.server.personalize(cohort)
+                    counts[rows], present[rows] = replies.counts, replies.present
+                for name, values in cohort.records.items():
+                    kept = records.setdefault(name, torch.zeros(len(clients), *values.shape[1:], dtype=torch.float64))
+                    kept[rows] = values
+            finally:
+                cohort.close()
+            self.observer.evaluating(self.round, min(start + size, len(clients)), len(clients))
+        answered = int(present.sum())
+        if answered:
+            # Per client: what personalization moved, without the metrics, which only an evaluation wants.
+            measured = answered * math.prod(self.counts_shape) * counts.element_size()
+            self.personalization_payload = (
+                (attempt.payload_up - measured) // answered,
+                attempt.payload_down // len(clients),
+            )
+        return Evaluation(
+            round=self.round,
+            clients=tuple(clients),
+            seen=torch.tensor([entry.seen for entry in self.manifest.clients]),
+            present=present,
+            predictors=self.predictors,
+            counts=counts,
+            records=records,
+        )
+
+    def personalize(self, clients: Sequence[str]) -> dict[str, str]:
+        """Hold the ``personalize`` conversation with some clients; returns those lost, and why."""
+        attempt = Attempt(self.round, 0)
+        session = self._measuring(attempt)
+        try:
+            for start in range(0, len(clients), self.schedule.evaluation_cohort):
+                with suppress(TooFewReplies):  # nobody answered, and each client's loss says why
+                    self.server.personalize(session.hold(clients[start : start + self.schedule.evaluation_cohort]))
+        finally:
+            session.close()
+        return {loss.client: loss.reason for conversation in attempt.conversations for loss in conversation.lost}
+
+    def _measuring(self, attempt: Attempt, planned: Attempt | None = None) -> Attempting:
+        """Conversations outside training: those who answer are measured, however few."""
+        rules = replace(self._rules, min_replies=1)
+        return Attempting(
+            attempt, "evaluate", self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
+        )
+
+    # --- one round ----------------------------------------------------------------------------------------------------
+
+    def _train_round(self) -> None:
+        """Make the next round, in as many attempts as allowed."""
+        t = self.round + 1
+        planned = self.replay.attempt(t) if self.replay is not None else None
+        first = planned.attempt if planned is not None else 1
+        for number in range(first, first + self.schedule.attempts):
+            attempt = Attempt(t, number)
+            started = time.perf_counter()
+            up, down = self.carrier.traffic.up, self.carrier.traffic.down
+            refused = dict(self.carrier.refusals.counts)
+            session = Attempting(
+                attempt, "train", self.manifest.roster, self._sizes, self.carrier, self._rules, self._helper, planned
+            )
+            try:
+                attempt.statistics = self.server.train_round(session)
+            except (TooFewReplies, FloatingPointError) as error:
+                attempt.outcome = str(error)
+            finally:
+                session.close()
+            attempt.seconds = time.perf_counter() - started
+            attempt.phases["server"] = max(0.0, attempt.seconds - sum(attempt.phases.values()))
+            if up is not None and down is not None:
+                attempt.wire_up = (self.carrier.traffic.up or 0) - up
+                attempt.wire_down = (self.carrier.traffic.down or 0) - down
+            counts = self.carrier.refusals.counts.items()
+            attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
+            self.journal.append(attempt)
+            if attempt.outcome == DONE:
+                self.round = t
+                self.observer.round_done(attempt, self.schedule.rounds)
+                return
+            self.observer.attempt_failed(attempt, self.schedule.attempts)
+            self._check_stop()
+        raise QuorumError(
+            f"round {t} failed {self.schedule.attempts} times, at last because {self.journal.attempts[-1].outcome}",
+            hint="mend the cause and go on with --resume",
+        )
+
+    def _evaluation_due(self) -> bool:
+        return self.round % self.schedule.evaluate_every == 0 or self.round == self.schedule.rounds
+
+    def _evaluate_and_note(self) -> Evaluation:
+        started = time.perf_counter()
+        attempt = Attempt(self.round, 0, outcome=EVALUATED)
+        evaluation = self._evaluate(attempt)
+        if any(conversation.lost for conversation in attempt.conversations):
+            attempt.phases.clear()
+            self.journal.append(attempt)
+        _log.info(
+            "evaluated %d clients after round %d in %.2f s",
+            len(evaluation.clients),
+            self.round,
+            time.perf_counter() - started,
+        )
+        validation = validation_pooled(evaluation, label_mask=self.schedule.label_mask)
+        if validation is not None and (self.best is None or validation > self.best.validation_pooled):
+            self.best = Best(self.round, validation)
+        line = metrics_line(
+            evaluation,
+            label_mask=self.schedule.label_mask,
+            train_loss=self._train_loss(),
+            communication=self.communication(),
+            client_steps=self.client_steps(),
+            extra=self.extra(evaluation),
+        )
+        self.folder.append("metrics.jsonl", line)
+        self.observer.evaluated(line)
+        return evaluation
+
+    def _train_loss(self) -> float | None:
+        """Mean training loss of the rounds since the last evaluation."""
+        before = max((line["round"] for line in self.folder.lines("metrics.jsonl")), default=0)
+        losses = [a.statistics["loss"] for a in self.journal.counted() if a.round > before and "loss" in a.statistics]
+        return sum(losses) / len(losses) if losses else None
+
+    def _checkpoint(self) -> None:
+        if self._durable == (self.round, self.best):
+            self.checkpoints.wait()
+            return
+        self.checkpoints.save(
+            Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state())
+        )
+        self._durable = (self.round, self.best)
+        self._saved_at = time.monotonic()
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise InterruptedRun(f"stopped after round {self.round} of {self.schedule.rounds}; go on with --resume")
+
+    # --- what it cost, from the journal -------------------------------------------------------------------------------
+
+    def communication(self) -> Communication:
+        """Bytes of all training rounds so far."""
+        done = self.journal.counted()
+        ups = [attempt.wire_up for attempt in done if attempt.wire_up is not None]
+        downs = [attempt.wire_down for attempt in done if attempt.wire_down is not None]
+        return Communication(
+            payload_up=sum(attempt.payload_up for attempt in done),
+            payload_down=sum(attempt.payload_down for attempt in done),
+            wire_up=sum(ups) if len(ups) == len(done) and self.carrier.traffic.up is not None else None,
+            wire_down=sum(downs) if len(downs) == len(done) and self.carrier.traffic.down is not None else None,
+        )
+
+    def client_steps(self) -> int:
+        """Local SGD steps of all training rounds so far."""
+        return round(sum(attempt.statistics["client_steps"] for attempt in self.journal.counted()))
+
+    def training_seconds(self) -> float:
+        """Wall time of all training rounds so far, failed attempts included."""
+        return sum(attempt.seconds for attempt in self.journal.attempts)
+
+
+def vocabulary(algorithm: Algorithm) -> dict[str, type[Message]]:
+    """Every message that a conversation of this algorithm can hold, by name."""
+    return {message.__name__: message for message in (*algorithm.messages, Metrics)}
