@@ -1,0 +1,72 @@
+"""Write docs/experiment-keys.md, the tables of all keys of an experiment file, from its schema (``make docs``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.experiment import json_schema
+from fedloom.mistakes import Schema, branches, describe
+
+PAGE = Path(__file__).parent / "experiment-keys.md"
+
+HEAD = """\
+# Keys of an experiment file
+
+Made from the code by `make docs`; the guide is [experiment.md](experiment.md).
+"""
+
+
+def page() -> str:
+    """Return the page: one table for each section, and for each scheme, model and method."""
+    schema = json_schema()
+    parts = [HEAD, *_section("Top level", schema, schema, depth=1)]
+    for name, node in schema["properties"].items():
+        nested = [branch for branch in branches(node, schema) if "properties" in branch]
+        for branch in nested:
+            parts += _section(_title(name, branch), branch, schema)
+        if name == "data":
+            for scheme in branches(nested[0]["properties"]["partition"], schema):
+                parts += _section(_title("data.partition", scheme), scheme, schema)
+    return "\n".join(parts)
+
+
+def _title(key: str, branch: Schema) -> str:
+    picks = [f"`{name}: {node['const']}`" for name, node in branch["properties"].items() if "const" in node]
+    return f"`{key}` with {picks[0]}" if picks else f"`{key}`"
+
+
+def _section(title: str, node: Schema, schema: Schema, depth: int = 9) -> list[str]:
+    rows = list(_rows(node, schema, depth))
+    if not rows:
+        return [f"## {title}\n\nNo other keys.\n"]
+    return [f"## {title}\n", "| key | allowed | default | meaning |", "|---|---|---|---|", *rows, ""]
+
+
+def _rows(
+    node: Schema, schema: Schema, depth: int, prefix: str = "", defaults: Mapping[str, Any] | None = None
+) -> Iterator[str]:
+    """Yield the rows of a section; those of sections inside it follow with dotted keys, up to a depth."""
+    for key, child in node["properties"].items():
+        if "const" in child:
+            continue  # it is in the title
+        default = (defaults or {}).get(key, child.get("default"))
+        inner = branches(child, schema)
+        if len(inner) == 1 and "properties" in inner[0] and depth > 1:
+            yield from _rows(inner[0], schema, depth - 1, f"{prefix}{key}.", default)
+            continue
+        meaning = child.get("description") or inner[0].get("description", "")
+        cells = f"`{prefix}{key}`", describe(child, schema), _default(node, key, default), meaning
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _default(node: Schema, key: str, value: Any) -> str:
+    if key in node.get("required", ()):
+        return "required"
+    return "all defaults" if isinstance(value, dict) else f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,278 @@
+"""Where the parts are put together: an experiment and a partition become the two sides of a federation."""
+
+from __future__ import annotations
+
+import json
+import platform
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fedloom
+from fedloom.algorithms.base import Algorithm, ClientHalf, Group, Predictors, ServerHalf, Task, find
+from fedloom.data.federated import FederatedDataset, Manifest
+from fedloom.data.partition import partition
+from fedloom.errors import ExperimentError
+from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
+from fedloom.evaluation.measure import measure
+from fedloom.evaluation.summary import Evaluation, as_csv, client_rows, summary
+from fedloom.experiment import Experiment
+from fedloom.federation.carrier import Carrier
+from fedloom.federation.conversations import Conversations
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.inprocess import InProcess
+from fedloom.federation.journal import Replay
+from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
+from fedloom.federation.randomness import generator
+from fedloom.messages import Message, Metrics
+
+DTYPE = torch.float32
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an experiment and a manifest decide."""
+
+    experiment: Experiment
+    manifest: Manifest
+    algorithm: Algorithm
+    task: Task
+
+    @property
+    def settings(self) -> Any:
+        """The algorithm's settings."""
+        return self.experiment.algorithm.settings
+
+    def server_half(self) -> ServerHalf:
+        """A fresh server half: its initial state is keyed with the seed alone."""
+        return self.algorithm.server(self.settings, self.task, generator(self.experiment.seed, "init"))
+
+    def client_half(self) -> ClientHalf:
+        """A client half."""
+        return self.algorithm.client(self.settings, self.task)
+
+
+def parts(experiment: Experiment, manifest: Manifest, clients: int | None = None) -> Parts:
+    """Put an experiment and its manifest together; ``clients`` is the n it was trained with, if that is another.
+
+    Raises
+    ------
+    ExperimentError
+        If the model does not fit the data.
+    """
+    model = experiment.model.build(manifest.input_shape, manifest.classes)
+    task = Task(
+        model=model,
+        classes=manifest.classes,
+        input_shape=manifest.input_shape,
+        clients=len(manifest.clients) if clients is None else clients,
+        dtype=DTYPE,
+    )
+    return Parts(experiment, manifest, find(experiment.algorithm.name), task)
+
+
+def dealt(experiment: Experiment) -> FederatedDataset:
+    """The experiment's partition, dealt now if it is not there, and whole.
+
+    Raises
+    ------
+    DataError
+        If the data set, or a part of the partition, is missing or damaged.
+    """
+    data = experiment.data
+    folder = partition(
+        data.dataset,
+        data.partition,
+        seed=experiment.seed,
+        unseen_fraction=data.unseen_fraction,
+        validation_fraction=data.validation_fraction,
+        root=data.root,
+    )
+    dataset = FederatedDataset.open(folder)
+    dataset.verify()
+    return dataset
+
+
+def use_device(name: str, threads: int) -> torch.device:
+    """Set this process up to compute, deterministically.
+
+    Raises
+    ------
+    ExperimentError
+        If the device is not there.
+    """
+    torch.set_num_threads(threads)
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ExperimentError(
+                "runtime.device: found cuda, but this machine has no usable CUDA device; allowed here: cpu"
+            )
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+    return torch.device(name)
+
+
+Conclude = Callable[[Predictors, Group], Message]
+"""What is done with the predictors that clients end up with."""
+
+
+def conversations(
+    these: Parts, dataset: FederatedDataset, device: torch.device, conclude: Conclude | None = None
+) -> Conversations:
+    """The clients' side of all conversations; by default predictors are measured."""
+    half = these.client_half()
+    batch_size = these.experiment.evaluation.batch_size
+
+    def evaluate(predictors: Predictors, clients: Group) -> Message:
+        counts = [
+            measure(named, client, half.predictors, batch_size=batch_size)
+            for named, client in zip(predictors, clients.clients, strict=True)
+        ]
+        return Metrics(torch.stack(counts))
+
+    return Conversations(
+        half,
+        vocabulary(these.algorithm),
+        dataset.client,
+        these.experiment.seed,
+        conclude or evaluate,
+        device,
+        these.experiment.runtime.clients_at_once,
+    )
+
+
+def in_process(these: Parts, dataset: FederatedDataset, conclude: Conclude | None = None) -> InProcess:
+    """Clients in this process, on the experiment's device."""
+    runtime = these.experiment.runtime
+    return InProcess(conversations(these, dataset, use_device(runtime.device, runtime.threads), conclude), DTYPE)
+
+
+def welcome(these: Parts) -> str:
+    """What the aggregator tells workers: the shared part of the experiment, and which partition it is about."""
+    return json.dumps({"experiment": these.experiment.shared_json(), "partition": these.manifest.fingerprint})
+
+
+def loop(
+    these: Parts,
+    carrier: Carrier,
+    folder: RunFolder,
+    observer: Observer,
+    stop: threading.Event,
+    replay: Replay | None = None,
+    *,
+    keep_descriptors: bool = True,
+) -> Loop:
+    """The round loop of an experiment; descriptors go to ``descriptors.json`` of the run's folder."""
+    e = these.experiment
+    schedule = Schedule(
+        rounds=e.federation.rounds,
+        clients_per_round=e.federation.clients_per_round,
+        deadline_s=e.federation.deadline_s,
+        min_replies=e.federation.min_replies,
+        attempts=e.federation.attempts,
+        checkpoint_every_s=e.federation.checkpoint_every_s,
+        evaluate_every=e.evaluation.every,
+        evaluation_cohort=e.evaluation.cohort,
+        label_mask=e.evaluation.label_mask,
+        seed=e.seed,
+    )
+    half = these.client_half()
+    pi = these.manifest.class_proportions()
+
+    def extra(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
+        if "descriptor" not in evaluation.records:
+            return {}
+        v = evaluation.records["descriptor"]
+        correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
+        if keep_descriptors:
+            before = folder.read("descriptors.json")
+            document = descriptor_document(
+                None if before is None else json.loads(before),
+                evaluation.round,
+                correlation,
+                v=v,
+                pi=pi,
+                clients=evaluation.clients,
+                seen=evaluation.seen,
+                present=evaluation.present,
+            )
+            folder.write_json("descriptors.json", document)
+        return {e.algorithm.name: {"spearman": correlation.as_json()}}
+
+    return Loop(
+        schedule,
+        these.manifest,
+        these.algorithm,
+        these.server_half(),
+        half,
+        carrier,
+        folder,
+        observer,
+        stop,
+        extra,
+        replay,
+    )
+
+
+def conclude(these: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
+    """Write what a run ends with: ``clients.csv`` and ``summary.json``, which is returned."""
+    e = these.experiment
+    folder = run.folder
+    history = list(folder.lines("metrics.jsonl"))
+    last = history[-1] if history else {}
+    extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(these, run)}}
+    steps = run.client_steps()
+    folder.write("clients.csv", as_csv(client_rows(final, these.manifest.clients)))
+    result = summary(
+        final,
+        history,
+        label_mask=e.evaluation.label_mask,
+        name=e.name,
+        algorithm=e.algorithm.name,
+        dataset=e.data.dataset,
+        model=e.model.name,
+        seed=e.seed,
+        rounds=run.round,
+        clients_per_round=e.federation.clients_per_round if these.algorithm.trains else None,
+        communication=run.communication(),
+        duration_s=duration_s,
+        client_steps=steps,
+        training_s=run.training_seconds(),
+        extra=extra,
+    )
+    folder.write_json("summary.json", result)
+    return result
+
+
+def _new_client(these: Parts, run: Loop) -> dict[str, Any]:
+    """What it costs a client that has just come to get each predictor: SGD steps (mean over clients), tensor bytes."""
+    half = these.client_half()
+    entries = these.manifest.clients
+    return {
+        name: {
+            "client_steps": sum(half.personalization_steps(name, entry.train) for entry in entries) / len(entries),
+            "payload_up": run.personalization_payload[0],
+            "payload_down": run.personalization_payload[1],
+        }
+        for name in half.predictors
+    }
+
+
+def fingerprint(experiment: Experiment) -> dict[str, Any]:
+    """What the bits of a run depend on besides the experiment (docs/design.md, §4)."""
+    return {
+        "fedloom": fedloom.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": bool(torch._C._has_mkldnn),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "threads": experiment.runtime.threads,
+        "device": experiment.runtime.device,
+    }

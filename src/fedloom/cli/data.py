@@ -1,0 +1,70 @@
+"""``fedloom data fetch`` and ``fedloom partition``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli.progress import progress
+
+
+def fetch(
+    name: Annotated[str, typer.Argument(help="The data set, such as fashion-mnist.")],
+    root: Annotated[
+        Path | None, typer.Option(help="Folder for data; by default $FEDLOOM_DATA, else ~/.cache/fedloom.")
+    ] = None,
+    copy_from: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="Take the official files, plain or .gz, from here.")
+    ] = None,
+) -> None:
+    """Fetch a data set, check it, and store it where experiments find it."""
+    from fedloom.data import sources
+
+    with progress(bytes_counted=True) as tell:
+        folder = sources.fetch(
+            sources.find(name),
+            root,
+            copy_from=copy_from,
+            on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total),
+        )
+    typer.echo(f"{name} is in {folder}")
+
+
+def partition(
+    experiment: Annotated[Path, typer.Argument(help="The experiment file.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Copy the partition to this new folder too.")] = None,
+) -> None:
+    """Deal an experiment's data out to its clients, and mend a damaged partition."""
+    import shutil
+
+    from fedloom import experiment as experiments
+    from fedloom.data.federated import FederatedDataset
+    from fedloom.data.folders import published
+    from fedloom.data.partition import partition as deal
+    from fedloom.errors import ExperimentError
+
+    settings = experiments.load(experiment, set_ or ())
+    if out is not None and out.exists():
+        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+    data = settings.data
+    folder = deal(
+        data.dataset,
+        data.partition,
+        seed=settings.seed,
+        unseen_fraction=data.unseen_fraction,
+        validation_fraction=data.validation_fraction,
+        root=data.root,
+        mend=True,
+    )
+    manifest = FederatedDataset.open(folder).manifest
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with published(out) as staging:
+            shutil.copytree(folder, staging, dirs_exist_ok=True)
+        folder = out
+    typer.echo(f"{len(manifest.roster)} seen and {len(manifest.unseen)} unseen clients in {folder}")

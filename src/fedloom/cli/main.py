@@ -1,0 +1,99 @@
+"""The ``fedloom`` command: its commands, and how every failure ends (docs/exit-codes.md).
+
+A command is a typed function in a module of this package. Those modules are imported to show ``--help``, so they
+import torch, gRPC and the rooms of FedLoom inside the functions, never at the top.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+import traceback
+from typing import Annotated, NoReturn
+
+import typer
+
+import fedloom
+from fedloom.cli import data, run, schema, use, worker
+from fedloom.errors import FedloomError, StorageError
+
+app = typer.Typer(
+    name="fedloom",
+    help="Personalized federated learning: one experiment file, on one machine or many.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command("run")(run.run)
+app.command("aggregator")(run.aggregator)
+app.command("worker")(worker.worker)
+app.command("personalize")(use.personalize)
+app.command("evaluate")(use.evaluate)
+app.command("report")(use.report)
+app.command("compare")(use.compare)
+app.command("partition")(data.partition)
+app.command("schema")(schema.schema)
+
+data_app = typer.Typer(help="Data sets.", no_args_is_help=True, rich_markup_mode=None)
+data_app.command("fetch")(data.fetch)
+app.add_typer(data_app, name="data")
+
+STORAGE_FAILURES = {
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT,
+    errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.ESTALE,
+}  # fmt: skip
+"""What the operating system says when a file cannot be written or read; other errors are bugs and keep their trace."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedloom {fedloom.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log in detail; show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Personalized federated learning: one experiment file, on one machine or many."""
+    # The root logger stays at WARNING: other libraries' details would drown ours.
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with the code of its outcome.
+
+    Typer itself ends usage errors with 2 and Ctrl-C with 130; other exceptions are bugs and keep their traceback.
+    """
+    try:
+        app()
+    except FedloomError as error:
+        _fail(error)
+    except OSError as error:
+        if error.errno not in STORAGE_FAILURES:
+            raise
+        _fail(as_storage_error(error))
+    raise AssertionError("typer's app always exits")
+
+
+def as_storage_error(error: OSError) -> StorageError:
+    """Name the file and what the operating system said of it; the cause is kept."""
+    where = f"{error.filename}: " if error.filename else ""
+    failure = StorageError(f"{where}{(error.strerror or str(error)).lower()}")
+    failure.__cause__ = error
+    return failure
+
+
+def _fail(error: FedloomError) -> NoReturn:
+    if logging.getLogger("fedloom").isEnabledFor(logging.DEBUG):
+        traceback.print_exception(error)
+    typer.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_code)

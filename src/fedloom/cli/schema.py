@@ -1,0 +1,23 @@
+"""``fedloom schema``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def schema(
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
+) -> None:
+    """Print the JSON schema of an experiment file, for editors and other tools."""
+    import json
+
+    from fedloom.experiment import json_schema
+
+    text = json.dumps(json_schema(), indent=2, ensure_ascii=False)
+    if out is None:
+        typer.echo(text)
+    else:
+        out.write_text(f"{text}\n", encoding="utf-8")

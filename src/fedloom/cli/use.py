@@ -1,0 +1,165 @@
+"""What is done with a finished run: ``fedloom evaluate``, ``personalize``, ``report`` and ``compare``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fedloom.cli.compose import Parts
+    from fedloom.data.federated import FederatedDataset
+
+Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
+Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
+Other = Annotated[
+    Path | None,
+    typer.Option("--partition", metavar="DIR", help="Clients of another partition of the same kind of data."),
+]
+
+
+def evaluate(
+    run: Run,
+    checkpoint: Which = "last",
+    partition: Other = None,
+    out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
+) -> None:
+    """Measure a trained model again on every client, or on the clients of another partition."""
+    from rich.console import Console
+
+    from fedloom.cli.watch import results
+    from fedloom.evaluation.summary import groups
+
+    these, loop, dataset = _restored(run, checkpoint, partition)
+    evaluation = loop.evaluate()
+    statistics = {
+        "name": these.experiment.name,
+        "algorithm": these.algorithm.name,
+        "seed": these.experiment.seed,
+        "round": loop.round,
+        "partition": dataset.manifest.fingerprint,
+        **groups(evaluation, label_mask=these.experiment.evaluation.label_mask),
+        **loop.extra(evaluation),
+    }
+    if out is not None:
+        from fedloom.federation.folder import write_atomically
+
+        write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
+    Console().print(results(statistics))
+
+
+def personalize(
+    run: Run,
+    out: Annotated[Path, typer.Option(help="New folder for one safetensors file per client.", metavar="DIR")],
+    checkpoint: Which = "last",
+    partition: Other = None,
+    clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
+) -> None:
+    """Give clients, seen or never seen, their own models, and save them."""
+    import safetensors.torch
+    import torch
+
+    from fedloom.algorithms.base import Group, Predictors
+    from fedloom.cli import compose
+    from fedloom.errors import ExperimentError
+    from fedloom.federation.folder import write_atomically
+    from fedloom.messages import Message, Metrics
+
+    if out.exists():
+        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+    saved: list[str] = []
+    these, loop, dataset = _restored(run, checkpoint, partition)
+    wanted = [c.strip() for c in clients.split(",")] if clients else [entry.id for entry in dataset.manifest.clients]
+    for client in wanted:
+        dataset.manifest.entry(client)
+    out.mkdir(parents=True)
+
+    def save(predictors: Predictors, group: Group) -> Message:
+        for named, client in zip(predictors, group.clients, strict=True):
+            tensors = {f"{name}.{key}": t for name, p in named.items() for key, t in p.tensors().items()}
+            layout = [[name, list(shape)] for name, shape in these.task.model.layout.entries]
+            about = json.dumps({"client": client.id, "round": loop.round, "layout": layout}, sort_keys=True)
+            contiguous = {key: t.contiguous().clone() for key, t in tensors.items()}
+            content = safetensors.torch.save(contiguous, metadata={"fedloom": about})
+            write_atomically(out / f"{client.id}.safetensors", content)
+            saved.append(client.id)
+        shape = (len(predictors), *loop.counts_shape)
+        return Metrics(torch.zeros(shape, dtype=torch.float64))
+
+    loop.carrier = compose.in_process(these, dataset, save)
+    lost = loop.personalize(wanted)
+    typer.echo(f"{len(saved)} models in {out}")
+    for client, reason in lost.items():
+        typer.echo(f"{client}: no model: {reason}", err=True)
+    if lost:
+        from fedloom.errors import QuorumError
+
+        raise QuorumError(f"{len(lost)} of {len(wanted)} clients got no model")
+
+
+def report(run: Run) -> None:
+    """Write report.html and figures/ anew from a run's files."""
+    from fedloom.evaluation.report import write_report
+
+    typer.echo(f"report: {write_report(run)}")
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", metavar="RUN...")],
+) -> None:
+    """Show side by side what each client would get; runs that differ in the seed alone are merged."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedloom.evaluation.compare import HEADINGS, as_text, comparison_table
+
+    table = Table(title="What each client would get (test accuracy, %)", title_justify="left")
+    for i, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if i == 0 else "right")
+    for cells in as_text(comparison_table(runs)):
+        table.add_row(*cells)
+    Console().print(table)
+
+
+def _restored(run: Path, which: str, partition: Path | None) -> tuple[Parts, Any, FederatedDataset]:
+    """A run's server at a checkpoint, with clients in this process."""
+    from fedloom import experiment as experiments
+    from fedloom.cli import compose
+    from fedloom.cli.watch import Watch
+    from fedloom.data.federated import FederatedDataset, Manifest
+    from fedloom.errors import DataError, ExperimentError
+    from fedloom.federation.checkpoint import check_fits
+    from fedloom.federation.folder import RunFolder
+
+    if which not in ("last", "best") and not which.isdecimal():
+        raise ExperimentError(f"--checkpoint: found {which!r}, allowed: last, best or a round")
+    folder = RunFolder(run)
+    text = folder.read("partition.json")
+    if text is None or folder.read("experiment.yaml") is None:
+        raise DataError(
+            f"{run}: not a run's folder (no experiment.yaml or partition.json)", hint="fedloom run EXPERIMENT"
+        )
+    e = experiments.load(run / "experiment.yaml")
+    trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
+    dataset = compose.dealt(e) if partition is None else FederatedDataset.open(partition)
+    for what in ("dataset", "classes", "input_shape"):
+        found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
+        if found != needed:
+            raise DataError(f"{dataset.folder}: {what} is {found}, the run was trained with {needed}")
+    # The models have learned inputs as the training partition normalizes them.
+    manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
+    dataset = FederatedDataset(dataset.folder, manifest)
+    compose.use_device("cpu", e.runtime.threads)
+    these = compose.parts(e, dataset.manifest, clients=len(trained_on.clients))
+    loop = compose.loop(
+        these, compose.in_process(these, dataset), folder, Watch(0), threading.Event(), keep_descriptors=False
+    )
+    checkpoint = loop.checkpoints.load(int(which) if which.isdecimal() else which)
+    check_fits(checkpoint, loop.server.state(), these.algorithm.name, these.algorithm.version)
+    loop.server.load(checkpoint.state)
+    loop.round = checkpoint.round
+    return these, loop, dataset

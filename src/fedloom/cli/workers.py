@@ -1,0 +1,132 @@
+"""The worker processes of ``fedloom run``: started, watched, restarted, and never left behind."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError, RefusedError, WorkerLostError
+
+log = logging.getLogger("fedloom.workers")
+
+RESTARTS = 2
+FINAL: dict[int, type[FedloomError]] = {
+    ExitCode.EXPERIMENT: ExperimentError,
+    ExitCode.DATA: DataError,
+    ExitCode.REFUSED: RefusedError,
+}
+"""Exit codes that a restart would only repeat."""
+
+
+class Workers:
+    """N ``fedloom worker`` processes on this machine.
+
+    A worker leaves when its standard input ends, which the operating system sees to even if we are killed.
+
+    Parameters
+    ----------
+    on_failure
+        Called once, in another thread, when a worker is lost for good; ``failure`` says why.
+    """
+
+    def __init__(
+        self, count: int, address: str, partition: Path, logs: Path, runtime: Any, on_failure: Callable[[], None]
+    ) -> None:
+        self.failure: FedloomError | None = None
+        self._address = address
+        self._partition = partition
+        self._logs = logs
+        self._runtime = runtime
+        self._on_failure = on_failure
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._watchers = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in range(count)]
+        for i in range(count):
+            self._processes[i] = self._start(i)
+        for watcher in self._watchers:
+            watcher.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by worker."""
+        with self._lock:
+            return [process.pid for process in self._processes.values()]
+
+    def dismiss(self) -> None:
+        """From now on a worker that ends is not missed: the run is over."""
+        with self._lock:
+            self._stopping.set()
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End all workers; those that do not leave in time are killed."""
+        self.dismiss()
+        with self._lock:
+            processes = list(self._processes.values())
+        for process in processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in processes:
+            try:
+                process.wait(timeout=grace_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for watcher in self._watchers:
+            watcher.join()
+
+    def _start(self, i: int) -> subprocess.Popen[bytes]:
+        name = f"worker-{i}"
+        command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", self._address]
+        command += ["--partition", str(self._partition), "--name", name, "--until-eof"]
+        command += ["--log", str(self._logs / f"{name}.jsonl")]
+        command += ["--device", self._runtime.device, "--threads", str(self._runtime.threads)]
+        command += ["--clients-at-once", str(self._runtime.clients_at_once)]
+        # A session of its own, so that Ctrl-C reaches us alone and the round at hand can end.
+        with (self._logs / f"{name}.stderr").open("ab") as stderr:
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+            )
+
+    def _watch(self, i: int) -> None:
+        for restart in range(RESTARTS + 1):
+            with self._lock:
+                process = self._processes[i]
+            code = process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+            if self._stopping.is_set():
+                return
+            log.warning("worker-%d (pid %d) ended with code %d", i, process.pid, code)
+            if code in FINAL:
+                self._fail(FINAL[code](f"worker-{i} ended with code {code}: {self._last_words(i)}"))
+                return
+            if restart < RESTARTS:
+                with self._lock:
+                    if self._stopping.is_set():
+                        return
+                    self._processes[i] = self._start(i)
+        self._fail(
+            WorkerLostError(
+                f"worker-{i} ended with code {code} after {RESTARTS} restarts: {self._last_words(i)}",
+                hint=f"see {self._logs / f'worker-{i}.jsonl'}; go on with --resume",
+            )
+        )
+
+    def _fail(self, failure: FedloomError) -> None:
+        with self._lock:
+            first, self.failure = self.failure is None, self.failure or failure
+        if first:
+            self._on_failure()
+
+    def _last_words(self, i: int) -> str:
+        try:
+            lines = (self._logs / f"worker-{i}.stderr").read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1].removeprefix("error: ") if lines else "it said nothing"

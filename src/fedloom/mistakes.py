@@ -1,0 +1,246 @@
+"""Wording of mistakes in an experiment file: where, which key, what was found and what is allowed, on one screen."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pydantic import ValidationError
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Keys (and list positions) from the top of the file down."""
+
+Schema: TypeAlias = Mapping[str, Any]
+"""A JSON schema, or a node of one."""
+
+MOST_SHOWN = 16
+"""Mistakes listed before the rest is only counted: with the head line they fit on one screen."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing that is wrong: the key it is at, and a line that says what was found and what is allowed."""
+
+    path: Path
+    text: str
+
+
+def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[Path, str]) -> str:
+    """Lay out mistakes in lines of the form ``line 7, data.partition.clients: found "ten"; allowed: ...``.
+
+    Parameters
+    ----------
+    source
+        The file, as the user named it.
+    mistakes
+        At least one.
+    origins
+        Where each key was written (``line 7``, ``--set``); a key that is not there takes its parent's.
+    """
+    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+    lines = [f"{source}: {count}"]
+    for mistake in mistakes[:MOST_SHOWN]:
+        origin = next((origins[p] for p in _upwards(mistake.path) if p in origins), None)
+        where = ", ".join(part for part in (origin, dotted(mistake.path)) if part)
+        lines.append(f"  {where}: {mistake.text}" if where else f"  {mistake.text}")
+    if len(mistakes) > MOST_SHOWN:
+        lines.append(f"  ... and {len(mistakes) - MOST_SHOWN} more")
+    return "\n".join(lines)
+
+
+def explain(error: ValidationError, schema: Schema, value: Any) -> list[Mistake]:
+    """Say each error of a validation in the words of the schema.
+
+    Parameters
+    ----------
+    error
+        What pydantic found.
+    schema
+        The JSON schema of the whole file.
+    value
+        What the file holds: its ``name`` and ``scheme`` keys pick the branches of the schema.
+    """
+    mistakes: dict[Path, Mistake] = {}
+    for detail in error.errors(include_url=False):
+        kind, found = detail["type"], detail["input"]
+        loc: Path = tuple(detail["loc"])
+        if kind in ("union_tag_invalid", "union_tag_not_found"):
+            tag = str(detail["ctx"]["discriminator"]).strip("'")
+            loc, kind = (*loc, tag), "missing" if kind == "union_tag_not_found" else kind
+            found = found.get(tag) if isinstance(found, dict) else found
+        if kind == "extra_forbidden":
+            path = (*_known(schema, loc[:-1], value), loc[-1])
+            text = f"unknown key{_allowed_keys(schema, path, value)}"
+        else:
+            path = _known(schema, loc, value)
+            what = "missing" if kind == "missing" else f"found {shown(found)}"
+            if kind in ("value_error", "assertion_error"):  # a validator's own words
+                text = detail["msg"].partition(", ")[2]
+                key, _, rest = text.partition(": ")
+                if len(inner := _known(schema, (*path, key), value)) > len(path):
+                    path, text = inner, rest
+            elif kind == "finite_number":
+                text = f"{what}; allowed: a finite number"
+            else:
+                text = f"{what}; {_allowed_values(schema, path, value, found) or detail['msg']}"
+        # The branches of a plain union each report their own error at the same key: one line is enough.
+        mistakes.setdefault(path, Mistake(path, text))
+    return list(mistakes.values())
+
+
+def describe(node: Schema, root: Schema) -> str:
+    """Say in words which values a node of a schema allows, such as ``an integer of at least 1``."""
+    return _either(_describe(branch, root) for branch in _branches(node, root))
+
+
+def dotted(path: Path) -> str:
+    """Return a path as it is written after ``--set``."""
+    return ".".join(str(step) for step in path)
+
+
+def shown(value: Any) -> str:
+    """Return a value as YAML would show it on part of a line."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def closest(word: object, known: Sequence[str]) -> str | None:
+    """Return the known word that this one was probably meant to be."""
+    return next(iter(difflib.get_close_matches(str(word), known, n=1, cutoff=0.7)), None)
+
+
+def branches(node: Schema, root: Schema, value: Any = None) -> list[Schema]:
+    """Resolve references and unions; where a ``name`` or ``scheme`` in the value picks a branch, only that one."""
+    found = list(_branches(node, root))
+    picked = [b for b in found if isinstance(value, dict) and _picks(b, value)]
+    return picked or found
+
+
+def _either(descriptions: Iterable[str]) -> str:
+    different = list(dict.fromkeys(descriptions))
+    return (", or " if any("," in description for description in different) else " or ").join(different)
+
+
+def _picks(branch: Schema, value: Mapping[str, Any]) -> bool:
+    properties: Mapping[str, Schema] = branch.get("properties", {})
+    return any("const" in node and value.get(key) == node["const"] for key, node in properties.items())
+
+
+def _branches(node: Schema, root: Schema) -> Iterator[Schema]:
+    if "$ref" in node:
+        yield from _branches(root["$defs"][node["$ref"].rpartition("/")[2]], root)
+    elif "anyOf" in node or "oneOf" in node:
+        for branch in node.get("anyOf", node.get("oneOf", ())):
+            yield from _branches(branch, root)
+    else:
+        yield node
+
+
+def _describe(node: Schema, root: Schema) -> str:
+    if "const" in node:
+        return str(node["const"])
+    if "enum" in node:
+        return ", ".join(str(choice) for choice in node["enum"])
+    return _describe_type(node, root)
+
+
+def _describe_type(node: Schema, root: Schema) -> str:
+    match node.get("type"):
+        case "integer":
+            return f"an integer{_bounds(node)}"
+        case "number":
+            return f"a number{_bounds(node)}"
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "array":
+            return f"a list{_lengths(node)} of {describe(node.get('items', {}), root)}"
+        case "object":
+            return "a mapping"
+        case "string":
+            return f"text matching {node['pattern']}" if "pattern" in node else "text"
+    return "any value"
+
+
+def _bounds(node: Schema) -> str:
+    low, high = node.get("minimum"), node.get("maximum")
+    above, below = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
+    first = f"at least {low}" if low is not None else f"above {above}" if above is not None else ""
+    last = f"at most {high}" if high is not None else f"below {below}" if below is not None else ""
+    both = " and ".join(part for part in (first, last) if part)
+    return f", {both}" if both else ""
+
+
+def _lengths(node: Schema) -> str:
+    low, high = node.get("minItems"), node.get("maxItems")
+    if low is None and high is None:
+        return ""
+    if low == high:
+        return f" ({low} items)"
+    return f" ({low or 0} or more items)" if high is None else f" ({low or 0} to {high} items)"
+
+
+def _step(nodes: Sequence[Schema], step: str | int) -> list[Schema]:
+    if isinstance(step, int):
+        return [node["items"] for node in nodes if "items" in node]
+    return [node["properties"][step] for node in nodes if step in node.get("properties", {})]
+
+
+def _walk(schema: Schema, path: Path, value: Any) -> tuple[Path, list[Schema]]:
+    """Follow a path as far as the schema knows it: the steps that it has, and the nodes at the end.
+
+    Pydantic puts the tag or type of a union's branch into its paths; such a step is no key, and is left out.
+    """
+    known: list[str | int] = []
+    nodes = branches(schema, schema, value)
+    for step in path:
+        children = _step(nodes, step)
+        if not children:
+            continue
+        value = _item(value, step)
+        nodes = [branch for child in children for branch in branches(child, schema, value)]
+        known.append(step)
+    return tuple(known), nodes
+
+
+def _item(value: Any, step: str | int) -> Any:
+    if isinstance(value, dict):
+        return value.get(step)
+    return value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
+
+
+def _known(schema: Schema, path: Path, value: Any) -> Path:
+    return _walk(schema, path, value)[0]
+
+
+def _allowed_values(schema: Schema, path: Path, value: Any, found: Any) -> str:
+    nodes = _walk(schema, path, value)[1]
+    words = [str(word) for node in nodes for word in node.get("enum", [node["const"]] if "const" in node else [])]
+    others = [_describe(node, schema) for node in nodes if "const" not in node and "enum" not in node]
+    meant = closest(found, words)
+    allowed = _either([", ".join(dict.fromkeys(words)), *others] if words else others)
+    return f"did you mean {meant}? allowed: {allowed}" if meant else f"allowed: {allowed}"
+
+
+def _allowed_keys(schema: Schema, path: Path, value: Any) -> str:
+    parent, key = path[:-1], str(path[-1])
+    keys = [name for node in _walk(schema, parent, value)[1] for name in node.get("properties", {})]
+    meant = closest(key, keys)
+    if meant is None:
+        sections = [s for s in schema.get("properties", {}) if key in _keys_at(schema, (s,), value)]
+        meant = f"{sections[0]}.{key}" if sections else None
+    suggestion = f"; did you mean {meant}?" if meant else ";"
+    return f"{suggestion} allowed: {', '.join(dict.fromkeys(keys)) or 'no keys'}"
+
+
+def _keys_at(schema: Schema, path: Path, value: Any) -> list[str]:
+    return [name for node in _walk(schema, path, value)[1] for name in node.get("properties", {})]
+
+
+def _upwards(path: Path) -> Iterator[Path]:
+    for length in range(len(path), -1, -1):
+        yield path[:length]

@@ -1,0 +1,164 @@
+"""How the command line fails: exit codes, one-screen messages, nothing written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedloom import __version__
+from fedloom.cli.main import main
+from fedloom.errors import ExitCode
+
+EXPERIMENT = """\
+name: small
+data:
+  dataset: fashion-mnist
+  partition: {scheme: iid, clients: 10}
+model: {name: logistic}
+algorithm: {name: fedavg}
+federation: {rounds: 2}
+"""
+
+Fedloom = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def fedloom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Fedloom]:
+    """Run a command line in an empty folder; returns exit code, standard output and standard error."""
+    logger = logging.getLogger("fedloom")
+    level = logger.level
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedloom", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(exited.value.code, int)
+        return int(exited.value.code), out, err
+
+    yield run
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(EXPERIMENT)
+    return path
+
+
+def test_version_and_help(fedloom: Fedloom) -> None:
+    assert fedloom("--version") == (0, f"fedloom {__version__}\n", "")
+    code, out, _ = fedloom("--help")
+    assert code == 0
+    assert "partition" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nope"],
+        ["--nope"],
+        ["data"],
+        ["data", "fetch"],
+        ["partition"],
+        ["partition", "a", "b"],
+        ["schema", "--out"],
+    ],
+)
+def test_usage_errors(fedloom: Fedloom, arguments: list[str]) -> None:
+    code, _, err = fedloom(*arguments)
+    assert code == ExitCode.EXPERIMENT
+    assert "Traceback" not in err
+
+
+def test_a_mistake_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = fedloom("partition", experiment, "--set", "data.partition.clients=ten", "--out", "there")
+    assert (code, out) == (ExitCode.EXPERIMENT, "")
+    assert err == (
+        f"error: {experiment}: 1 mistake\n"
+        '  --set, data.partition.clients: found "ten"; allowed: an integer, at least 1\n'
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_absent_file(fedloom: Fedloom) -> None:
+    code, _, err = fedloom("partition", "absent.yaml")
+    assert (code, err) == (ExitCode.EXPERIMENT, "error: absent.yaml: cannot be read: no such file or directory\n")
+
+
+def test_verbose_shows_the_traceback(fedloom: Fedloom) -> None:
+    code, _, err = fedloom("--verbose", "partition", "absent.yaml")
+    assert code == ExitCode.EXPERIMENT
+    assert "Traceback" in err
+
+
+def test_an_output_folder_that_exists(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
+    code, _, err = fedloom("partition", experiment, "--out", tmp_path)
+    assert code == ExitCode.EXPERIMENT
+    assert "allowed: a new folder" in err
+
+
+def test_missing_data_names_the_command_that_fetches_them(fedloom: Fedloom, experiment: Path) -> None:
+    code, _, err = fedloom("partition", experiment)
+    assert code == ExitCode.DATA
+    assert "fedloom data fetch fashion-mnist" in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_data_set(fedloom: Fedloom) -> None:
+    code, _, err = fedloom("data", "fetch", "nope")
+    assert code == ExitCode.EXPERIMENT
+    assert "fashion-mnist" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+def test_a_full_disk(fedloom: Fedloom) -> None:
+    code, _, err = fedloom("schema", "--out", "/dev/full")
+    assert (code, err) == (ExitCode.STORAGE, "error: no space left on device\n")
+
+
+def test_a_folder_that_is_not_there(fedloom: Fedloom) -> None:
+    code, _, err = fedloom("schema", "--out", "no/such/folder/schema.json")
+    assert (code, err) == (ExitCode.STORAGE, "error: no/such/folder/schema.json: no such file or directory\n")
+
+
+def test_schema_is_json(fedloom: Fedloom, tmp_path: Path) -> None:
+    code, out, _ = fedloom("schema")
+    assert code == 0
+    assert fedloom("schema", "--out", tmp_path / "schema.json")[0] == 0
+    assert json.loads(out) == json.loads((tmp_path / "schema.json").read_text())
+
+
+def test_interrupt(tmp_path: Path) -> None:
+    """Ctrl-C while it waits for an experiment that comes through a pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, "-m", "fedloom", "partition", str(tmp_path / "pipe")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with process, (tmp_path / "pipe").open("w"):  # open() returns when the command has opened it too
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert "Traceback" not in err
+
+
+def test_the_documented_table_is_the_one_in_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    documented = {int(code): name for code, name in re.findall(r"^\| (\d+) \| `(\w+)`", page, re.MULTILINE)}
+    assert documented == {code.value: code.name for code in ExitCode}
+    never = {int(code) for code in re.findall(r"^\| (\d+) .*\| never \|$", page, re.MULTILINE)}
+    assert never == {ExitCode.EXPERIMENT, ExitCode.DATA, ExitCode.REFUSED}

@@ -1,0 +1,323 @@
+"""The experiment file: what is read, what is refused and how, what is shared with workers."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.algorithms.base import available
+from fedloom.errors import ExitCode, ExperimentError
+from fedloom.experiment import Experiment, Runtime, json_schema, load
+from fedloom.mistakes import MOST_SHOWN
+
+GOOD = """\
+name: quickstart
+data:
+  dataset: fashion-mnist
+  partition: {scheme: classes, clients: 100, classes_per_client: 2}
+model: {name: mlp, hidden: [10]}
+algorithm: {name: fedavg}
+federation: {rounds: 400, deadline_s: 6e2}
+"""
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "experiment.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ExperimentError) as caught:
+        load(path, overrides)
+    assert caught.value.exit_code is ExitCode.EXPERIMENT
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 24, "more than a screen"
+    return message
+
+
+def test_defaults_are_filled_in(write: Write) -> None:
+    experiment = load(write(GOOD))
+    assert experiment.seed == 1
+    assert experiment.data.unseen_fraction == 0.1
+    assert (experiment.data.seen, experiment.data.unseen) == (90, 10)
+    assert experiment.federation.clients_per_round == 5
+    assert experiment.federation.deadline_s == 600.0
+    assert experiment.model.name == "mlp"
+    assert experiment.algorithm.name == "fedavg"
+    assert experiment.runtime == Runtime()
+
+
+@pytest.mark.parametrize("algorithm", available())
+def test_resolved_yaml_reads_back_to_the_same_experiment(write: Write, algorithm: str) -> None:
+    rounds = "federation.rounds=0" if algorithm == "local" else "federation.rounds=3"
+    experiment = load(write(GOOD), [f"algorithm={{name: {algorithm}}}", rounds, "storage=here", "data.root=there"])
+    again = load(write(experiment.resolved_yaml()))
+    assert again == experiment
+    assert again.resolved_yaml() == experiment.resolved_yaml()
+    assert yaml.safe_load(experiment.resolved_yaml()) == experiment.model_dump(mode="json"), "other readers agree"
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True), fraction=st.floats(0, 0.9))
+def test_any_name_and_number_survive_a_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, name: str, fraction: float
+) -> None:
+    path = tmp_path_factory.mktemp("experiment") / "e.yaml"
+    path.write_text(GOOD)
+    experiment = load(path, [f"name={json.dumps(name)}", f"data.unseen_fraction={fraction!r}", "federation.rounds=0"])
+    path.write_text(experiment.resolved_yaml())
+    assert (experiment.name, experiment.data.unseen_fraction) == (name, fraction)
+    assert load(path) == experiment
+
+
+def test_shared_json_leaves_out_what_is_a_machines_own(write: Write) -> None:
+    one = load(write(GOOD), ["runtime.workers=0", "data.root=/here", "storage=/runs"])
+    two = load(write(GOOD), ["runtime.threads=2", "data.root=/there"])
+    assert one.shared_json() == two.shared_json()
+    assert not {"runtime", "storage"} & set(json.loads(one.shared_json()))
+    completed = Experiment.from_shared_json(one.shared_json(), root="/there", runtime=Runtime(threads=2))
+    assert completed == two
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"data": 3}', '{"data": {}}', '{"data": {"dataset": "mnist"}}'])
+def test_shared_json_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ExperimentError, match="experiment sent by the aggregator"):
+        Experiment.from_shared_json(text)
+
+
+def test_overrides_replace_values_and_whole_mappings(write: Write) -> None:
+    experiment = load(
+        write(GOOD),
+        [
+            "data.partition={scheme: iid, clients: 20}",
+            "federation.rounds=7",
+            "model={name: logistic}",
+            "runtime.workers=0",
+        ],
+    )
+    assert experiment.data.partition.scheme == "iid"
+    assert experiment.data.partition.clients == 20
+    assert experiment.federation.rounds == 7
+    assert experiment.model.name == "logistic"
+    assert experiment.runtime.workers == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("federation.rounds", "allowed: KEY=VALUE"),
+        ("=3", "allowed: KEY=VALUE"),
+        ("federation..rounds=3", "allowed: KEY=VALUE"),
+        ("name.first=3", 'name is "quickstart", which has no keys'),
+        ("seed=[1", "not YAML"),
+        ("seed={a: 1, a: 2}", "each key once"),
+        ("seed.x=1", '--set, seed: found {"x": 1}'),
+        ("federation.round=3", "--set, federation.round: unknown key; did you mean rounds?"),
+    ],
+)
+def test_bad_overrides(write: Write, override: str, expected: str) -> None:
+    assert expected in refusal(write(GOOD), override)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("name", "no way", "text matching"),
+        ("name", "../up", "text matching"),
+        ("seed", "-1", "an integer, at least 0"),
+        ("seed", "true", "an integer"),
+        ("seed", '"3"', "an integer"),
+        ("data.dataset", "fashion-mnst", "did you mean fashion-mnist? allowed: fashion-mnist, mnist"),
+        ("data.unseen_fraction", "1", "a number, at least 0 and below 1"),
+        ("data.unseen_fraction", '"1e-3"', "a number"),
+        ("data.validation_fraction", ".nan", "a finite number"),
+        ("data.partition.clients", "0", "an integer, at least 1"),
+        ("data.partition.scheme", "dirihlet", "did you mean dirichlet? allowed: classes, dirichlet, iid"),
+        ("data.partition.classes_per_client", "11", "1 to 10"),
+        ("data.partition.shares", "[0.5, 0.4]", "a sum of 1"),
+        ("data.root", "s3://bucket", "a folder"),
+        ("model.name", "lenett", "did you mean lenet? allowed: lenet, logistic, mlp"),
+        ("algorithm.name", "pefl", "did you mean pefll? allowed: "),
+        ("algorithm.name", "[1]", "allowed: "),
+        ("federation.rounds", "400.5", "an integer, at least 0"),
+        ("federation.deadline_s", "0", "a number, above 0"),
+        ("federation.deadline_s", ".inf", "a finite number"),
+        ("federation.clients_per_round", "91", "at most 90, the seen clients"),
+        ("federation.min_replies", "6", "at most clients_per_round, 5"),
+        ("evaluation.every", "0", "an integer, at least 1"),
+        ("evaluation.label_mask", "1", "true or false"),
+        ("runtime.device", "tpu", "cpu, cuda"),
+        ("runtime.clients_at_once", "2", "1 with device: cpu"),
+        ("storage", "s3://bucket", "a folder"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(write: Write, key: str, value: str, allowed: str) -> None:
+    message = refusal(write(GOOD), f"{key}={value}")
+    assert f"--set, {key}: found " in message
+    assert allowed in message
+    assert "1 mistake\n" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("data", "a mapping"),
+        ("data.partition", "a mapping"),
+        ("model", "a mapping"),
+        ("algorithm", "a mapping"),
+        ("federation", "a mapping"),
+    ],
+)
+@pytest.mark.parametrize("value", ["null", "3", "[1]", "text"])
+def test_a_section_that_is_no_mapping(write: Write, key: str, value: str, allowed: str) -> None:
+    assert f"--set, {key}: found {json.dumps(yaml.safe_load(value))}; allowed: {allowed}" in refusal(
+        write(GOOD), f"{key}={value}"
+    )
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["name", "data", "data.dataset", "data.partition", "data.partition.scheme", "data.partition.clients", "model",
+     "model.name", "algorithm", "algorithm.name", "federation", "federation.rounds"],
+)  # fmt: skip
+def test_a_missing_key_is_named(write: Write, key: str) -> None:
+    value = yaml.safe_load(GOOD)
+    *parents, last = key.split(".")
+    section = value
+    for step in parents:
+        section = section[step]
+    del section[last]
+    assert f"{key}: missing; allowed: " in refusal(write(yaml.safe_dump(value)))
+
+
+def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
+    text = GOOD.replace("name: quickstart", "name: quickstart\nsede: 2").replace("rounds: 400", "rounds: -1")
+    text = text.replace("name: fedavg", "name: fedavg, epocs: 1").replace("clients: 100", "clients: ten")
+    message = refusal(write(text))
+    assert message.startswith(str(write(text)))
+    assert "4 mistakes" in message
+    assert "line 2, sede: unknown key; did you mean seed? allowed: name, seed, data" in message
+    assert 'line 5, data.partition.clients: found "ten"' in message
+    assert "line 7, algorithm.epocs: unknown key" in message
+    assert "line 8, federation.rounds: found -1" in message
+
+
+def test_a_key_of_another_section_is_pointed_there(write: Write) -> None:
+    assert "did you mean federation.rounds?" in refusal(write(f"{GOOD}rounds: 3\n"))
+
+
+def test_many_mistakes_stay_on_one_screen(write: Write) -> None:
+    message = refusal(write(GOOD + "".join(f"key{i}: {'x' * 1000}\n" for i in range(100))))
+    assert "100 mistakes" in message
+    assert f"... and {100 - MOST_SHOWN} more" in message
+
+
+def test_a_method_without_rounds_and_labels(write: Write) -> None:
+    assert "federation.rounds: found 400; allowed: 0, because local has no rounds" in refusal(
+        write(GOOD), "algorithm={name: local}"
+    )
+    small = ["algorithm={name: local}", "federation.rounds=0", "data.partition.clients=2", "data.unseen_fraction=0.5"]
+    assert load(write(GOOD), small).data.seen == 1, "a cohort is of no matter without rounds"
+
+
+def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
+    message = refusal(write(GOOD), "algorithm={name: pefll, embedding: {labels: false}}", "evaluation.label_mask=true")
+    assert "evaluation.label_mask: found true; allowed: false, because pefll uses no labels" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "found null; allowed: a mapping"),
+        ("- 1\n- 2\n", "found [1, 2]; allowed: a mapping"),
+        ("name: [1\n", "not YAML: line 2, column 1"),
+        ("name: x\n\tseed: 1\n", "not YAML: line 2, column 1"),
+        ("a: &a [*a]\n", "Circular reference"),
+        ("a: !!python/object/apply:os.system ['true']\n", "not YAML: line 1"),
+        ("name: x\nseed: 1\nname: y\n", "line 1, name: found again at line 3; allowed: each key once"),
+        ("data:\n  root: x\n  root: y\n", "line 2, data.root: found again at line 3"),
+        ("name: x\n---\nname: y\n", "not YAML: line 2"),
+    ],
+)
+def test_files_that_are_no_experiment(write: Write, text: str, expected: str) -> None:
+    assert expected in refusal(write(text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "no such file or directory" in refusal(tmp_path / "absent.yaml")
+    assert "is a directory" in refusal(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes("name: é".encode("latin-1"))
+    assert "not a UTF-8 text file (byte 6)" in refusal(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize(
+    ("scalar", "value"),
+    [("1e-3", 1e-3), ("1E5", 1e5), (".5", 0.5), ("1.", 1.0), ("-3", -3), ("no", "no"), ("on", "on"), ("10:00", "10:00"),
+     ("012", "012"), ("2024-01-01", "2024-01-01"), ("1_000", "1_000"), ("true", True), ("~", None)],
+)  # fmt: skip
+def test_scalars_are_read_as_yaml_1_2_says(write: Write, scalar: str, value: object) -> None:
+    message = refusal(write(GOOD), f"surprise=[{scalar}]", f"model=[{scalar}]")
+    assert f"model: found {json.dumps([value])}" in message
+
+
+def test_schema_describes_every_key() -> None:
+    schema = json_schema()
+    for where, node in keys(schema):
+        if "const" in node:
+            continue  # the name that picks a scheme, model or method
+        described = [node, *branches(schema, node)]
+        assert any(part.get("description") for part in described), f"{where} has no description"
+    names = {branch["properties"]["name"]["const"] for branch in branches(schema, schema["properties"]["algorithm"])}
+    assert names == set(available())
+
+
+def test_the_page_of_keys_is_up_to_date() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    made = runpy.run_path(str(docs / "generate_keys.py"))["page"]()
+    assert (docs / "experiment-keys.md").read_text(encoding="utf-8") == made, "make docs"
+    guide = (docs / "experiment.md").read_text(encoding="utf-8")
+    for section in json_schema()["properties"]:
+        assert f"`{section}`" in guide
+
+
+def test_the_guides_example_is_valid(write: Write) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "experiment.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    assert examples
+    for example in examples:
+        load(write(example))
+
+
+def keys(
+    schema: Mapping[str, Any], node: Mapping[str, Any] | None = None, path: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every key of a schema with its node."""
+    for branch in branches(schema, schema if node is None else node):
+        for key, child in branch.get("properties", {}).items():
+            yield f"{path}{key}", child
+            yield from keys(schema, child, f"{path}{key}.")
+
+
+def branches(schema: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if "$ref" in node:
+        yield from branches(schema, schema["$defs"][node["$ref"].rpartition("/")[2]])
+    for branch in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        yield from branches(schema, branch)
+    if "properties" in node:
+        yield node

@@ -1,0 +1,213 @@
+"""Which room may know which (docs/design.md, section 2), read from the source code."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
+
+COMMON = {"errors", "settings"}
+"""Modules that every room may know."""
+
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "settings": set(),
+    "messages": set(),
+    "models": set(),
+    "data": set(),
+    "storage": set(),
+    "theory": {"models", "data", "messages"},
+    "algorithms": {"models", "data", "messages"},
+    "evaluation": {"models", "data", "messages", "experiment"},
+    "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment"},
+    "transport": {"models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
+    "mistakes": set(),
+    "experiment": {"models", "data", "algorithms", "mistakes"},  # models, data and algorithms never know it
+    "cluster": {
+        "models",
+        "data",
+        "messages",
+        "algorithms",
+        "evaluation",
+        "storage",
+        "federation",
+        "transport",
+        "experiment",
+    },
+}
+"""Room -> rooms it may import. ``cli`` and the package's own ``__main__`` put the parts together and may import all."""
+
+FOR_TYPES_ONLY = {("evaluation", "algorithms")}
+"""Arrows that may exist under ``if TYPE_CHECKING:`` alone."""
+
+UNKNOWN_TO_ALGORITHMS = {
+    "grpc", "kubernetes", "kfp", "minio", "yaml", "typer", "rich", "pathlib", "os", "io", "shutil", "tempfile",
+    "socket", "subprocess", "asyncio", "threading", "time",
+}  # fmt: skip
+"""No network, files, clocks or user interface in an algorithm."""
+
+PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "joblib"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and whether it is imported for the type checker alone."""
+
+    module: str
+    line: int
+    typing_only: bool
+
+
+def imports(tree: ast.AST, package: str, typing_only: bool = False) -> Iterator[Import]:
+    """Every import below a node; relative ones are resolved against ``package``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, typing_only)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(part for part in (above, node.module or "") if part)
+            for alias in node.names:  # a name may be a module, as in `from fedloom import experiment`
+                yield Import(f"{module}.{alias.name}", node.lineno, typing_only)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imports(ast.Module(body=node.body, type_ignores=[]), package, typing_only=True)
+            yield from imports(ast.Module(body=node.orelse, type_ignores=[]), package, typing_only)
+        else:
+            yield from imports(node, package, typing_only)
+
+
+def violations(source: Path) -> list[str]:
+    """Everything in a source tree of the package ``fedloom`` that the design does not allow."""
+    found = []
+    for path in sorted(source.rglob("*.py")):
+        relative = path.relative_to(source)
+        room = relative.parts[0].removesuffix(".py")
+        module = ("fedloom", *relative.with_suffix("").parts)
+        package = ".".join(module[:-1])
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for item in imports(tree, package):
+            if reason := refused(room, item):
+                found.append(f"{relative}:{item.line}: {room} {reason}")
+        if "wire" not in relative.parts:
+            found += [f"{relative}:{line}: {name} pickles" for line, name in pickling(tree)]
+    return found
+
+
+def refused(room: str, item: Import) -> str | None:
+    """Why a room may not have this import, or None."""
+    top, *rest = item.module.split(".")
+    if top in PICKLES:
+        return f"imports {top}, which pickles"
+    if top != "fedloom":
+        return f"imports {top}" if room == "algorithms" and top in UNKNOWN_TO_ALGORITHMS else None
+    if not rest:
+        return None  # the package itself: its version
+    other = rest[0]
+    if room == "transport" and other == "algorithms" and rest[1:2] != ["base"]:
+        return f"imports {item.module}, a method"
+    if room in ("cli", "__main__", "__init__") or other in {room, *COMMON, "__version__"}:
+        return None
+    if room not in ARROWS:
+        return f"is a room this test does not know, and imports fedloom.{other}"
+    if other in ARROWS[room] or (item.typing_only and (room, other) in FOR_TYPES_ONLY):
+        return None
+    return f"imports fedloom.{other}"
+
+
+def pickling(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Uses of ``torch.load``, ``torch.save``, and of numpy's pickling."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            for alias in node.names:
+                if alias.name in ("load", "save"):
+                    yield node.lineno, f"torch.{alias.name}"
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+            yield node.lineno, f"torch.{node.attr}"
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield node.value.lineno, "allow_pickle"
+
+
+def test_rooms_know_only_what_they_may() -> None:
+    assert violations(SOURCE) == []
+
+
+def test_every_room_is_known_to_this_test() -> None:
+    rooms = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
+    assert rooms - set(ARROWS) <= {"cli", "__init__", "__main__"}
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "expected"),
+    [
+        ("models/a.py", "from fedloom.algorithms import base", "models imports fedloom.algorithms"),
+        ("models/a.py", "from fedloom import experiment", "models imports fedloom.experiment"),
+        ("data/a.py", "def f():\n    import fedloom.experiment", "data imports fedloom.experiment"),
+        ("data/a.py", "from ..messages import Message", "data imports fedloom.messages"),
+        ("storage/a.py", "import fedloom.data", "storage imports fedloom.data"),
+        ("algorithms/a.py", "import grpc", "algorithms imports grpc"),
+        ("algorithms/a.py", "from pathlib import Path", "algorithms imports pathlib"),
+        ("algorithms/a.py", "try:\n    import yaml\nexcept ImportError: ...", "algorithms imports yaml"),
+        ("algorithms/a.py", "from fedloom.federation.carrier import Call", "algorithms imports fedloom.federation"),
+        ("transport/a.py", "from fedloom.algorithms.pefll import PEFLL", "transport imports fedloom.algorithms.pefll"),
+        ("transport/a.py", "from fedloom.algorithms import fedavg", "transport imports fedloom.algorithms.fedavg"),
+        ("evaluation/a.py", "from fedloom.algorithms.base import Predictor", "evaluation imports fedloom.algorithms"),
+        ("federation/a.py", "import fedloom.transport.codec", "federation imports fedloom.transport"),
+        ("new/a.py", "from fedloom.data import federated", "new is a room this test does not know"),
+        ("cli/a.py", "import pickle", "cli imports pickle, which pickles"),
+        ("data/a.py", "import torch\ntorch.load('x')", "torch.load pickles"),
+        ("data/a.py", "from torch import save", "torch.save pickles"),
+        ("data/a.py", "numpy.load('x', allow_pickle=True)", "allow_pickle pickles"),
+    ],
+)  # fmt: skip
+def test_a_wrong_import_is_found(tmp_path: Path, where: str, code: str, expected: str) -> None:
+    path = tmp_path / where
+    path.parent.mkdir()
+    path.write_text(code)
+    (found,) = violations(tmp_path)
+    assert found.partition(": ")[2].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [
+        ("evaluation/a.py", "if TYPE_CHECKING:\n    from fedloom.algorithms.base import Predictor"),
+        ("algorithms/a.py", "import torch\nfrom fedloom.models.flat import FlatModel\nfrom .base import Settings"),
+        ("transport/a.py", "import grpc\nimport fedloom.federation.carrier\nimport fedloom.errors"),
+        ("cli/a.py", "import fedloom\nfrom fedloom.transport import codec"),
+        ("data/a.py", "numpy.load('x', allow_pickle=False)"),
+    ],
+)  # fmt: skip
+def test_a_right_import_is_not(tmp_path: Path, where: str, code: str) -> None:
+    path = tmp_path / where
+    path.parent.mkdir()
+    path.write_text(code)
+    assert violations(tmp_path) == []
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after running code."""
+    script = f"{code}\nimport sys\nprint(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split())
+
+
+def test_the_command_line_starts_without_heavy_imports() -> None:
+    assert not {"torch", "numpy", "grpc", "pydantic", "yaml", "rich", "matplotlib"} & loaded_by(
+        "import fedloom.cli.main"
+    )
+
+
+def test_a_worker_needs_no_kubeflow_and_no_report() -> None:
+    worker = "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport\n" + "\n".join(
+        f"import fedloom.transport.{path.stem}"
+        for path in (SOURCE / "transport").glob("*.py")
+        if path.stem != "__init__"
+    )
+    assert not {"kfp", "kubernetes", "matplotlib", "jinja2", "torchvision"} & loaded_by(worker)
