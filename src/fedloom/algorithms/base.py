@@ -177,11 +177,10 @@ class ClientHalf:
     _openings: ClassVar[dict[type[Message], str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Collect the coroutines by opening message."""
+        """Collect the coroutines by opening message; those of the class it derives from stay."""
         super().__init_subclass__(**kwargs)
-        cls._openings = {
-            attribute.opening: name for name, attribute in vars(cls).items() if hasattr(attribute, "opening")
-        }
+        own = {attribute.opening: name for name, attribute in vars(cls).items() if hasattr(attribute, "opening")}
+        cls._openings = {**cls._openings, **own}
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """SGD steps that a client with so many train examples makes to get a predictor; 0 unless a method says more."""

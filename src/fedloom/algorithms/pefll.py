@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.base import (
@@ -29,9 +29,9 @@ from fedloom.algorithms.base import (
     Task,
     opened_by,
 )
-from fedloom.algorithms.training import LocalSGD, first_batch, local_sgd, predictors_of
+from fedloom.algorithms.training import LocalSGD, examples, first_batch, local_sgd, predictors_of
 from fedloom.data.federated import ClientData
-from fedloom.errors import DataError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models import embedding
 from fedloom.models.flat import vjp
@@ -115,6 +115,12 @@ class EmbeddingSettings(Settings):
     network: Literal["lenet", "linear"] = Field(default="lenet", description="papers/001, Table 4, or linear on labels")
     labels: bool = Field(default=True, description="False: φ sees only x, so that unlabelled clients can be described")
 
+    @model_validator(mode="after")
+    def _sees_something(self) -> Self:
+        if self.network == "linear" and not self.labels:
+            raise ValueError("network linear sees nothing but labels: found labels=False, allowed with it: True")
+        return self
+
 
 class HypernetworkSettings(Settings):
     """The hypernetwork."""
@@ -152,10 +158,21 @@ class PeFLLSettings(Settings):
 
 
 def embedding_network(settings: PeFLLSettings, task: Task) -> embedding.EmbeddingNetwork:
-    """The embedding network of these settings."""
+    """The embedding network of these settings.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot take these inputs.
+    """
     size = settings.descriptor_size(task.clients)
     if settings.embedding.network == "linear":
         return embedding.LinearEmbedding(task.classes, size)
+    if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 16:
+        raise ExperimentError(
+            f"algorithm.embedding.network: found 'lenet' for inputs {task.input_shape}, which needs images from 16x16",
+            hint="algorithm.embedding.network: linear describes a client by its labels alone",
+        )
     return embedding.LeNetEmbedding(task.input_shape, task.classes, size, labels=settings.embedding.labels)
 
 
@@ -400,14 +417,15 @@ class PeFLLClient(ClientHalf):
 
     def _visible(self, client: ClientData) -> tuple[Tensor, Tensor | None]:
         """What φ may see of a client: its inputs, and its labels unless it is the unlabelled variant."""
+        train = examples(client)
         if not self.settings.embedding.labels:
-            return client.train.x, None
-        if client.train.y is None:
+            return train.x, None
+        if train.y is None:
             raise DataError(
                 f"client {client.id}: its train split has no labels, which the embedding network takes",
                 hint="train with algorithm.embedding.labels: false to describe unlabelled clients",
             )
-        return client.train.x, client.train.y
+        return train.x, train.y
 
 
 PEFLL = Algorithm(

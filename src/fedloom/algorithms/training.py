@@ -40,6 +40,8 @@ class LocalSGD(Settings):
 
     def count(self, examples: int) -> int:
         """Steps that a client with so many train examples makes in one visit."""
+        if examples == 0:
+            return 0
         per_epoch = examples // min(self.batch_size, examples)
         return self.steps if self.steps is not None else (self.epochs or 0) * per_epoch
 
@@ -57,17 +59,31 @@ def batches(n: int, size: int, steps: int, generator: torch.Generator) -> Iterat
                 return
 
 
+def examples(client: ClientData) -> Split:
+    """A client's train split, which has examples.
+
+    Raises
+    ------
+    DataError
+        If it is empty.
+    """
+    if len(client.train) == 0:
+        raise DataError(f"client {client.id}: its train split is empty, at least one example is needed")
+    return client.train
+
+
 def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
     """Inputs and labels of a client's train split.
 
     Raises
     ------
     DataError
-        If the client has no labels.
+        If it is empty or has no labels.
     """
-    if client.train.y is None:
-        raise DataError(f"client {client.id}: its train split has no labels, which this method needs")
-    return client.train.x, client.train.y
+    train = examples(client)
+    if train.y is None:
+        raise DataError(f"client {client.id}: its train split has no labels, which local training needs")
+    return train.x, train.y
 
 
 def local_sgd(

@@ -1,0 +1,192 @@
+"""Small federations in this process, made of the real parts, in float64: what the tests of the methods share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm, Group, Predictors, Task
+from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
+from fedloom.evaluation.measure import measure
+from fedloom.evaluation.summary import Evaluation
+from fedloom.federation.conversations import Conversations
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.inprocess import InProcess
+from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss, Replay
+from fedloom.federation.loop import Loop, Schedule, vocabulary
+from fedloom.federation.randomness import generator
+from fedloom.messages import Message, Metrics
+from fedloom.models.flat import FlatModel
+from fedloom.models.mlp import MLP
+from fedloom.settings import Settings
+
+CLASSES = 3
+IMAGE = (1, 16, 16)  # the least that a LeNet takes
+
+
+def split(n: int, random: torch.Generator, shape: tuple[int, ...] = IMAGE, classes: int = CLASSES) -> Split:
+    """Random examples; each of the classes occurs while there are examples enough."""
+    x = torch.randn(n, *shape, generator=random, dtype=torch.float64)
+    y = torch.randint(classes, (n,), generator=random)
+    y[: min(n, classes)] = torch.arange(classes)[:n]
+    return Split(x, y)
+
+
+def client(id: str, train: int, seed: int = 0, shape: tuple[int, ...] = IMAGE, classes: int = CLASSES) -> ClientData:
+    """One client with so many train examples, and a few to evaluate."""
+    random = torch.Generator().manual_seed(seed)
+    return ClientData(
+        id, split(train, random, shape, classes), *(split(2, random, shape, classes) for _ in "vt"), classes
+    )
+
+
+def clients(sizes: Sequence[int], **kwargs: Any) -> list[ClientData]:
+    """Clients ``c0, c1, ...`` of these sizes."""
+    return [client(f"c{i}", n, seed=i, **kwargs) for i, n in enumerate(sizes)]
+
+
+def group(members: Sequence[ClientData], seed: int = 0, round: int = 1) -> Group:
+    """A group whose generators are keyed as in a run."""
+    return Group(members, lambda client, purpose: generator(seed, purpose, client, round))
+
+
+def task(model: FlatModel | None = None, n: int = 3) -> Task:
+    """A float64 problem, by default with a small MLP on 1x16x16 images."""
+    model = MLP(IMAGE, [5], CLASSES) if model is None else model
+    return Task(model, CLASSES, IMAGE, n, torch.float64)
+
+
+class Silent:
+    """An observer that says nothing."""
+
+    def round_done(self, attempt: Attempt, rounds: int) -> None: ...
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None: ...
+
+    def evaluating(self, round: int, done: int, clients: int) -> None: ...
+
+    def evaluated(self, line: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Federation:
+    """A loop, and what a test wants to look at beside it."""
+
+    loop: Loop
+    predictors: dict[tuple[int, str], dict[str, Any]]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the server's state."""
+        return {name: tensor.clone() for name, tensor in self.loop.server.state().items()}
+
+    def run(self) -> Evaluation:
+        """Run all rounds."""
+        return self.loop.run()
+
+
+def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest:
+    """What is known of these clients."""
+
+    def counts(part: Split) -> tuple[int, ...]:
+        if part.y is None:
+            return (0,) * CLASSES
+        return tuple(torch.bincount(part.y, minlength=CLASSES).tolist())
+
+    return Manifest(
+        version=1,
+        dataset="random",
+        classes=CLASSES,
+        class_names=tuple("abc"),
+        input_shape=tuple(data[0].train.x.shape[1:]),
+        scheme={},
+        seed=0,
+        unseen_fraction=0.0,
+        validation_fraction=0.1,
+        normalization=Normalization((0.0,), (1.0,)),
+        source_sha256={},
+        clients=tuple(
+            ClientEntry(
+                c.id,
+                c.id not in unseen,
+                len(c.train),
+                len(c.validation),
+                len(c.test),
+                {"train": counts(c.train), "validation": counts(c.validation), "test": counts(c.test)},
+                "0" * 64,
+            )
+            for c in data
+        ),
+    )
+
+
+def federation(
+    folder: Path,
+    algorithm: Algorithm,
+    settings: Settings,
+    problem: Task,
+    data: Sequence[ClientData],
+    *,
+    rounds: int = 1,
+    lost: Mapping[int, int] | None = None,
+    unseen: Sequence[str] = (),
+    load: Callable[[str], ClientData] | None = None,
+    seed: int = 7,
+    evaluation_cohort: int = 2,
+) -> Federation:
+    """The real loop over the in-process carrier, everyone sampled; ``lost`` is exchange -> row, in every round."""
+    made = RunFolder(folder)
+    made.make()
+    known = manifest(data, unseen)
+    half = algorithm.client(settings, problem)
+    by_id = {c.id: c for c in data}
+    predictors: dict[tuple[int, str], dict[str, Any]] = {}
+
+    def conclude(found: Predictors, clients: Group) -> Message:
+        for named, member in zip(found, clients.clients, strict=True):
+            predictors[loop.round, member.id] = dict(named)
+        counts = [
+            measure(named, member, half.predictors, batch_size=16)
+            for named, member in zip(found, clients.clients, strict=True)
+        ]
+        return Metrics(torch.stack(counts))
+
+    carrier = InProcess(
+        Conversations(half, vocabulary(algorithm), load or by_id.__getitem__, seed, conclude), problem.dtype
+    )
+    replay = None
+    if lost is not None:
+        losses = [Loss(row, known.roster[row], exchange, "planned") for exchange, row in lost.items()]
+        record = ConversationRecord(list(known.roster), losses)
+        replay = Replay(Journal(made, [Attempt(t, 1, conversations=[record]) for t in range(1, rounds + 1)]))
+    loop = Loop(
+        Schedule(
+            rounds=rounds,
+            clients_per_round=len(known.roster),
+            deadline_s=60.0,
+            min_replies=1,
+            attempts=1,
+            checkpoint_every_s=1e9,
+            evaluate_every=rounds or 1,
+            evaluation_cohort=evaluation_cohort,
+            label_mask=False,
+            seed=seed,
+        ),
+        known,
+        algorithm,
+        algorithm.server(settings, problem, generator(seed, "init")),
+        half,
+        carrier,
+        made,
+        Silent(),
+        threading.Event(),
+        lambda evaluation: {},
+        replay,
+    )
+    return Federation(loop, predictors)

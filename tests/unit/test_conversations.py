@@ -1,0 +1,223 @@
+"""The clients' side of conversations: idempotent, replayable, and groups of which a member is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from federations import clients, task
+from torch import Tensor
+
+from fedloom.algorithms.base import Group, Predictors
+from fedloom.algorithms.pefll import (
+    PEFLL,
+    DescribeYourself,
+    Descriptor,
+    DescriptorUpdate,
+    EmbeddingNetwork,
+    EmbeddingUpdate,
+    ModelUpdate,
+    PeFLLClient,
+    PeFLLSettings,
+    PersonalizedModel,
+)
+from fedloom.data.federated import ClientData
+from fedloom.errors import DataError
+from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
+from fedloom.federation.conversations import Conversations
+from fedloom.federation.loop import vocabulary
+from fedloom.messages import Message, Metrics
+
+DATA = clients((4, 9, 6, 5))
+KEY = ConversationKey(1, 1, 0, "train")
+HALF = PeFLLClient(
+    PeFLLSettings.model_validate(
+        {
+            "local": {"steps": 3, "batch_size": 3, "momentum": 0.9},
+            "descriptor": {"size": 4, "batch_size": 3},
+        }
+    ),
+    task(),
+)
+RANDOM = torch.Generator().manual_seed(0)
+ETA_V = HALF.embedding.init(RANDOM, torch.float64)
+THETA = torch.randn(4, HALF.task.model.layout.size, generator=RANDOM, dtype=torch.float64) / 10
+D_V = torch.randn(4, 4, generator=RANDOM, dtype=torch.float64)
+TALK = [EmbeddingNetwork(ETA_V), PersonalizedModel(THETA), DescriptorUpdate(D_V)]
+
+
+class Clients(Conversations):
+    """Conversations over DATA, counting how often data are asked for."""
+
+    def __init__(self, at_once: int = 1, broken: str = "") -> None:
+        self.loads: list[str] = []
+        by_id = {c.id: c for c in DATA}
+
+        def load(id: str) -> ClientData:
+            self.loads.append(id)
+            if id == broken:
+                raise DataError(f"the shard of client {id} is missing", hint="make it again")
+            return by_id[id]
+
+        def conclude(predictors: Predictors, group: Group) -> Message:
+            return Metrics(torch.stack([named["personal"].tensors()["theta"] for named in predictors]))
+
+        super().__init__(HALF, vocabulary(PEFLL), load, 0, conclude, clients_at_once=at_once)
+
+    def ask(self, exchange: int, rows: Sequence[int], message: Message | None = None) -> dict[int, Message | Lost]:
+        message = TALK[exchange] if message is None else message
+        return dict(self.answer(KEY, exchange, rows, [f"c{row}" for row in rows], message.select(rows)))
+
+
+def equal(one: Message | Lost, other: Message | Lost) -> bool:
+    assert isinstance(one, Message)
+    assert type(one) is type(other)
+    return all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
+
+
+def test_a_conversation_from_beginning_to_end() -> None:
+    found = Clients()
+    for exchange, cls in enumerate((Descriptor, ModelUpdate, EmbeddingUpdate)):
+        answers = found.ask(exchange, range(4))
+        assert list(answers) == [0, 1, 2, 3]
+        assert all(type(answer) is cls for answer in answers.values())
+        assert all(len(tensor) == 1 for a in answers.values() for tensor in a.tensors().values())  # type: ignore[union-attr]
+    over = found.ask(3, [0], TALK[2])
+    assert over[0] == Lost("RuntimeError: the conversation is over, nothing answers this message")
+
+
+def test_the_same_exchange_asked_again_is_not_computed_again() -> None:
+    found = Clients()
+    for exchange in range(3):
+        first = found.ask(exchange, [0, 2])
+        again = found.ask(exchange, [2, 0])
+        assert list(again) == [2, 0]
+        assert all(again[row] is first[row] for row in (0, 2))
+    assert found.loads == ["c0", "c2"]
+
+
+def test_answers_come_one_by_one() -> None:
+    """A client's answer is there before the next client's work begins."""
+    found = Clients()
+    answers = found.answer(KEY, 0, [0, 1, 2], ["c0", "c1", "c2"], TALK[0])
+    next(answers)
+    assert found.loads == ["c0"]
+    answers.close()  # type: ignore[attr-defined]
+    assert list(found.ask(0, [0, 1])) == [0, 1]
+    assert found.loads == ["c0", "c1"]
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_an_exchange_without_the_ones_before_is_missing(known: int) -> None:
+    found = Clients()
+    for exchange in range(known):
+        found.ask(exchange, [0])
+    with pytest.raises(MissingConversation) as missing:
+        found.ask(known + 1, [0, 1])
+    assert missing.value.rows == (0, 1)
+    with pytest.raises(MissingConversation) as missing:
+        found.ask(1, [0, 1])
+    assert missing.value.rows == ((1,) if known else (0, 1))
+
+
+def test_a_replay_after_a_restart_gives_equal_bits() -> None:
+    before, after = Clients(), Clients()
+    first = [before.ask(exchange, range(4)) for exchange in range(3)]
+    for exchange in range(3):  # another process, the clients in another order, in two parts
+        again = {**after.ask(exchange, [3, 1]), **after.ask(exchange, [0, 2])}
+        assert all(equal(first[exchange][row], again[row]) for row in range(4))
+
+
+def test_an_opening_asked_again_later_starts_anew() -> None:
+    found = Clients()
+    first = [found.ask(exchange, [0, 1]) for exchange in range(2)]
+    again = found.ask(0, [0])
+    assert equal(first[0][0], again[0])
+    assert equal(first[1][0], found.ask(1, [0])[0])
+    assert found.ask(1, [1])[1] is first[1][1]  # the other row goes on where it was
+
+
+def test_conversations_do_not_disturb_each_other() -> None:
+    found, alone = Clients(), Clients()
+    other = ConversationKey(2, 1, 0, "train")
+    expected = [alone.ask(exchange, [0]) for exchange in range(3)]
+    for exchange in range(3):
+        mine = found.ask(exchange, [0])
+        theirs = dict(found.answer(other, exchange, [0], ["c0"], TALK[exchange].select([0])))
+        assert equal(mine[0], expected[exchange][0])
+        assert exchange > 0 or not equal(mine[0], theirs[0])  # another round: another batch
+    found.close(KEY)
+    found.close(KEY)
+    with pytest.raises(MissingConversation):
+        found.ask(2, [0])
+    found.close_all()
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_client_that_fails_stays_lost_and_the_others_go_on(at_once: int) -> None:
+    found, whole = Clients(at_once, broken="c3"), Clients(at_once)
+    for exchange in range(3):
+        answers, expected = found.ask(exchange, range(4)), whole.ask(exchange, range(4))
+        assert answers[3] == Lost("DataError: the shard of client c3 is missing")
+        assert all(equal(answers[row], expected[row]) for row in (0, 1))
+
+
+def test_a_message_that_opens_nothing_loses_the_client_with_the_reason() -> None:
+    (answer,) = Clients().ask(0, [0], TALK[1]).values()
+    assert isinstance(answer, Lost)
+    assert "no conversation is opened by PersonalizedModel" in answer.reason
+
+
+def test_predictors_are_put_to_use_where_they_are() -> None:
+    found = Clients()
+    found.ask(0, range(4), DescribeYourself(ETA_V))
+    answers = found.ask(1, range(4), PersonalizedModel(THETA))
+    for row, answer in answers.items():
+        assert isinstance(answer, Metrics)
+        assert torch.equal(answer.counts[0], THETA[row])
+    assert found.ask(1, [2], PersonalizedModel(THETA))[2] is answers[2]
+
+
+# --- groups of several ------------------------------------------------------------------------------------------------
+
+
+def near(one: Message | Lost, other: Message | Lost) -> None:
+    assert isinstance(one, Message)
+    assert isinstance(other, Message)
+    tensors: dict[str, Tensor] = other.tensors()
+    for name, tensor in one.tensors().items():
+        torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-10)
+
+
+def test_groups_answer_as_single_clients_do() -> None:
+    single, grouped = Clients(), Clients(at_once=3)  # groups of three and one
+    for exchange in range(3):
+        alone, together = single.ask(exchange, range(4)), grouped.ask(exchange, range(4))
+        assert list(together) == [0, 1, 2, 3]
+        for row in range(4):
+            near(together[row], alone[row])
+
+
+@pytest.mark.parametrize("exchange", [1, 2])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_group_goes_on_without_a_member(exchange: int, lost: int) -> None:
+    single, grouped = Clients(), Clients(at_once=3)
+    alive = [0, 1, 2]
+    for t in range(3):
+        if t == exchange:
+            alive.remove(lost)
+        alone, together = single.ask(t, alive), grouped.ask(t, alive)
+        assert list(together) == alive
+        for row in alive:
+            near(together[row], alone[row])
+
+
+def test_rows_of_one_client_are_rows_apart() -> None:
+    """A cohort drawn with replacement holds the same client twice: each row has a conversation of its own."""
+    found = Clients()
+    opened = dict(found.answer(KEY, 0, [0, 1], ["c2", "c2"], TALK[0]))
+    assert equal(opened[0], opened[1])
+    models = PersonalizedModel(THETA[:2])
+    trained = dict(found.answer(KEY, 1, [0, 1], ["c2", "c2"], models))
+    assert not equal(trained[0], trained[1])

@@ -1,0 +1,150 @@
+"""FedAvg against SGD and weighted means (McMahan et al. 2017, Algorithm 1)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import client, clients, federation, group, task
+from torch import Tensor
+
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgClient, FedAvgSettings, FineTune
+from fedloom.algorithms.training import batches, local_sgd
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import DataError, QuorumError
+from fedloom.federation.randomness import generator
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+
+
+def made(**changes: Any) -> FedAvgSettings:
+    return FedAvgSettings.model_validate(
+        {"local": {"steps": 5, "batch_size": 3, "lr": 0.05, "momentum": 0.9} | changes.pop("local", {}), **changes}
+    )
+
+
+def visit(s: FedAvgSettings, problem: Task, theta: Tensor, c: ClientData, round: int) -> Tensor:
+    """torch.optim.SGD on the batches of the client's generator for this round."""
+    p = theta.clone().requires_grad_()
+    optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
+    random = generator(SEED, "train/train", c.id, round)
+    assert c.train.y is not None
+    for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):
+        optimizer.zero_grad()
+        F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index]).backward()
+        optimizer.step()
+    return p.detach()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_with_one_client_it_is_sgd(tmp_path: Path) -> None:
+    s, problem, data = made(), task(n=1), clients((10,))
+    run = federation(tmp_path, FEDAVG, s, problem, data, rounds=3)
+    theta = run.state["theta"]
+    for t in (1, 2, 3):
+        theta = visit(s, problem, theta, data[0], t)
+    run.run()
+    close(run.state["theta"], theta)
+
+
+def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_pooled_data(tmp_path: Path) -> None:
+    """FedSGD: with n_i weights, one step each from the same θ is one step on the union of the data."""
+    s = made(local={"steps": 1, "batch_size": 100, "momentum": 0.0})
+    problem, data = task(), clients(SIZES)
+    run = federation(tmp_path, FEDAVG, s, problem, data)
+    theta = run.state["theta"].requires_grad_()
+    x = torch.cat([c.train.x for c in data])
+    y = torch.cat([c.train.y for c in data if c.train.y is not None])
+    (gradient,) = torch.autograd.grad(F.cross_entropy(problem.model.logits(theta, x), y), [theta])
+    run.run()
+    close(run.state["theta"], (theta - s.local.lr * gradient).detach())
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+@pytest.mark.parametrize("server_lr", [1.0, 0.5])
+@pytest.mark.parametrize("lost", [None, 0, 2])
+def test_the_average_is_weighted_over_those_who_answered(
+    tmp_path: Path, weighting: str, server_lr: float, lost: int | None
+) -> None:
+    s = made(weighting=weighting, server_lr=server_lr, local={"epochs": 2, "steps": None})
+    problem, data = task(), clients(SIZES)
+    run = federation(tmp_path, FEDAVG, s, problem, data, lost=None if lost is None else {0: lost})
+    theta = run.state["theta"]
+    here = [c for i, c in enumerate(data) if i != lost]
+    weights = torch.tensor([float(len(c.train)) if weighting == "examples" else 1.0 for c in here]).double()
+    models = torch.stack([visit(s, problem, theta, c, 1) for c in here])
+    average = (weights[:, None] * models).sum(0) / weights.sum()
+    run.run()
+    close(run.state["theta"], theta + server_lr * (average - theta))
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.statistics["client_steps"] == sum(s.local.count(len(c.train)) for c in here)
+
+
+def test_without_steps_the_personal_model_is_the_global_one(tmp_path: Path) -> None:
+    data = clients(SIZES)
+    run = federation(tmp_path, FEDAVG, made(), task(), data, unseen=["c2"])
+    evaluation = run.run()
+    theta = run.state["theta"]
+    for c in data:
+        named = run.predictors[1, c.id]
+        assert list(named) == ["personal", "global"]
+        assert torch.equal(named["personal"].tensors()["theta"], theta)
+        assert torch.equal(named["global"].tensors()["theta"], theta)
+    assert evaluation.predictors == ("personal", "global")
+    assert torch.equal(evaluation.counts[:, 0], evaluation.counts[:, 1])
+
+
+def test_fine_tuning_is_local_sgd_from_the_global_model(tmp_path: Path) -> None:
+    s, problem, data = made(personalize_steps=4, local={"epochs": 2, "steps": None}), task(), clients(SIZES)
+    run = federation(tmp_path, FEDAVG, s, problem, data, unseen=["c2"])
+    run.run()
+    theta = run.state["theta"]
+    tuning = s.local.model_copy(update={"steps": 4, "epochs": None})
+    for c in data:
+        named = run.predictors[1, c.id]
+        assert torch.equal(named["global"].tensors()["theta"], theta)
+        members = group([c])
+        members._generator = lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 1)
+        expected, _, _ = local_sgd(problem.model, theta[None], members, tuning, "fine-tune")
+        assert torch.equal(named["personal"].tensors()["theta"], expected[0])
+        assert not torch.equal(named["personal"].tensors()["theta"], theta)
+    half = FedAvgClient(s, problem)
+    assert (half.personalization_steps("personal", 9), half.personalization_steps("global", 9)) == (4, 0)
+
+
+def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> None:
+    c = client("c7", 4)
+    c = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, c.classes)
+    opening = FineTune(torch.zeros(task().model.layout.size).double())
+    with pytest.raises(StopIteration) as end:
+        next(FedAvgClient(made(), task()).open(group([c]), opening))
+    assert set(end.value.value[0]) == {"personal", "global"}
+    with pytest.raises(DataError, match="client c7: its train split has no labels"):
+        next(FedAvgClient(made(personalize_steps=1), task()).open(group([c]), opening))
+
+
+def test_a_model_that_is_not_finite_is_not_taken_over(tmp_path: Path) -> None:
+    """Finite updates, a step that is not: the attempt fails, θ stays."""
+    data = clients((4, 4))
+    run = federation(tmp_path, FEDAVG, made(server_lr=1e308, local={"steps": 1, "lr": 100.0}), task(n=2), data)
+    theta = run.state["theta"]
+    with pytest.raises(QuorumError, match="not finite"):
+        run.run()
+    assert torch.equal(run.state["theta"], theta)
+
+
+def test_a_clients_traffic_is_the_model_both_ways(tmp_path: Path) -> None:
+    problem = task()
+    run = federation(tmp_path, FEDAVG, made(), problem, clients(SIZES))
+    run.run()
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.payload_down == 8 * 3 * problem.model.layout.size
+    assert attempt.payload_up == 8 * 3 * (problem.model.layout.size + 2)

@@ -1,0 +1,77 @@
+"""Local: every client trains alone, from a start of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import clients, federation, group, task
+
+from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings, TrainAlone
+from fedloom.algorithms.training import local_sgd
+from fedloom.errors import ExperimentError
+from fedloom.federation.randomness import generator
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+
+
+def made(**local: Any) -> LocalSettings:
+    return LocalSettings.model_validate({"local": {"epochs": 3, "batch_size": 3, "lr": 0.05} | local})
+
+
+def test_a_clients_model_is_sgd_from_its_own_start(tmp_path: Path) -> None:
+    s, problem, data = made(), task(), clients(SIZES)
+    run = federation(tmp_path, LOCAL, s, problem, data, rounds=0, unseen=["c2"])
+    evaluation = run.run()
+    assert evaluation.predictors == ("personal",)
+    assert evaluation.present.all()
+    starts = []
+    for c in data:
+        members = group([c])
+        members._generator = lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 0)
+        start = problem.model.init(members.generator(0, "init"), torch.float64)
+        expected, steps, _ = local_sgd(problem.model, start[None], members, s.local)
+        assert torch.equal(run.predictors[0, c.id]["personal"].tensors()["theta"], expected[0])
+        assert steps.item() == LocalClient(s, problem).personalization_steps("personal", len(c.train))
+        starts.append(start)
+    assert not torch.equal(starts[0], starts[1])
+
+
+def test_a_client_alone_gets_the_same_model_as_beside_others(tmp_path: Path) -> None:
+    s, problem, data = made(), task(), clients(SIZES)
+    run, alone = (
+        federation(tmp_path / name, LOCAL, s, problem, given, rounds=0)
+        for name, given in (("all", data), ("one", data[1:2]))
+    )
+    run.run()
+    alone.run()
+    mine, theirs = (f.predictors[0, "c1"]["personal"].tensors()["theta"] for f in (run, alone))
+    assert torch.equal(mine, theirs)
+
+
+def test_a_group_trains_as_its_clients_do_alone() -> None:
+    half, data = LocalClient(made(), task()), clients(SIZES)
+
+    def trained(members: Any) -> list[torch.Tensor]:
+        with pytest.raises(StopIteration) as end:
+            next(half.open(group(members), TrainAlone()))
+        return [named["personal"].tensors()["theta"] for named in end.value.value]
+
+    for together, alone in zip(trained(data), [trained([c])[0] for c in data], strict=True):
+        torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
+
+
+def test_it_has_no_rounds_and_no_state(tmp_path: Path) -> None:
+    assert not LOCAL.trains
+    run = federation(tmp_path, LOCAL, made(), task(), clients(SIZES), rounds=1)
+    assert run.state == {}
+    with pytest.raises(ExperimentError, match=r"local has no training rounds: found round 1"):
+        run.loop._train_round()
+
+
+def test_the_default_is_the_papers() -> None:
+    s = LocalSettings()
+    assert (s.local.epochs, s.local.steps, s.local.batch_size, s.local.momentum) == (200, None, 32, 0.9)

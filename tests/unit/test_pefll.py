@@ -1,0 +1,463 @@
+"""PeFLL against its mathematics (papers/001, §3): end-to-end autograd in float64, torch's own optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import CLASSES, IMAGE, Federation, client, clients, federation, group, task
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.pefll import (
+    PEFLL,
+    DescribeYourself,
+    Descriptor,
+    DescriptorUpdate,
+    EmbeddingNetwork,
+    PeFLLClient,
+    PeFLLServer,
+    PeFLLSettings,
+    PersonalizedModel,
+)
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import DataError, ExperimentError
+from fedloom.models.lenet import LeNet
+from fedloom.models.mlp import MLP
+
+BETA = 0.05
+SIZES = (4, 9, 6)
+LENGTH = 4  # l
+
+
+def literal(**changes: Any) -> PeFLLSettings:
+    """One full-batch step, no momentum, the paper's server update."""
+    local = {"steps": 1, "batch_size": 1000, "lr": BETA, "momentum": 0.0, "lambda_theta": 0.02}
+    given = {
+        "local": local | changes.pop("local", {}),
+        "descriptor": {"size": LENGTH, "batch_size": 1000} | changes.pop("descriptor", {}),
+        "lambda_h": 0.03,
+        "lambda_v": 0.07,
+        **changes,
+    }
+    return PeFLLSettings.model_validate(given)
+
+
+# --- the objective, written down a second time ------------------------------------------------------------------------
+
+
+def lenet(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Tables 3 and 4, in the order in which the tables stand."""
+    h = F.max_pool2d(F.relu(F.conv2d(x, p["conv1.weight"], p["conv1.bias"])), 2)
+    h = F.max_pool2d(F.relu(F.conv2d(h, p["conv2.weight"], p["conv2.bias"])), 2).flatten(1)
+    h = F.relu(h @ p["fc1.weight"].T + p["fc1.bias"])
+    h = F.relu(h @ p["fc2.weight"].T + p["fc2.bias"])
+    return h @ p["fc3.weight"].T + p["fc3.bias"]
+
+
+def embed(s: PeFLLSettings, p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    onehot = F.one_hot(y, CLASSES).double()
+    if s.embedding.network == "linear":
+        return onehot @ p["fc.weight"].T + p["fc.bias"]
+    if s.embedding.labels:
+        x = torch.cat([x, onehot[:, :, None, None].expand(-1, -1, *x.shape[2:])], 1)
+    return lenet(p, x)
+
+
+def hyper(s: PeFLLSettings, p: dict[str, Tensor], v: Tensor) -> Tensor:
+    layers = len(p) // 2
+    for i in range(1, layers):
+        v = p[f"fc{i}.weight"] @ v + p[f"fc{i}.bias"]
+        if i < layers - 1 or s.hypernetwork.output_relu:
+            v = F.relu(v)
+    return p[f"fc{layers}.weight"] @ v + p[f"fc{layers}.bias"]
+
+
+def parameters(state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """η_v and η_h of a state, as leaves."""
+    eta_v = state["eta_v"].clone().requires_grad_()
+    prefix = "eta_h."
+    eta_h = {k.removeprefix(prefix): v.clone().requires_grad_() for k, v in state.items() if k.startswith(prefix)}
+    return eta_v, eta_h
+
+
+def objective(
+    s: PeFLLSettings,
+    problem: Task,
+    eta_v: Tensor,
+    eta_h: dict[str, Tensor],
+    data: list[ClientData],
+    shift: Tensor | float = 0.0,
+    scale: Tensor | float = 1.0,
+    regularized: bool = True,
+) -> Tensor:
+    """λ_h‖η_h‖² + λ_v‖η_v‖² + (1/n) Σ f_i(h(v(S_i; η_v); η_h)) (eq. 1)."""
+    layout = PeFLLServer(s, problem, torch.Generator()).embedding.layout
+    total = torch.zeros((), dtype=torch.float64)
+    for c in data:
+        x, y = c.train.x, c.train.y
+        assert y is not None
+        v = embed(s, layout.split(eta_v), x, y).mean(0)
+        theta = hyper(s, eta_h, (v - shift) / scale)
+        p = problem.model.layout.split(theta)
+        logits = lenet(p, x) if isinstance(problem.model, LeNet) else problem.model.forward(p, x)
+        total = total + F.cross_entropy(logits, y) + s.local.lambda_theta * theta.square().sum()
+    total = total / len(data)
+    if regularized:
+        total = total + s.lambda_h * sum(p.square().sum() for p in eta_h.values()) + s.lambda_v * eta_v.square().sum()
+    return total
+
+
+def expect(after: dict[str, Tensor], eta_v: Tensor, eta_h: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    expected = {"eta_v": eta_v, **{f"eta_h.{name}": value for name, value in eta_h.items()}}
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            after[name], value.detach(), rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def gradient_step(
+    s: PeFLLSettings, problem: Task, before: dict[str, Tensor], data: list[ClientData], **standard: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One step of rate β on the objective."""
+    eta_v, eta_h = parameters(before)
+    d_v, *d_h = torch.autograd.grad(objective(s, problem, eta_v, eta_h, data, **standard), [eta_v, *eta_h.values()])
+    moved = {name: p - BETA * d for (name, p), d in zip(eta_h.items(), d_h, strict=True)}
+    for name, d in zip(eta_h, d_h, strict=True):
+        assert d.abs().max() > 1e-6, f"the test says nothing about {name}"
+    assert d_v.abs().max() > 1e-6
+    return eta_v - BETA * d_v, moved
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "sizes"),
+    [
+        ({}, MLP(IMAGE, [5], CLASSES), SIZES),
+        ({}, MLP(IMAGE, [5], CLASSES), (5,)),
+        ({"descriptor": {"train": "all"}}, MLP(IMAGE, [], CLASSES), SIZES),
+        ({}, LeNet(IMAGE, CLASSES), (3, 5)),
+        ({"embedding": {"labels": False}}, MLP(IMAGE, [5], CLASSES), SIZES),
+        ({"embedding": {"network": "linear"}}, MLP(IMAGE, [5], CLASSES), SIZES),
+        ({"hypernetwork": {"size": "S", "output_relu": False}}, MLP(IMAGE, [5], CLASSES), SIZES),
+        ({"hypernetwork": {"size": "L"}, "lambda_h": 0.0}, MLP(IMAGE, [5], CLASSES), SIZES),
+        ({}, MLP(IMAGE, [5], CLASSES), tuple(range(3, 13))),  # two tiles of the hypernetwork
+    ],
+    ids=["paper", "one client", "descriptor of all", "lenet", "unlabelled", "linear", "S", "L", "ten clients"],
+)
+def test_a_round_is_a_gradient_step_of_the_objective(
+    tmp_path: Path, changes: dict[str, Any], model: Any, sizes: tuple[int, ...]
+) -> None:
+    s, problem, data = literal(**changes), task(model), clients(sizes)
+    run = federation(tmp_path, PEFLL, s, problem, data)
+    before = run.state
+    run.run()
+    expect(run.state, *gradient_step(s, problem, before, data))
+
+
+def test_standardization_is_part_of_the_function_and_frozen(tmp_path: Path) -> None:
+    s, problem, data = literal(descriptor={"standardize": "first"}), task(), clients(SIZES)
+    first = federation(tmp_path / "1", PEFLL, s, problem, data, rounds=1)
+    second = federation(tmp_path / "2", PEFLL, s, problem, data, rounds=2)
+    start = first.state
+    y = data[0].train.y
+    assert y is not None
+    layout = PeFLLServer(s, problem, torch.Generator()).embedding.layout
+    v = embed(s, layout.split(start["eta_v"]), data[0].train.x, y).mean(0)
+    shift, scale = v.mean(), v.std()
+    first.run()
+    expect(first.state, *gradient_step(s, problem, start, data, shift=shift, scale=scale))
+    second.run()
+    torch.testing.assert_close(second.state["standard"], torch.stack([shift, scale, torch.ones(()).double()]))
+    expect(second.state, *gradient_step(s, problem, first.state, data, shift=shift, scale=scale))
+
+
+def test_unseen_clients_do_not_train(tmp_path: Path) -> None:
+    s, problem, data = literal(), task(), clients(SIZES)
+    run = federation(tmp_path, PEFLL, s, problem, data, unseen=["c1"])
+    before = run.state
+    evaluation = run.run()
+    expect(run.state, *gradient_step(s, problem, before, [data[0], data[2]]))
+    assert evaluation.present.all()
+
+
+# --- the server's update ----------------------------------------------------------------------------------------------
+
+
+def mean_gradient(
+    s: PeFLLSettings, problem: Task, eta_v: Tensor, eta_h: dict[str, Tensor], data: list[ClientData]
+) -> list[Tensor]:
+    """-mean (Δη_v, Δη_h): β times the gradient of (1/n) Σ f_i, without the server's own terms."""
+    value = objective(s, problem, eta_v, eta_h, data, regularized=False)
+    return [BETA * g for g in torch.autograd.grad(value, [eta_v, *eta_h.values()])]
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
+def test_adam_is_torchs_adamw(tmp_path: Path, clip: float | None) -> None:
+    s, problem, data = literal(server={"rule": "adam", "lr": 1e-2, "clip": clip}), task(), clients(SIZES)
+    run = federation(tmp_path, PEFLL, s, problem, data, rounds=3)
+    eta_v, eta_h = parameters(run.state)
+    both = [eta_v, *eta_h.values()]
+    reference = torch.optim.AdamW(
+        [
+            {"params": [eta_v], "weight_decay": 2 * s.lambda_v},
+            {"params": list(eta_h.values()), "weight_decay": 2 * s.lambda_h},
+        ],
+        lr=1e-2,
+    )
+    for _ in range(3):
+        for p, g in zip(both, mean_gradient(s, problem, eta_v, eta_h, data), strict=True):
+            p.grad = g
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(both, clip)
+            assert (norm > clip) == (clip < 1)  # one of the cases clips
+        reference.step()
+    run.run()
+    expect(run.state, eta_v, eta_h, tolerance=1e-9)
+
+
+def test_clipping_is_of_the_joint_norm(tmp_path: Path) -> None:
+    s, problem, data = literal(server={"clip": 1e-3}), task(), clients(SIZES)
+    run = federation(tmp_path, PEFLL, s, problem, data)
+    eta_v, eta_h = parameters(run.state)
+    both = [eta_v, *eta_h.values()]
+    for p, g in zip(both, mean_gradient(s, problem, eta_v, eta_h, data), strict=True):
+        p.grad = g
+    assert torch.nn.utils.clip_grad_norm_(both, 1e-3) > 1e-3
+    run.run()
+    decay = {"eta_v": s.lambda_v} | dict.fromkeys(eta_h, s.lambda_h)
+    moved = {
+        name: (1 - 2 * BETA * decay[name]) * p.detach() - p.grad
+        for name, p in {"eta_v": eta_v, **eta_h}.items()
+        if p.grad is not None
+    }
+    expect(run.state, moved.pop("eta_v"), moved)
+
+
+def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    server = PeFLLServer(literal(), task(), torch.Generator().manual_seed(0))
+    before = {name: tensor.clone() for name, tensor in server.state().items()}
+    bad = {name: torch.zeros_like(p) for name, p in server.eta_h.items()}
+    bad["fc2.bias"][3] = torch.inf
+    with pytest.raises(FloatingPointError, match="not finite"):
+        server._update(bad, torch.zeros_like(server.eta_v), torch.ones(3).double())
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.state().items())
+
+
+@pytest.mark.parametrize("rule", ["paper", "adam"])
+def test_a_state_taken_over_is_the_state(rule: str, tmp_path: Path) -> None:
+    s = literal(server={"rule": rule}, descriptor={"standardize": "first"})
+    run = federation(tmp_path, PEFLL, s, task(), clients(SIZES), rounds=2)
+    run.run()
+    other = PeFLLServer(s, task(), torch.Generator().manual_seed(99))
+    other.load(run.state)
+    assert list(other.state()) == list(run.state)
+    assert all(torch.equal(run.state[name], tensor) for name, tensor in other.state().items())
+
+
+# --- absence ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", [0, 1])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_client_lost_before_it_trained_does_not_count(tmp_path: Path, exchange: int, row: int) -> None:
+    s, problem, data = literal(), task(), clients(SIZES)
+    run = federation(tmp_path, PEFLL, s, problem, data, lost={exchange: row})
+    before = run.state
+    run.run()
+    expect(run.state, *gradient_step(s, problem, before, [c for i, c in enumerate(data) if i != row]))
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.statistics["client_steps"] == 2
+
+
+def test_a_client_lost_at_the_last_exchange_counts_for_the_hypernetwork_alone(tmp_path: Path) -> None:
+    s, problem, data = literal(), task(), clients(SIZES)
+    run = federation(tmp_path, PEFLL, s, problem, data, lost={2: 1})
+    before = run.state
+    run.run()
+    _, eta_h = gradient_step(s, problem, before, data)
+    eta_v, _ = gradient_step(s, problem, before, [data[0], data[2]])
+    expect(run.state, eta_v, eta_h)
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.statistics["client_steps"] == 3
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_a_client_whose_data_are_broken_is_lost_and_the_others_go_on(tmp_path: Path, cohort: int) -> None:
+    s, problem, data = literal(), task(), clients(SIZES)
+    data[1].train.x[0, 0, 0, 0] = torch.nan
+    run = federation(tmp_path, PEFLL, s, problem, data, evaluation_cohort=cohort)
+    before = run.state
+    evaluation = run.run()
+    expect(run.state, *gradient_step(s, problem, before, [data[0], data[2]]))
+    (conversation,) = run.loop.journal.counted()[0].conversations
+    assert [(loss.client, loss.exchange) for loss in conversation.lost] == [("c1", 0)]
+    assert "Descriptor.v" in conversation.lost[0].reason
+    assert evaluation.present.tolist() == [True, False, True]
+    assert evaluation.records["descriptor"].shape == (3, LENGTH)  # rows stay aligned when a whole cohort is lost
+
+
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+
+def test_prediction_is_algorithm_1(tmp_path: Path) -> None:
+    s, problem, data = literal(descriptor={"evaluate": "all", "standardize": "first"}), task(), clients(SIZES)
+    run = federation(tmp_path, PEFLL, s, problem, data, unseen=["c2"])
+    run.run()
+    state = run.state
+    eta_v, eta_h = parameters(state)
+    layout = PeFLLServer(s, problem, torch.Generator()).embedding.layout
+    for c in data:
+        assert c.train.y is not None
+        v = embed(s, layout.split(eta_v), c.train.x, c.train.y).mean(0)
+        theta = hyper(s, eta_h, (v - state["standard"][0]) / state["standard"][1])
+        predictor = run.predictors[1, c.id]["personal"]
+        torch.testing.assert_close(predictor.tensors()["theta"], theta, rtol=0, atol=1e-12)
+        expected = problem.model.logits(theta, c.test.x).softmax(1)
+        torch.testing.assert_close(predictor.probabilities(c.test.x), expected, rtol=0, atol=1e-12)
+
+
+def test_evaluation_leaves_no_trace_in_training(tmp_path: Path) -> None:
+    s = literal(local={"steps": 3, "batch_size": 2, "momentum": 0.9}, descriptor={"batch_size": 2})
+    often = federation(tmp_path / "often", PEFLL, s, task(), clients(SIZES), rounds=2)
+    often.run()
+    never = federation(tmp_path / "never", PEFLL, s, task(), clients(SIZES), rounds=2)
+    for _ in range(2):
+        never.loop._train_round()
+    assert all(torch.equal(tensor, never.state[name]) for name, tensor in often.state.items())
+
+
+def open_with(s: PeFLLSettings, opening: type, c: ClientData, round: int = 1) -> Any:
+    half = PeFLLClient(s, task())
+    eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
+    return half.open(group([c], round=round), opening(eta_v))
+
+
+def test_the_batch_of_a_descriptor_is_drawn_anew_each_round_and_only_then() -> None:
+    s, c = literal(descriptor={"batch_size": 3}), client("c0", 9)
+
+    def v(opening: type, round: int) -> Tensor:
+        answer = next(open_with(s, opening, c, round))
+        assert isinstance(answer, Descriptor)
+        return answer.v
+
+    assert torch.equal(v(EmbeddingNetwork, 1), v(EmbeddingNetwork, 1))
+    assert not torch.equal(v(EmbeddingNetwork, 1), v(EmbeddingNetwork, 2))
+    assert not torch.equal(v(EmbeddingNetwork, 1), v(DescribeYourself, 1))
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    s = literal(local={"steps": 4, "batch_size": 3, "momentum": 0.9}, descriptor={"batch_size": 5})
+    data, half = clients(SIZES), PeFLLClient(s, task())
+    eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
+    random = torch.Generator().manual_seed(6)
+    theta = torch.randn(3, half.task.model.layout.size, generator=random, dtype=torch.float64) / 10
+    d_v = torch.randn(3, LENGTH, generator=random, dtype=torch.float64)
+
+    def talk(rows: list[int]) -> list[dict[str, Tensor]]:
+        conversation = half.open(group([data[i] for i in rows]), EmbeddingNetwork(eta_v))
+        first = next(conversation)
+        second = conversation.send(PersonalizedModel(theta[rows]))
+        third = conversation.send(DescriptorUpdate(d_v[rows]))
+        with pytest.raises(StopIteration):
+            conversation.send(DescriptorUpdate(d_v[rows]))
+        return [answer.tensors() for answer in (first, second, third)]
+
+    together, alone = talk([0, 1, 2]), [talk([i]) for i in range(3)]
+    for exchange, answer in enumerate(together):
+        for name, value in answer.items():
+            expected = torch.cat([single[exchange][name] for single in alone])
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# --- what cannot be done ----------------------------------------------------------------------------------------------
+
+
+def without_labels(c: ClientData) -> ClientData:
+    return ClientData(c.id, Split(c.train.x, None), c.validation, c.test, c.classes)
+
+
+def test_an_unlabelled_client_is_described_by_the_unlabelled_variant_alone() -> None:
+    c = without_labels(client("c7", 4))
+    with pytest.raises(DataError, match=r"client c7: its train split has no labels.*\n.*embedding\.labels: false"):
+        next(open_with(literal(), DescribeYourself, c))
+    conversation = open_with(literal(embedding={"labels": False}), DescribeYourself, c)
+    next(conversation)
+    with pytest.raises(StopIteration) as end:
+        conversation.send(PersonalizedModel(torch.zeros(1, task().model.layout.size).double()))
+    assert end.value.value[0]["personal"].probabilities(c.test.x).shape == (2, CLASSES)
+
+
+def test_an_unlabelled_client_cannot_train() -> None:
+    conversation = open_with(literal(embedding={"labels": False}), EmbeddingNetwork, without_labels(client("c7", 4)))
+    next(conversation)
+    with pytest.raises(DataError, match="client c7: its train split has no labels"):
+        conversation.send(PersonalizedModel(torch.zeros(1, task().model.layout.size).double()))
+
+
+@pytest.mark.parametrize("opening", [EmbeddingNetwork, DescribeYourself])
+def test_a_client_without_training_examples_says_so(opening: type) -> None:
+    c = client("c7", 4)
+    empty = ClientData("c7", Split(c.train.x[:0], torch.zeros(0).long()), c.validation, c.test, c.classes)
+    with pytest.raises(DataError, match="client c7: its train split is empty"):
+        next(open_with(literal(), opening, empty))
+
+
+def test_a_message_that_opens_nothing_is_named() -> None:
+    with pytest.raises(TypeError, match=r"PersonalizedModel .*DescribeYourself, EmbeddingNetwork"):
+        PeFLLClient(literal(), task()).open(group(clients((3,))), PersonalizedModel(torch.zeros(1, 1)))
+
+
+def test_a_client_half_derived_from_another_keeps_its_conversations() -> None:
+    class Other(PeFLLClient):
+        pass
+
+    c = client("c0", 4)
+    opening = EmbeddingNetwork(Other(literal(), task()).embedding.init(torch.Generator(), torch.float64))
+    assert isinstance(next(Other(literal(), task()).open(group([c]), opening)), Descriptor)
+
+
+def test_settings_that_contradict_themselves_are_refused() -> None:
+    with pytest.raises(ValidationError, match="linear sees nothing but labels"):
+        literal(embedding={"network": "linear", "labels": False})
+    with pytest.raises(ValidationError, match="exactly one of steps and epochs"):
+        literal(local={"epochs": 1})
+
+
+@pytest.mark.parametrize("shape", [(1, 15, 28), (3, 8, 8), (64,)])
+def test_a_lenet_embedding_of_inputs_too_small_is_refused(shape: tuple[int, ...]) -> None:
+    problem = Task(MLP(shape, [], CLASSES), CLASSES, shape, 3, torch.float64)
+    with pytest.raises(ExperimentError, match=r"algorithm\.embedding\.network: found 'lenet'.*16x16"):
+        PeFLLServer(literal(), problem, torch.Generator())
+    PeFLLServer(literal(embedding={"network": "linear"}), problem, torch.Generator())
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "length"), [(100, 26), (500, 126), (1000, 251), (3, 1)])
+def test_the_descriptors_size_is_a_quarter_of_the_clients_and_one(n: int, length: int) -> None:
+    assert PeFLLSettings().descriptor_size(n) == length
+    assert literal().descriptor_size(n) == LENGTH
+
+
+def test_defaults_are_the_papers() -> None:
+    s = PeFLLSettings()
+    assert (s.local.steps, s.local.batch_size, s.local.momentum, s.local.lambda_theta) == (50, 32, 0.9, 0.0)
+    assert (s.lambda_h, s.lambda_v, s.server.rule, s.descriptor.batch_size) == (1e-3, 1e-3, "paper", 32)
+    assert (s.descriptor.train, s.descriptor.evaluate, s.descriptor.standardize) == ("batch", "batch", "none")
+    assert (s.hypernetwork.size, s.hypernetwork.output_relu, s.embedding.network) == ("M", True, "lenet")
+
+
+def test_a_clients_traffic_is_that_of_the_paper(tmp_path: Path) -> None:
+    """2 (|θ| + |η_v| + |v|) numbers per client and round (A.3), and two more up: steps and loss."""
+    s, problem, data = literal(), task(), clients(SIZES)
+    run: Federation = federation(tmp_path, PEFLL, s, problem, data)
+    run.run()
+    size = problem.model.layout.size + run.state["eta_v"].numel() + LENGTH
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.payload_down == 8 * 3 * size
+    assert attempt.payload_up == 8 * 3 * (size + 2)
