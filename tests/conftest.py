@@ -81,3 +81,22 @@ def tiny_root(
     monkeypatch.setitem(sources.SOURCES, "tiny", source)
     sources.fetch(source, tmp_path / "root", copy_from=folder)
     return tmp_path / "root"
+
+
+@pytest.fixture(scope="session")
+def fresh_root(fashion_mnist_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data root of this test session with the real data set and no partitions of others."""
+    root = tmp_path_factory.mktemp("root")
+    (root / "datasets").symlink_to(fashion_mnist_root.resolve() / "datasets")
+    return root
+
+
+@pytest.fixture(scope="session")
+def small_run(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The small experiment of ``integration/run_processes.py``, and its run in one process that nothing disturbed."""
+    from run_processes import experiment, fedloom
+
+    folder = tmp_path_factory.mktemp("small")
+    path = experiment(folder, fresh_root)
+    fedloom("run", path, "--out", folder / "run")
+    return path, folder / "run"

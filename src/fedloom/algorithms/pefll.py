@@ -278,6 +278,8 @@ class PeFLLServer(ServerHalf):
         clip = self.settings.server.clip
         factor = min(1.0, clip / (float(norm) + 1e-6)) if clip is not None else 1.0
         self.standard = standard
+        # A tensor of its own: the one that was sent may still be on its way to a client that was lost.
+        self.eta_v = self.eta_v.clone()
         self.step_v.apply([self.eta_v], [d_eta_v], factor)
         parameters = list(self.eta_h.values())
         self._pending = lambda: self.step_h.apply(parameters, gradients_h, factor)

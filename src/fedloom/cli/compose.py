@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import threading
 from collections.abc import Callable
@@ -110,6 +111,8 @@ def use_device(name: str, threads: int) -> torch.device:
             raise ExperimentError(
                 "runtime.device: found cuda, but this machine has no usable CUDA device; allowed here: cpu"
             )
+        # cuBLAS reads this when it is first used; without it its sums may differ from call to call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False

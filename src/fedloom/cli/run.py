@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,13 +108,14 @@ def _conduct(
 
     def prepare() -> None:
         """Make the run's folder, once nothing but the work itself can fail."""
+        held.enter_context(folder.held())
         folder.make(e.resolved_yaml())
         log_to(folder.logs / "aggregator.jsonl", alone=True)
         folder.write("partition.json", dataset.manifest.to_json())
         folder.write_json("environment.json", compose.fingerprint(e))
 
     stop = threading.Event()
-    with folder.held(), Watch(e.federation.rounds) as watch:
+    with ExitStack() as held, Watch(e.federation.rounds) as watch:
         watch.say(
             f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {len(dataset.manifest.clients)} clients, {folder.path}"
         )
@@ -184,6 +185,7 @@ def _carried(
 
     try:
         prepare()
+        log.info("serving on %s", address)
         with _stopping(stop, watch, abort, training):
             if listen is None:
                 workers = Workers(e.runtime.workers, address, dataset.folder, folder.logs, e.runtime, abort)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -98,7 +99,9 @@ class Conversation:
                 deadline_s=self._rules.deadline_s,
             )
             given = self._carry(call, meanwhile)
-            cls = next((type(answer) for answer in given if isinstance(answer, Message)), None)
+            kinds = Counter(type(answer) for answer in given if isinstance(answer, Message))
+            # What most answered, the first on ties: one client that says something else loses nobody but itself.
+            cls = max(kinds, key=lambda kind: kinds[kind]) if kinds else None
             if self._rules.stop.is_set() and any(isinstance(answer, Lost) for answer in given):
                 raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with --resume")
             for row, answer in zip(call.rows, given, strict=True):

@@ -105,7 +105,7 @@ class Conversations:
                 continue
             done.add(id(opened))
             if opened.exchange < exchange:
-                self._advance(opened, exchange, self._rows_for(opened, message, position))
+                self._advance(opened, exchange, message, position)
             for member, answer in zip(opened.rows, opened.answers, strict=True):
                 if member in position:
                     yield member, answer
@@ -143,12 +143,18 @@ class Conversations:
         for row in rows:
             conversation[row] = opened
 
-    def _advance(self, opened: _Open, exchange: int, message: Message) -> None:
-        if any(isinstance(answer, Lost) for answer in opened.answers):
-            opened.exchange = exchange  # what failed once stays failed
+    def _advance(self, opened: _Open, exchange: int, message: Message, position: Mapping[int, int]) -> None:
+        lost = [
+            answer if isinstance(answer, Lost) else None if row in position else Lost("left out of an exchange before")
+            for row, answer in zip(opened.rows, opened.answers, strict=True)
+        ]
+        if all(lost):
+            opened.exchange = exchange
             return
-        moved = _message_to(message, self._device)
+        moved = _message_to(self._rows_for(opened, message, position), self._device)
         self._step(opened, exchange, lambda: opened.coroutine.send(moved))
+        # Who is lost stays lost, whatever the group's others made of its zeros.
+        opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
 
     def _step(self, opened: _Open, exchange: int, resume: Callable[[], Message]) -> None:
         """Run the coroutine to its next answer, or to its end, where the predictors are put to use."""

@@ -55,20 +55,20 @@ class RunFolder:
         ExperimentError
             If one does already.
         """
-        # Beside the folder, which does not exist yet before a new run is sure to begin.
-        beside = self.path.with_name(f".{self.path.name}.lock")
-        with storing(beside):
-            beside.parent.mkdir(parents=True, exist_ok=True)
-            lock = beside.open("w")
-        with lock:
+        with storing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDONLY)
+        try:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ExperimentError(
                     f"{self.path}: found another process at work on this run, allowed: one at a time",
                     hint="wait until it has ended, or choose another folder with --out",
                 ) from None
             yield
+        finally:
+            os.close(descriptor)
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file."""

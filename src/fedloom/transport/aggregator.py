@@ -282,7 +282,7 @@ class Aggregator:
             await server.stop(None)
             raise ExperimentError(
                 f"cannot serve on {address}: port {port or '(none)'} is taken or the address is not of this machine",
-                hint="choose another one with --address HOST:PORT (port 0: any free one)",
+                hint="choose another one with --listen HOST:PORT (port 0: any free one)",
             )
         await server.start()
         for service in ("", SERVICE):

@@ -1,0 +1,305 @@
+"""A tiny federation made of the real parts, and carriers that lose, move and poison what the real ones carry."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import ClientHalf, Conversation, Group, find
+from fedloom.cli import compose
+from fedloom.cli.compose import Parts
+from fedloom.data.federated import FederatedDataset
+from fedloom.evaluation.summary import Evaluation
+from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.inprocess import InProcess
+from fedloom.federation.journal import Attempt, Journal, Replay
+from fedloom.federation.loop import Loop
+from fedloom.federation.placement import deal
+from fedloom.messages import Message
+
+TINY: dict[str, dict[str, Any]] = {
+    "pefll": {
+        "embedding": {"network": "linear"},
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "descriptor": {"standardize": "first"},
+        "server": {"rule": "adam", "lr": 0.01},
+    },
+    "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
+}
+"""Settings with which each method runs on 6x6 images; epochs, so that clients of different sizes differ in steps."""
+
+COHORT = 3
+ROUNDS = 3
+
+
+class Quiet:
+    """An observer that only lets a test look at what happens."""
+
+    def __init__(self) -> None:
+        self.on_round: Callable[[Attempt], None] = lambda attempt: None
+        self.on_failure: Callable[[Attempt], None] = lambda attempt: None
+
+    def round_done(self, attempt: Attempt, rounds: int) -> None:
+        self.on_round(attempt)
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        self.on_failure(attempt)
+
+    def evaluating(self, round: int, done: int, clients: int) -> None: ...
+
+    def evaluated(self, line: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Federation:
+    """One method on the tiny data, ready to be run any number of times."""
+
+    these: Parts
+    dataset: FederatedDataset
+    tmp: Path
+
+    def changed(self, **keys: Any) -> Federation:
+        """The same with other keys under ``federation`` and ``evaluation`` (``federation__rounds=2``)."""
+        tree = self.these.experiment.model_dump(mode="json")
+        for key, value in keys.items():
+            section, _, name = key.partition("__")
+            tree[section][name] = value
+        return dataclasses.replace(self, these=_parts(self.tmp, tree, self.dataset))
+
+    def carrier(self, change: Callable[[ClientHalf], Any] = lambda half: half) -> InProcess:
+        """A fresh in-process carrier; ``change`` may wrap the clients' half."""
+        algorithm = self.these.algorithm
+        changed = dataclasses.replace(algorithm, client=lambda *known: change(algorithm.client(*known)))
+        return compose.in_process(dataclasses.replace(self.these, algorithm=changed), self.dataset)
+
+    def loop(
+        self, name: str, carrier: Carrier | None = None, replay: str | None = None, stop: threading.Event | None = None
+    ) -> Loop:
+        """A loop over the run's folder ``name``; ``replay`` names the folder whose journal is repeated."""
+        folder = RunFolder(self.tmp / name)
+        folder.make()
+        again = None if replay is None else Replay(Journal.read(RunFolder(self.tmp / replay)))
+        stop = threading.Event() if stop is None else stop
+        return compose.loop(self.these, carrier or self.carrier(), folder, Quiet(), stop, again)
+
+    def run(self, name: str, carrier: Carrier | None = None, replay: str | None = None) -> Evaluation:
+        """Run from the beginning to the end."""
+        return self.loop(name, carrier, replay).run()
+
+    def resume(self, name: str) -> Evaluation:
+        """Go on in a folder, in new objects only."""
+        loop = self.loop(name)
+        loop.resume()
+        return loop.run()
+
+    def final(self, name: str) -> bytes:
+        """The bytes of a run's last checkpoint."""
+        return sorted((self.tmp / name / "checkpoints").glob("round-*"))[-1].read_bytes()
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        """The evaluated rounds."""
+        return list(RunFolder(self.tmp / name).lines("metrics.jsonl"))
+
+    def attempts(self, name: str) -> list[Attempt]:
+        """The journal without times."""
+        attempts = Journal.read(RunFolder(self.tmp / name)).attempts
+        return [dataclasses.replace(attempt, seconds=0.0, phases={}) for attempt in attempts]
+
+    def exchanges(self, round: int = 2) -> list[Exchange]:
+        """The exchanges of an undisturbed training round, found by running it."""
+        carrier = Faulty(self.carrier())
+        self.changed(federation__rounds=round).run(f"exchanges-{round}", carrier)
+        return [
+            Exchange(call.key.conversation, call.exchange, call.rows)
+            for call in carrier.calls
+            if call.key.round == round and call.key.purpose == "train"
+        ]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of a round."""
+
+    conversation: int
+    exchange: int
+    rows: tuple[int, ...]
+
+    def same(self, call: Call) -> bool:
+        """Whether a call is this exchange, of whichever round."""
+        return (call.key.conversation, call.exchange) == (self.conversation, self.exchange)
+
+
+def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any]) -> Federation:
+    """Eight clients of very different sizes, two of them unseen; three in a cohort."""
+    trains = find(algorithm).trains
+    tree = {
+        "name": "conformance",
+        "seed": 3,
+        "data": {
+            "dataset": "tiny",
+            "root": str(root),
+            "partition": {"scheme": "classes", "clients": 8, "classes_per_client": 2, "shares": [0.8, 0.2]},
+            "unseen_fraction": 0.25,
+        },
+        "model": {"name": "logistic"},
+        "algorithm": {"name": algorithm, **settings},
+        "federation": {
+            "rounds": ROUNDS if trains else 0,
+            "clients_per_round": COHORT,
+            "deadline_s": 30.0,
+            "checkpoint_every_s": 0.0,
+        },
+        "evaluation": {"every": 2, "cohort": 4, "batch_size": 16},
+        "runtime": {"workers": 0},
+    }
+    path = tmp / "experiment.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    e = experiments.load(path)
+    dataset = compose.dealt(e)
+    assert {entry.train for entry in dataset.manifest.clients} == {15, 22, 33}
+    return Federation(compose.parts(e, dataset.manifest), dataset, tmp)
+
+
+def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> Parts:
+    path = tmp / "changed.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return compose.parts(experiments.load(path), dataset.manifest)
+
+
+def state(loop: Loop) -> dict[str, Tensor]:
+    """A copy of the server's state."""
+    return {name: tensor.clone() for name, tensor in loop.server.state().items()}
+
+
+def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two states are equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """Carries as another carrier does, and then loses the rows that ``lose`` names: the client did all its work.
+
+    Parameters
+    ----------
+    lose
+        ``(call, row) -> bool``.
+    before
+        Called with each call before it is carried; may raise.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        lose: Callable[[Call, int], bool] = lambda call, row: False,
+        before: Callable[[Call], None] = lambda call: None,
+    ) -> None:
+        self.calls: list[Call] = []
+        self.refusals = carrier.refusals
+        self._carrier = carrier
+        self._lose = lose
+        self._before = before
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._carrier.traffic
+
+    def exchange(self, call: Call) -> Sequence[Message | Lost]:
+        self.calls.append(call)
+        self._before(call)
+        answers = self._carrier.exchange(call)
+        return [
+            Lost("injected") if self._lose(call, row) else answer
+            for row, answer in zip(call.rows, answers, strict=True)
+        ]
+
+    def close(self, key: ConversationKey) -> None:
+        self._carrier.close(key)
+
+
+class Spread:
+    """Several places, each serving the clients it has; a conversation's row stays where it was opened.
+
+    It measures traffic like a wire does, so that what the server does meanwhile runs beside the exchange.
+    """
+
+    def __init__(self, places: Sequence[InProcess], serves: Sequence[frozenset[str]]) -> None:
+        self.traffic = Traffic(0, 0)
+        self.refusals = Refusals()
+        self._places = places
+        self._serves = {str(i): clients for i, clients in enumerate(serves)}
+        self._where: dict[tuple[ConversationKey, int], int] = {}
+
+    def exchange(self, call: Call) -> Sequence[Message | Lost]:
+        if call.exchange == 0:
+            for place, positions in deal(call.clients, self._serves).items():
+                for position in positions:
+                    self._where[call.key, call.rows[position]] = int(place)
+        answers: dict[int, Message | Lost] = {}
+        for i in reversed(range(len(self._places))):  # in another order than that of the rows
+            mine = [p for p, row in enumerate(call.rows) if self._where[call.key, row] == i]
+            if mine:
+                part = dataclasses.replace(
+                    call,
+                    rows=tuple(call.rows[p] for p in mine),
+                    clients=tuple(call.clients[p] for p in mine),
+                    message=call.message.select(mine),
+                )
+                answers.update(zip(part.rows, self._places[i].exchange(part), strict=True))
+        return [answers[row] for row in call.rows]
+
+    def close(self, key: ConversationKey) -> None:
+        for place in self._places:
+            place.close(key)
+
+
+class Poisoned:
+    """A client half whose answers hold a NaN for one client at one exchange of one kind of conversation."""
+
+    def __init__(self, half: ClientHalf, opening: type[Message], client: str, exchange: int) -> None:
+        self.predictors = half.predictors
+        self._half = half
+        self._opening = opening
+        self._client = client
+        self._exchange = exchange
+
+    def open(self, clients: Group, opening: Message) -> Conversation:
+        return self._poison(clients, opening, self._half.open(clients, opening))
+
+    def _poison(self, clients: Group, opening: Message, honest: Conversation) -> Conversation:
+        told, exchange = None, 0
+        while True:
+            try:
+                answer = honest.send(told)
+            except StopIteration as end:
+                return end.value
+            mine = type(opening) is self._opening and clients.clients[0].id == self._client
+            if mine and exchange == self._exchange:
+                answer = type(answer)(**{name: with_nan(tensor) for name, tensor in answer.tensors().items()})
+            told = yield answer
+            exchange += 1
+
+
+def with_nan(tensor: Tensor) -> Tensor:
+    """A copy whose last number is not one."""
+    copy = tensor.clone()
+    if copy.is_floating_point():
+        copy.view(-1)[-1] = torch.nan
+    return copy
+
+
+class Killed(BaseException):
+    """Ends a run at once, like a signal that cannot be caught, but in this process."""

@@ -1,0 +1,329 @@
+"""What holds for every method, whatever happens to its clients (docs/federation.md).
+
+    pytest tests/conformance --algorithm NAME --settings 'local: {epochs: 1}'
+
+runs it for one registered method, this repository's or another's.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from conformance_kit import (
+    COHORT,
+    ROUNDS,
+    Faulty,
+    Federation,
+    Killed,
+    Poisoned,
+    Spread,
+    same_bits,
+    state,
+)
+
+from fedloom.cli import compose
+from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
+from fedloom.evaluation.summary import groups
+from fedloom.federation.carrier import Call
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.loop import Loop
+from fedloom.messages import Metrics
+
+AT = 2
+"""The round that is disturbed: one before it and one after it are not."""
+
+
+def training(call: Call, round: int = AT) -> bool:
+    return call.key.purpose == "train" and call.key.round == round
+
+
+def assert_finite(loop: Loop) -> None:
+    for name, tensor in loop.server.state().items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def steps(tiny: Federation, name: str) -> float:
+    return next(a.statistics["client_steps"] for a in tiny.attempts(name) if a.round == AT and a.outcome == "done")
+
+
+# --- absence ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_client_lost_at_each_exchange_and_the_replay_of_it(tiny: Federation, trained: str) -> None:
+    for exchange in tiny.exchanges():
+        for row in exchange.rows:
+            name = f"lost-{exchange.conversation}-{exchange.exchange}-{row}"
+            lose = lambda call, r, e=exchange, row=row: training(call) and e.same(call) and r == row  # noqa: E731
+            loop = tiny.loop(name, Faulty(tiny.carrier(), lose))
+            loop.run()
+            assert loop.round == ROUNDS
+            assert_finite(loop)
+            attempt = next(a for a in tiny.attempts(name) if a.round == AT)
+            lost = [(loss.row, loss.exchange) for loss in attempt.conversations[exchange.conversation].lost]
+            assert (attempt.outcome, lost) == ("done", [(row, exchange.exchange)])
+
+            tiny.run(f"{name}-replayed", replay=name)
+            assert tiny.final(f"{name}-replayed") == tiny.final(name)
+            assert tiny.metrics(f"{name}-replayed") == tiny.metrics(name)
+            assert tiny.attempts(f"{name}-replayed") == tiny.attempts(name)
+
+
+def test_client_steps_are_those_of_the_clients_that_made_them(tiny: Federation, trained: str) -> None:
+    tiny.run("whole")
+    alone = []
+    for row in range(COHORT):
+        others_lost = lambda call, r, row=row: training(call) and r != row  # noqa: E731
+        tiny.run(f"alone-{row}", Faulty(tiny.carrier(), others_lost))
+        alone.append(steps(tiny, f"alone-{row}"))
+    assert min(alone) > 0
+    assert steps(tiny, "whole") == sum(alone)
+    for row in range(COHORT):
+        never_there = lambda call, r, row=row: training(call) and r == row  # noqa: E731
+        tiny.run(f"without-{row}", Faulty(tiny.carrier(), never_there))
+        assert steps(tiny, f"without-{row}") == sum(alone) - alone[row]
+
+
+def test_one_survivor_of_each_exchange(tiny: Federation, trained: str) -> None:
+    for exchange in tiny.exchanges():
+        for survivor in exchange.rows:
+            name = f"survivor-{exchange.conversation}-{exchange.exchange}-{survivor}"
+            lose = lambda call, row, e=exchange, s=survivor: training(call) and e.same(call) and row != s  # noqa: E731
+            loop = tiny.loop(name, Faulty(tiny.carrier(), lose))
+            loop.run()
+            assert loop.round == ROUNDS
+            assert_finite(loop)
+
+
+def test_an_attempt_that_loses_everybody_changes_nothing_and_is_made_again(tiny: Federation, trained: str) -> None:
+    for exchange in tiny.exchanges():
+        name = f"everybody-{exchange.conversation}-{exchange.exchange}"
+        lose = lambda call, row, e=exchange: training(call) and call.key.attempt == 1 and e.same(call)  # noqa: E731
+        loop = tiny.loop(name, Faulty(tiny.carrier(), lose))
+        before: list[dict[str, torch.Tensor]] = []
+        unchanged: list[bool] = []
+        loop.observer.on_round = lambda attempt, loop=loop, before=before: before.append(state(loop))
+        loop.observer.on_failure = lambda attempt, loop=loop, before=before, unchanged=unchanged: unchanged.append(
+            same_bits(before[-1], state(loop))
+        )
+        loop.run()
+        assert unchanged == [True]
+        made = [(a.round, a.attempt, a.outcome == "done") for a in tiny.attempts(name)]
+        assert made == [(1, 1, True), (2, 1, False), (2, 2, True), (3, 1, True)]
+        tiny.run(f"{name}-replayed", replay=name)
+        assert tiny.final(f"{name}-replayed") == tiny.final(name)
+
+
+def test_when_every_attempt_fails_the_run_stops_with_its_last_round_durable(tiny: Federation, trained: str) -> None:
+    tiny.run("whole")
+    tiny = tiny.changed(federation__checkpoint_every_s=1e9)
+    loop = tiny.loop("failed", Faulty(tiny.carrier(), lambda call, row: training(call)))
+    with pytest.raises(QuorumError, match=r"round 2 failed 3 times.*0 of 3 clients answered") as failure:
+        loop.run()
+    assert failure.value.exit_code is ExitCode.QUORUM
+    assert loop.checkpoints.rounds()[-1] == AT - 1
+    tiny.resume("failed")
+    assert tiny.final("failed") == tiny.final("whole")
+    assert tiny.metrics("failed") == tiny.metrics("whole")
+
+
+def test_min_replies(tiny: Federation, trained: str) -> None:
+    tiny = tiny.changed(federation__min_replies=2)
+    for lost, made in ((1, [1]), (2, [1, 2])):
+        lose = lambda call, row, lost=lost: training(call) and call.key.attempt == 1 and row < lost  # noqa: E731
+        tiny.run(f"{lost}-lost", Faulty(tiny.carrier(), lose))
+        assert [a.attempt for a in tiny.attempts(f"{lost}-lost") if a.round == AT] == made
+
+
+def test_a_reply_that_is_not_finite_loses_its_client_and_nobody_else(tiny: Federation, trained: str) -> None:
+    tiny = tiny.changed(federation__rounds=1)
+    carrier = Faulty(tiny.carrier())
+    tiny.run("whole", carrier)
+    first = [call for call in carrier.calls if training(call, 1)]
+    row = 1
+    client, opening = first[0].clients[row], type(first[0].message)
+    for call in first:
+        name = f"nan-{call.exchange}"
+        loop = tiny.loop(name, tiny.carrier(lambda half, e=call.exchange: Poisoned(half, opening, client, e)))
+        loop.run()
+        assert_finite(loop)
+        (attempt,) = tiny.attempts(name)
+        (loss,) = attempt.conversations[0].lost
+        assert (loss.client, loss.exchange) == (client, call.exchange)
+        assert "is not finite" in loss.reason
+        assert sum(attempt.refused.values()) == 1
+        lose = lambda c, r, e=call.exchange: training(c, 1) and (c.exchange, r) == (e, row)  # noqa: E731
+        tiny.run(f"{name}-lost", Faulty(tiny.carrier(), lose))
+        assert tiny.final(f"{name}-lost") == tiny.final(name)
+
+
+def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, trained: str) -> None:
+    tiny.run("whole")
+    folder = RunFolder(tiny.tmp / "whole")
+    lines = list(folder.lines("journal.jsonl"))
+    spoilt = json.loads(json.dumps(lines))
+    spoilt[AT - 1]["conversations"][0]["clients"][0] = "client-9999"
+    folder.rewrite("journal.jsonl", spoilt)
+    with pytest.raises(DataError, match="has client client-9999 in round 2, whom this partition lacks"):
+        tiny.run("stranger", replay="whole")
+    lines[AT - 1]["conversations"] = []
+    folder.rewrite("journal.jsonl", lines)
+    with pytest.raises(DataError, match="has 0 conversations in round 2, this experiment more"):
+        tiny.run("silent", replay="whole")
+
+
+# --- kill and resume --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint_every_s", [0.0, 1e9])
+def test_killed_at_every_exchange_and_resumed(tiny: Federation, trained: str, checkpoint_every_s: float) -> None:
+    tiny = tiny.changed(federation__checkpoint_every_s=checkpoint_every_s)
+    carrier = Faulty(tiny.carrier())
+    tiny.run("whole", carrier)
+    for i in range(len(carrier.calls)):
+        name = f"killed-{i}"
+        left = iter(range(i + 1))
+
+        def kill(call: Call, left=left, i=i) -> None:
+            if next(left) == i:
+                raise Killed
+
+        with pytest.raises(Killed):
+            tiny.run(name, Faulty(tiny.carrier(), before=kill))
+        tiny.resume(name)
+        assert tiny.final(name) == tiny.final("whole"), carrier.calls[i].key
+        assert tiny.metrics(name) == tiny.metrics("whole")
+        assert tiny.attempts(name) == tiny.attempts("whole")
+
+
+@pytest.mark.parametrize("purpose", ["train", "evaluate"])
+def test_stopping_loses_nobody(tiny: Federation, trained: str, purpose: str) -> None:
+    """A carrier that is stopped loses who has not answered; that must not become part of the run."""
+    carrier = Faulty(tiny.carrier())
+    tiny.run("whole", carrier)
+    calls = [c for c in carrier.calls if c.key.purpose == purpose and c.key.round == AT]
+    for call in calls:
+        name = f"stopped-{call.key.conversation}-{call.exchange}"
+        stop = threading.Event()
+
+        def lose(other: Call, row: int, call=call, stop=stop) -> bool:
+            if (other.key, other.exchange) == (call.key, call.exchange):
+                stop.set()
+            return stop.is_set() and row > 0
+
+        with pytest.raises(InterruptedRun) as stopped:
+            tiny.loop(name, Faulty(tiny.carrier(), lose), stop=stop).run()
+        assert stopped.value.exit_code is ExitCode.INTERRUPTED
+        assert not any(c.lost for a in tiny.attempts(name) for c in a.conversations)
+        tiny.resume(name)
+        assert tiny.final(name) == tiny.final("whole")
+        assert tiny.metrics(name) == tiny.metrics("whole")
+
+
+# --- placement --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_where_clients_are_served_changes_nothing(tiny: Federation, method: str, places: int) -> None:
+    tiny.run("whole")
+    everyone = [entry.id for entry in tiny.dataset.manifest.clients]
+    shared = [frozenset(everyone)] * places
+    apart = [frozenset(everyone[i::places]) for i in range(places)]
+    for name, serves in (("shared", shared), ("apart", apart)):
+        tiny.run(name, Spread([tiny.carrier() for _ in serves], serves))
+        assert tiny.final(name) == tiny.final("whole")
+        for there, here in zip(tiny.metrics(name), tiny.metrics("whole"), strict=True):
+            del there["communication"], here["communication"]  # Spread counts traffic, as a wire does
+            assert there == here
+
+
+# --- personalization --------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_changes_nothing_and_repeats_itself(tiny: Federation, method: str) -> None:
+    loop = tiny.loop("run")
+    loop.run()
+    again = tiny.loop("run")
+    again.resume()
+    before = state(again)
+    first, second = again.evaluate(), again.evaluate()
+    assert same_bits(before, state(again))
+    assert torch.equal(first.counts, second.counts)
+    for name, values in first.records.items():
+        assert torch.equal(values, second.records[name])
+
+
+def test_training_does_not_notice_evaluation(tiny: Federation, trained: str) -> None:
+    states = []
+    for every in (1, ROUNDS):
+        loop = tiny.changed(evaluation__every=every).loop(f"every-{every}")
+        loop.run()
+        states.append(state(loop))
+    assert same_bits(*states)
+
+
+def test_clients_never_seen_get_predictors(tiny: Federation, method: str) -> None:
+    evaluation = tiny.run("run")
+    assert evaluation.present.all()
+    assert int((~evaluation.seen).sum()) == 2
+    assert "personal" in evaluation.predictors
+    for predictor in evaluation.predictors:
+        tested = evaluation.of(predictor, "test", "unmasked")
+        assert torch.isfinite(tested).all()
+        expected = torch.tensor([entry.test for entry in tiny.dataset.manifest.clients], dtype=torch.float64)
+        assert torch.equal(tested[:, 1], expected)
+    lost = tiny.loop("run").personalize([entry.id for entry in tiny.dataset.manifest.clients if not entry.seen])
+    assert lost == {}
+
+
+def test_the_probabilities_of_the_predictors(tiny: Federation, method: str) -> None:
+    """Rows sum to one, and the tensors that are saved are finite."""
+    seen: list[str] = []
+
+    def look(predictors, group):
+        for named, client in zip(predictors, group.clients, strict=True):
+            for predictor in named.values():
+                p = predictor.probabilities(client.test.x)
+                assert torch.allclose(p.sum(1), torch.ones(len(p)), atol=1e-5)
+                assert all(torch.isfinite(tensor).all() for tensor in predictor.tensors().values())
+            seen.append(client.id)
+        return Metrics(torch.zeros(len(predictors), *loop.counts_shape, dtype=torch.float64))
+
+    loop = tiny.loop("run", compose.in_process(tiny.these, tiny.dataset, look))
+    assert loop.personalize([entry.id for entry in tiny.dataset.manifest.clients]) == {}
+    assert sorted(seen) == sorted(entry.id for entry in tiny.dataset.manifest.clients)
+
+
+def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, method: str) -> None:
+    carrier = Faulty(tiny.carrier())
+    tiny.run("whole", carrier)
+    final = max(call.key.round for call in carrier.calls)
+    last = max(call.exchange for call in carrier.calls if call.key.purpose == "evaluate")
+    for exchange in range(last + 1):
+        for rows in ({0}, {0, 1, 2, 3}):  # one, and a whole cohort
+            name = f"absent-{exchange}-{len(rows)}"
+
+            def lose(call: Call, row: int, exchange=exchange, rows=rows) -> bool:
+                measured = call.key.purpose == "evaluate" and call.key.round == final
+                return measured and call.key.conversation == 0 and call.exchange == exchange and row in rows
+
+            evaluation = tiny.run(name, Faulty(tiny.carrier(), lose))
+            assert (~evaluation.present).nonzero().flatten().tolist() == sorted(rows)
+            statistics = groups(evaluation, label_mask=False)
+            assert statistics["seen"]["clients"] == int((evaluation.seen & evaluation.present).sum())
+            assert tiny.metrics(name)[-1]["left_out"]["absent"] == len(rows)
+            tiny.run(f"{name}-replayed", replay=name)
+            assert tiny.final(f"{name}-replayed") == tiny.final(name)
+            assert tiny.metrics(f"{name}-replayed") == tiny.metrics(name)
+
+
+def test_an_evaluation_that_nobody_answers(tiny: Federation, method: str) -> None:
+    evaluation = tiny.run("nobody", Faulty(tiny.carrier(), lambda call, row: call.key.purpose == "evaluate"))
+    assert not evaluation.present.any()
+    assert tiny.metrics("nobody")[-1]["seen"] is None
+    json.dumps(tiny.metrics("nobody"), allow_nan=False)
+    assert set(tiny.loop("nobody", Faulty(tiny.carrier(), lambda call, row: True)).personalize(evaluation.clients)) == {
+        *evaluation.clients
+    }

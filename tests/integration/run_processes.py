@@ -1,0 +1,166 @@
+"""`fedloom` as a person runs it: real processes on real data, small. Every wait is bounded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedloom.federation.folder import RunFolder
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200"}
+WAIT_S = 240.0  # generous: a test machine may be busy with other things
+FEDLOOM = (sys.executable, "-m", "fedloom")
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "small",
+    "seed": 5,
+    "data": {
+        "dataset": "fashion-mnist",
+        "partition": {
+            "scheme": "classes", "clients": 20, "classes_per_client": 2, "shares": [0.7, 0.3],
+            "train_per_client": 40, "test_per_client": 20,
+        },
+    },
+    "model": {"name": "mlp", "hidden": [16]},
+    "algorithm": {
+        "name": "pefll",
+        "local": {"epochs": 2, "batch_size": 16, "lr": 0.02},
+        "descriptor": {"standardize": "first"},
+        "server": {"rule": "adam", "lr": 0.001},
+    },
+    "federation": {"rounds": 4, "clients_per_round": 6, "checkpoint_every_s": 0, "deadline_s": 200},
+    "evaluation": {"every": 2, "cohort": 10},
+    "runtime": {"workers": 0},
+}  # fmt: skip
+
+
+def experiment(folder: Path, root: Path, **sections: dict[str, Any]) -> Path:
+    """Write the small experiment, with some keys changed, to ``folder/experiment.yaml``."""
+    tree = json.loads(json.dumps(EXPERIMENT))
+    tree["data"]["root"] = str(root)
+    for name, keys in sections.items():
+        tree[name] = keys if "name" in keys else {**tree[name], **keys}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "experiment.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def fedloom(*arguments: object, code: int = 0, before: str = "") -> str:
+    """Run a command to its end and return what it said; ``before`` is shell to run first in its process."""
+    command = [*FEDLOOM, *map(str, arguments)]
+    if before:
+        command = ["bash", "-c", f'{before}; exec "$@"', "bash", *command]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S)
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    return said
+
+
+@contextmanager
+def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs; whatever happens in the block, nothing of it is left."""
+    process = subprocess.Popen(
+        [*FEDLOOM, *map(str, arguments)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    known: set[int] = set()
+    try:
+        yield process
+        known = set(children(process.pid))
+    finally:
+        known |= set(children(process.pid))
+        for pid in (process.pid, *known):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait(WAIT_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def ended(process: subprocess.Popen[str], code: int) -> str:
+    """Wait for a command's end and return what it said."""
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == code, said
+    return said
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    """Wait for something."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, oldest first."""
+    try:
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (one that has ended and was not waited for does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def worker(process: subprocess.Popen[str], name: str) -> int | None:
+    """The process id of one of a run's workers, once it is there."""
+    for pid in children(process.pid):
+        try:
+            if name in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                return pid
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def rounds(run: Path) -> int:
+    """How many attempts the journal has."""
+    return sum(1 for line in RunFolder(run).lines("journal.jsonl") if line["outcome"] != "evaluated")
+
+
+def final(run: Path) -> bytes:
+    """The bytes of the last checkpoint."""
+    return sorted((run / "checkpoints").glob("round-*.safetensors"))[-1].read_bytes()
+
+
+def scores(run: Path) -> dict[str, Any]:
+    """What must be equal to the bit in a summary."""
+    summary = json.loads((run / "summary.json").read_text())
+    return {key: summary[key] for key in ("seen", "unseen", "global", "best", "rounds")}
+
+
+def losses(run: Path) -> list[tuple[int, str, str]]:
+    """Round, client and reason of every loss in the journal."""
+    return [
+        (line["round"], loss["client"], loss["reason"])
+        for line in RunFolder(run).lines("journal.jsonl")
+        for conversation in line["conversations"]
+        for loss in conversation["lost"]
+    ]

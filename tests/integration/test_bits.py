@@ -1,0 +1,58 @@
+"""The same bits in process, with one worker and with two; and what a run leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_processes import experiment, fedloom, final, scores
+
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
+
+
+def test_workers_change_no_bit(fresh_root: Path, tmp_path: Path) -> None:
+    path = experiment(tmp_path, fresh_root, model={"name": "lenet"}, federation={"rounds": 3, "checkpoint_every_s": 30})
+    for workers in (0, 1, 2):
+        fedloom("run", path, "--workers", workers, "--out", tmp_path / str(workers))
+    for workers in (1, 2):
+        assert final(tmp_path / str(workers)) == final(tmp_path / "0")
+        assert scores(tmp_path / str(workers)) == scores(tmp_path / "0")
+        assert (tmp_path / str(workers) / "clients.csv").read_text() == (tmp_path / "0" / "clients.csv").read_text()
+    wires = [json.loads((tmp_path / str(n) / "summary.json").read_text())["communication"] for n in (0, 1, 2)]
+    assert wires[0]["wire_up"] is wires[0]["wire_down"] is None
+    for wire in wires[1:]:
+        assert {k: wire[k] for k in ("payload_up", "payload_down")} == {
+            k: wires[0][k] for k in ("payload_up", "payload_down")
+        }
+        assert wire["wire_up"] > 0
+    assert wires[2]["wire_down"] > wires[1]["wire_down"]  # a broadcast travels once to each worker
+
+
+def test_fedavg_too(fresh_root: Path, tmp_path: Path) -> None:
+    algorithm = {"name": "fedavg", "local": {"epochs": 2, "batch_size": 16}, "personalize_steps": 5}
+    path = experiment(tmp_path, fresh_root, algorithm=algorithm)
+    for workers in (0, 2):
+        fedloom("run", path, "--workers", workers, "--out", tmp_path / str(workers))
+    assert final(tmp_path / "2") == final(tmp_path / "0")
+    assert scores(tmp_path / "2") == scores(tmp_path / "0")
+    assert scores(tmp_path / "2")["global"]["clients"] == 20
+
+
+def test_what_a_run_leaves(small_run: tuple[Path, Path]) -> None:
+    _, run = small_run
+    assert {entry.name for entry in run.iterdir()} >= {
+        "experiment.yaml", "environment.json", "partition.json", "metrics.jsonl", "clients.csv", "journal.jsonl",
+        "summary.json", "checkpoints", "report.html", "figures", "logs", "descriptors.json",
+    }  # fmt: skip
+    assert not [path for path in run.rglob("*") if path.name.startswith(".") or path.name.endswith(".partial")]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in metrics] == [0, 2, 4]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["rounds"], summary["seen"]["clients"], summary["unseen"]["clients"]) == (4, 18, 2)
+    assert summary["client_steps_per_s"] > 0
+    checkpoints = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert {"round-000003.safetensors", "round-000004.safetensors"} <= set(checkpoints)
+    assert set(checkpoints) - {"round-000003.safetensors", "round-000004.safetensors"} <= {
+        f"round-{summary['best']['round']:06d}.safetensors"
+    }

@@ -1,0 +1,76 @@
+"""PeFLL's aggregator does not grow with the number of clients (DESIGN §3, papers/001 §3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_processes import WAIT_S, ended, experiment, started, until
+
+from fedloom.algorithms.base import Task, find
+from fedloom.federation.randomness import generator
+from fedloom.models.lenet import LeNet
+
+MB = 1 << 20
+
+
+def test_the_state_has_one_size(tmp_path: Path) -> None:
+    pefll = find("pefll")
+    settings = pefll.settings.model_validate(
+        {"local": {"steps": 1}, "descriptor": {"size": 25}, "server": {"rule": "adam"}}
+    )
+    model = LeNet((1, 28, 28), 10)
+    sizes = []
+    for clients in (100, 1000):
+        task = Task(model, 10, (1, 28, 28), clients)
+        state = pefll.server(settings, task, generator(1, "init")).state()
+        sizes.append({name: tuple(tensor.shape) for name, tensor in state.items()})
+    assert sizes[0] == sizes[1]
+
+
+def peak_memory(path: Path, out: Path) -> int:
+    """Peak resident bytes of a run's aggregator; its worker holds the data."""
+    peak = 0
+    with started("run", path, "--workers", 1, "--out", out) as process:
+
+        def finished() -> bool:
+            nonlocal peak
+            try:
+                status = Path(f"/proc/{process.pid}/status").read_text()
+            except FileNotFoundError:
+                return True
+            measured = [int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")]
+            # Until the summary is there: drawing the report afterwards is not the aggregator's work.
+            peak = max([peak, *measured])
+            return (out / "clients.csv").exists() or process.poll() is not None
+
+        until(finished, "the end of the run", WAIT_S)
+        ended(process, 0)
+    return peak
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("runs")
+def test_ten_times_the_clients_take_no_more_memory(fresh_root: Path, tmp_path: Path) -> None:
+    from fedloom.cli.compose import dealt
+    from fedloom.experiment import load
+
+    peaks = []
+    for clients in (20, 200):
+        partition = {
+            "scheme": "classes", "clients": clients, "classes_per_client": 2,
+            "train_per_client": 200, "test_per_client": 20,
+        }  # fmt: skip
+        path = experiment(
+            tmp_path / str(clients),
+            fresh_root,
+            data={"partition": partition},
+            algorithm={"name": "pefll", "local": {"steps": 2}, "descriptor": {"size": 8}},
+            federation={"rounds": 10, "checkpoint_every_s": 30},
+        )
+        dealt(load(path))  # here, so that the aggregator does not do it
+        peaks.append(peak_memory(path, tmp_path / str(clients) / "run"))
+    # 180 clients more have 28 MB of training images as bytes, four times that as numbers.
+    assert abs(peaks[1] - peaks[0]) < 12 * MB, peaks

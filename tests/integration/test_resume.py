@@ -1,0 +1,202 @@
+"""What --resume takes up and what it refuses; data that are missing or damaged; a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_processes import experiment, fedloom, final, scores
+
+from fedloom.cli.run import run as command
+from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
+from fedloom.experiment import load
+from fedloom.federation.checkpoint import Checkpoints
+from fedloom.federation.folder import RunFolder
+
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
+
+
+@pytest.fixture
+def copy(small_run: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the finished small run, to spoil."""
+    return Path(shutil.copytree(small_run[1], tmp_path / "copy"))
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file of a folder: when it was written, and what it holds."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def refused(kind: type[FedloomError], code: ExitCode, *arguments: Any, **options: Any) -> str:
+    """What a run says that cannot begin. No process is needed for it: the command itself is called."""
+    with pytest.raises(kind) as failure:
+        command(*arguments, **options)
+    assert failure.value.exit_code is code
+    return str(failure.value)
+
+
+def back_to(copy: Path, round: int) -> None:
+    """Undo what came after a checkpoint, as if the run had been killed then."""
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.stem.removeprefix("round-")) > round:
+            path.unlink()
+    (copy / "summary.json").unlink()
+
+
+# --- what is there already --------------------------------------------------------------------------------------------
+
+
+def test_an_existing_run_is_not_touched_without_resume(small_run: tuple[Path, Path], copy: Path) -> None:
+    before = files(copy)
+    said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy)
+    assert "found a run there already" in said
+    assert "--resume" in said
+    assert files(copy) == before
+
+
+def test_a_folder_that_is_no_run_is_not_touched(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    for resume in (False, True):
+        said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=tmp_path / "mine", resume=resume)
+        assert "not empty and not a run" in said
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def test_other_settings_are_named_and_refused(small_run: tuple[Path, Path], copy: Path) -> None:
+    before = files(copy)
+    overrides = ["seed=6", "algorithm.local={epochs: 3, batch_size: 16, lr: 0.02}", "federation.min_replies=2"]
+    said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], set_=overrides, out=copy, resume=True)
+    assert "seed: the run has 5, found 6" in said
+    assert "algorithm.local.epochs: the run has 2, found 3" in said
+    assert "federation.min_replies: the run has 1, found 2" in said
+    assert files(copy) == before
+
+
+def test_another_partition_is_refused(small_run: tuple[Path, Path], copy: Path) -> None:
+    document = json.loads((copy / "partition.json").read_text())
+    document["clients"][0]["sha256"] = "0" * 64
+    (copy / "partition.json").write_text(json.dumps(document))
+    said = refused(DataError, ExitCode.DATA, small_run[0], out=copy, resume=True)
+    assert "begun with partition" in said
+
+
+def test_only_one_process_works_on_a_run(small_run: tuple[Path, Path], copy: Path) -> None:
+    before = files(copy)
+    with RunFolder(copy).held():
+        said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy, resume=True)
+    assert "another process at work on this run" in said
+    assert files(copy) == before
+
+
+# --- journals to replay -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rounds", "said"),
+    [
+        (lambda line: line, 9, "no round 9 (it ends with round 4)"),
+        (lambda line: {**line, "conversations": 3}, 4, "not a journal of this version"),
+        (lambda line: {**line, "surprise": 1}, 4, "not a journal of this version"),
+    ],
+)
+def test_journals_that_cannot_be_replayed_are_refused_at_once(
+    small_run: tuple[Path, Path],
+    copy: Path,
+    tmp_path: Path,
+    spoil: Callable[[dict[str, Any]], dict[str, Any]],
+    rounds: int,
+    said: str,
+) -> None:
+    folder = RunFolder(copy)
+    folder.rewrite("journal.jsonl", [spoil(line) for line in folder.lines("journal.jsonl")])
+    out = tmp_path / "again"
+    overrides = [f"federation.rounds={rounds}"]
+    assert said in refused(DataError, ExitCode.DATA, small_run[0], set_=overrides, replay=copy, out=out)
+    assert not out.exists()
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+def test_half_written_lines_and_files_of_a_crash(small_run: tuple[Path, Path], copy: Path) -> None:
+    back_to(copy, 3)
+    for name in ("journal.jsonl", "metrics.jsonl"):
+        whole = (copy / name).read_bytes()
+        (copy / name).write_bytes(whole[: len(whole) - 40])
+    partial = copy / "checkpoints" / ".round-000004.safetensors.77.partial"
+    partial.write_bytes(b"half")
+    fedloom("run", small_run[0], "--out", copy, "--resume")
+    assert final(copy) == final(small_run[1])
+    assert scores(copy) == scores(small_run[1])
+    assert [line["round"] for line in RunFolder(copy).lines("metrics.jsonl")] == [0, 2, 4]
+    assert [line["round"] for line in RunFolder(copy).lines("journal.jsonl")] == [1, 2, 3, 4]
+    assert not partial.exists()
+
+
+def test_a_damaged_checkpoint(small_run: tuple[Path, Path], copy: Path) -> None:
+    last = copy / "checkpoints" / "round-000004.safetensors"
+    whole = last.read_bytes()
+    for damaged in (b"", b"\xff" * 64 + whole[64:], whole[: len(whole) // 2]):
+        last.write_bytes(damaged)
+        with pytest.raises(DataError, match="not a checkpoint"):
+            Checkpoints(copy / "checkpoints").load("last")
+    said = fedloom("run", small_run[0], "--out", copy, "--resume", code=3)
+    assert f"{last}: not a checkpoint" in said
+    assert "remove the file to go on from the one before" in said
+    last.unlink()
+    fedloom("run", small_run[0], "--out", copy, "--resume")
+    assert final(copy) == final(small_run[1])
+    assert scores(copy) == scores(small_run[1])
+
+
+def test_a_checkpoint_that_cannot_be_written(small_run: tuple[Path, Path], copy: Path) -> None:
+    """A limit on the size of files fails a write in the middle, as a full disk does."""
+    back_to(copy, 3)
+    durable = final(copy)
+    blocks = len(durable) // 1024 // 2
+    said = fedloom("run", small_run[0], "--out", copy, "--resume", code=6, before=f"ulimit -f {blocks}")
+    assert "round-000004.safetensors: cannot be written: file too large" in said
+    assert "make room and go on with --resume" in said
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir())[-1] == "round-000003.safetensors"
+    assert final(copy) == durable
+    fedloom("run", small_run[0], "--out", copy, "--resume")
+    assert final(copy) == final(small_run[1])
+    assert scores(copy) == scores(small_run[1])
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_data_set_that_is_not_there(tmp_path: Path) -> None:
+    path = experiment(tmp_path, tmp_path / "nowhere")
+    said = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
+    assert "fedloom data fetch fashion-mnist" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
+    from fedloom.cli.compose import dealt
+    from fedloom.cli.data import partition
+
+    path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})
+    dataset = dealt(load(path))
+    shard = dataset.folder / "shards" / "client-0003.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for _ in range(2):  # damage is said every time, and mended by the command that it names
+        said = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
+        assert str(shard) in said
+        assert "fedloom partition EXPERIMENT" in said
+        assert not (tmp_path / "run").exists()
+    partition(path)
+    assert shard.read_bytes() == whole
+    dealt(load(path))
