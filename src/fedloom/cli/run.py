@@ -190,7 +190,7 @@ def _carried(
             if listen is None:
                 workers = Workers(e.runtime.workers, address, dataset.folder, folder.logs, e.runtime, abort)
             else:
-                watch.say(f"listening on {address}")
+                watch.say(f"waiting for: fedloom worker --aggregator {address} --partition {dataset.folder}")
             try:
                 server.wait_for(
                     [entry.id for entry in dataset.manifest.clients],
