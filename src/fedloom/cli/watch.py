@@ -90,7 +90,8 @@ class Watch:
         for group in ("seen", "unseen", "global"):
             if line[group] is not None:
                 parts.append(f"{group} {line[group]['accuracy_pooled']:.4f}")
-        self.say(f"after round {line['round']}: pooled test accuracy " + ", ".join(parts))
+        where = f" (time: {self.phases()})" if self._phases else ""
+        self.say(f"after round {line['round']}: pooled test accuracy {', '.join(parts)}{where}")
 
     def phases(self) -> str:
         """Share of each phase so far."""
