@@ -113,13 +113,11 @@ def compare(
 ) -> None:
     """Show side by side what each client would get; runs that differ in the seed alone are merged."""
     from rich.console import Console
-    from rich.table import Table
 
+    from fedloom.cli.watch import narrow
     from fedloom.evaluation.compare import HEADINGS, as_text, comparison_table
 
-    table = Table(title="What each client would get (test accuracy, %)", title_justify="left")
-    for i, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if i == 0 else "right")
+    table = narrow("What each client would get (test accuracy, %)", HEADINGS)
     for cells in as_text(comparison_table(runs)):
         table.add_row(*cells)
     Console().print(table)

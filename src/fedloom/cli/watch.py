@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -101,9 +102,8 @@ class Watch:
 
 def results(summary: dict[str, Any]) -> Table:
     """The table that a run ends with."""
-    table = Table(title=f"{summary['name']} · {summary['algorithm']} · seed {summary['seed']}", title_justify="left")
-    for column in ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss"):
-        table.add_column(column, justify="left" if not column else "right")
+    headings = ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss")
+    table = narrow(f"{summary['name']} · {summary['algorithm']} · seed {summary['seed']}", headings)
     for label, group in (("seen", "seen"), ("unseen", "unseen"), ("global model", "global")):
         row = summary[group]
         if row is not None:
@@ -116,6 +116,15 @@ def results(summary: dict[str, Any]) -> Table:
                 f"{row['accuracy_pooled']:.4f}",
                 f"{row['loss_mean']:.4f}",
             )
+    return table
+
+
+def narrow(title: str, headings: Sequence[str]) -> Table:
+    """A table whose first column is text and whose headings, not cells, wrap: it fits eighty columns."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, heading in enumerate(headings):
+        heading = heading.replace(" ", "\n") if i and "±" not in heading else heading
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True, vertical="bottom")
     return table
 
 
