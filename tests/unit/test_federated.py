@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -16,9 +17,11 @@ import torch
 from fedloom.data import partition as partitioning
 from fedloom.data import sources
 from fedloom.data.federated import FederatedDataset, Manifest, normalize
-from fedloom.data.manifest import Normalization
+from fedloom.data.manifest import Kind, Normalization
 from fedloom.data.partition import partition
-from fedloom.data.schemes import ClassesScheme
+from fedloom.data.schemes import ClassesScheme, NaturalScheme
+from fedloom.data.sources import Official, Owners, Pool, Source
+from fedloom.data.sources.base import SourceFile
 from fedloom.errors import DataError, ExitCode, ExperimentError
 
 SCHEME = ClassesScheme(clients=6, classes_per_client=2)
@@ -55,14 +58,15 @@ def rewrite(folder: Path, client: str, tensors: dict[str, torch.Tensor]) -> None
 def test_clients_get_what_the_manifest_says(folder: Path, tiny_root: Path) -> None:
     dataset = FederatedDataset.open(folder)
     manifest = dataset.manifest
-    train, test = sources.load(sources.find("tiny"), tiny_root)
-    assert (manifest.dataset, manifest.classes, manifest.input_shape) == ("tiny", 5, (1, 6, 6))
+    whole = sources.load(sources.find("tiny"), tiny_root)
+    assert (manifest.dataset, manifest.classes, manifest.input_shape, manifest.kind) == ("tiny", 5, (1, 6, 6), "pixels")
     assert len(manifest.roster) == 4
     assert len(manifest.unseen) == 2
     assert sorted(manifest.roster + manifest.unseen) == [f"client-000{i}" for i in range(6)]
-    official = {image.tobytes() for image in train.images}, {image.tobytes() for image in test.images}
+    official = [{image.tobytes() for image in pool.inputs} for pool in (whole.train, whole.test)]
     for entry in manifest.clients:
         client = dataset.client(entry.id)
+        assert entry.owner is None
         assert client is dataset.client(entry.id)
         for split, pool in (("train", 0), ("validation", 0), ("test", 1)):
             data = getattr(client, split)
@@ -85,10 +89,145 @@ def test_class_proportions_are_those_of_the_train_splits(folder: Path) -> None:
     assert proportions[0].tolist() == [count / first.train for count in first.class_counts["train"]]
 
 
-def test_normalization_by_channel() -> None:
-    x = torch.tensor([[[[0, 255]], [[51, 102]]]], dtype=torch.uint8)
-    found = normalize(x, Normalization((0.5, 0.2), (0.25, 0.1)))
-    assert torch.allclose(found, torch.tensor([[[[-2.0, 2.0]], [[0.0, 2.0]]]]), atol=1e-6)
+def test_normalization_by_channel_and_by_feature() -> None:
+    by_two = Normalization((0.5, 0.2), (0.25, 0.1))
+    pixels = torch.tensor([[[[0, 255]], [[51, 102]]]], dtype=torch.uint8)
+    expected = torch.tensor([[[[-2.0, 2.0]], [[0.0, 2.0]]]])
+    assert torch.allclose(normalize(pixels, "pixels", by_two), expected, atol=1e-6)
+    features = torch.tensor([[0.75, 0.2], [0.0, 0.4]])
+    expected = torch.tensor([[1.0, 0.0], [-2.0, 2.0]])
+    assert torch.allclose(normalize(features, "features", by_two), expected, atol=1e-6)
+
+
+OWNERS = np.arange(90) % 3
+
+
+def features() -> Official:
+    """Three speakers, 2 features, 3 classes."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(5, 3, (90, 2)).astype(np.float32)
+    y = np.arange(90) // 3 % 3
+    pools = (Pool(x[part], y[part], OWNERS[part]) for part in (slice(0, 60), slice(60, 90)))
+    return Official(*pools, Owners(("ann", "bob", "cem"), divided=True))
+
+
+def tokens() -> Official:
+    """Three roles, windows of 4 tokens of 3, each window a view of the text."""
+    text = (np.arange(94) * np.arange(94) % 7 % 3).astype(np.uint8)
+    x, y, owners = np.lib.stride_tricks.sliding_window_view(text, 4)[:90], text[4:].astype(np.int64), OWNERS
+    pools = (Pool(x[part], y[part], np.sort(owners[part])) for part in (slice(0, 60), slice(60, 90)))
+    return Official(*pools, Owners(("ann", "bob", "cem"), divided=True, overlap=4))
+
+
+MAKERS: dict[Kind, tuple[Callable[[], Official], tuple[int, ...]]] = {
+    "features": (features, (2,)),
+    "tokens": (tokens, (4,)),
+}
+
+
+@pytest.fixture
+def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind, Official], Path]:
+    """Register a source ``other`` of some kind that reads as the examples given, and return its data root."""
+
+    def make(kind: Kind, whole: Official) -> Path:
+        content = b"what these examples stand in"
+        (tmp_path / "given").mkdir()
+        (tmp_path / "given" / "data").write_bytes(content)
+        source = Source(
+            name="other",
+            title="Other",
+            class_names=("a", "b", "c"),
+            input_shape=MAKERS[kind][1],
+            licence="none",
+            files=(SourceFile("data", len(content), hashlib.sha256(content).hexdigest()),),
+            ways=(),
+            read=lambda contents: whole,
+            kind=kind,
+        )
+        monkeypatch.setitem(sources.SOURCES, "other", source)
+        sources.fetch(source, tmp_path / "root", copy_from=tmp_path / "given")
+        return tmp_path / "root"
+
+    return make
+
+
+def make_other(root: Path) -> Path:
+    return partition(
+        "other", NaturalScheme(), seed=1, unseen_fraction=1 / 3, validation_fraction=0.25, root=root, mend=True
+    )
+
+
+@pytest.mark.parametrize("kind", list(MAKERS))
+def test_owners_features_and_tokens_reach_the_client(
+    kind: Kind, other_source: Callable[[Kind, Official], Path]
+) -> None:
+    whole = MAKERS[kind][0]()
+    dataset = FederatedDataset.open(make_other(other_source(kind, whole)))
+    manifest = dataset.manifest
+    assert (manifest.kind, manifest.input_shape, manifest.classes) == (kind, MAKERS[kind][1], 3)
+    assert [entry.owner for entry in manifest.clients] == ["ann", "bob", "cem"]
+    assert [entry.id for entry in manifest.clients] == ["client-0000", "client-0001", "client-0002"]
+    assert manifest.scheme == {
+        "scheme": "natural", "clients": None, "min_examples": 10, "test_fraction": None, "train_per_client": None,
+        "test_per_client": None,
+    }  # fmt: skip
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    train = torch.cat([dataset.client(entry.id).train.x for entry in manifest.clients])
+    if kind == "features":
+        assert train.dtype == torch.float32
+        assert torch.allclose(train.mean(0), torch.zeros(2), atol=1e-5)
+        assert torch.allclose(train.std(0, correction=0), torch.ones(2), atol=1e-5)
+    else:
+        assert train.dtype == torch.uint8
+        assert manifest.normalization == Normalization((), ())
+    for owner, entry in enumerate(manifest.clients):
+        client, pool = dataset.client(entry.id), whole.test
+        expected = torch.from_numpy(pool.inputs[pool.owners == owner].copy())
+        assert torch.equal(client.test.x, normalize(expected, kind, manifest.normalization))
+        assert client.test.y.tolist() == pool.labels[pool.owners == owner].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("features", lambda pool: replace(pool, inputs=np.float64(pool.inputs)), "expected float32 inputs"),
+        ("features", lambda pool: replace(pool, inputs=pool.inputs[:, :1]), r"\(2,\) \(features\), found .*\(1,\)"),
+        ("features", lambda pool: replace(pool, inputs=pool.inputs * np.float32(np.inf)), "finite features, found"),
+        ("features", lambda pool: replace(pool, labels=pool.labels + 1), r"labels in 0 \.\.\. 2, found 1 \.\.\. 3"),
+        ("tokens", lambda pool: replace(pool, inputs=pool.inputs + np.uint8(1)), r"tokens in 0 \.\.\. 2, found 3"),
+    ],
+)  # fmt: skip
+def test_examples_that_are_not_what_their_source_says_are_refused(
+    kind: Kind, change: Callable[[Pool], Pool], words: str, other_source: Callable[[Kind, Official], Path]
+) -> None:
+    whole = MAKERS[kind][0]()
+    root = other_source(kind, replace(whole, test=change(whole.test)))
+    with pytest.raises(DataError, match=f"test examples of other: .*{words}"):
+        make_other(root)
+    assert [path for path in (root / "partitions").iterdir() if path.suffix != ".lock"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "words"),
+    [
+        ("features", lambda t: t.update(test_x=t["test_x"].double()), "test_x in .*expected torch.float32 .*found t"),
+        ("features", lambda t: t["test_x"].fill_(float("nan")), "test_x in .*: expected finite features, found nan"),
+        ("tokens", lambda t: t.update(test_x=t["test_x"].float()), "test_x in .*expected torch.uint8"),
+        ("tokens", lambda t: t["test_x"].fill_(7), r"test_x in .*: expected tokens in 0 \.\.\. 2, found 7"),
+    ],
+)  # fmt: skip
+def test_a_shard_of_another_kind_is_refused(
+    kind: Kind,
+    damage: Callable[[dict[str, torch.Tensor]], None],
+    words: str,
+    other_source: Callable[[Kind, Official], Path],
+) -> None:
+    folder = make_other(other_source(kind, MAKERS[kind][0]()))
+    tensors = safetensors.torch.load_file(folder / "shards" / "client-0001.safetensors")
+    damage(tensors)
+    rewrite(folder, "client-0001", tensors)
+    with pytest.raises(DataError, match=words):
+        FederatedDataset.open(folder).client("client-0001")
 
 
 def test_a_manifest_survives_its_json(folder: Path) -> None:
@@ -192,7 +331,12 @@ def change_client(**values: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (change(version=2), ["version is 2, expected 1"]),
+        (change(version=1), ["version is 1, expected 2"]),
+        (change(kind="sounds"), ["kind: ", "'pixels', 'features' or 'tokens'"]),
+        (change(kind="features"), ["input_shape is [1, 6, 6], expected [features] for features"]),
+        (change(kind="tokens", input_shape=[6]), ["no mean and no std for tokens"]),
+        (change(kind="features", input_shape=[6]), ["one mean and one std for each of 6 features"]),
+        (change(input_shape=[1, 0, 6]), ["input_shape is [1, 0, 6]"]),
         (change(classes="five"), ["classes: "]),
         (change(class_names=["a"]), ["1 class_names, expected 5"]),
         (change(normalization={"mean": [0.1, 0.2], "std": [1.0, 1.0]}), ["1 channel"]),
@@ -216,6 +360,13 @@ def test_a_damaged_manifest_is_named(damage: Callable[[dict[str, Any]], None], w
         FederatedDataset.open(folder)
     for word in [*words, str(path), "is damaged", "fedloom partition EXPERIMENT"]:
         assert word in str(error.value)
+
+
+def test_a_manifest_of_an_older_fedloom_says_so(folder: Path) -> None:
+    content = json.loads((folder / "partition.json").read_text()) | {"version": 1}
+    del content["kind"]
+    with pytest.raises(DataError, match="the manifest is of version 1; this FedLoom reads version 2"):
+        Manifest.from_json(json.dumps(content))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00\xff"])

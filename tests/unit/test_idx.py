@@ -56,3 +56,28 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
     except DataError:
         return
     assert 8 + len(array) == len(content)
+
+
+INTEGERS = struct.pack(">BBBB2I3i", 0, 0, 0x0C, 2, 1, 3, 7, -1, 2**31 - 1)
+
+
+def test_reads_big_endian_integers() -> None:
+    rows = idx.parse_int32(INTEGERS, "labels", 2)
+    assert rows.dtype == np.int64
+    assert rows.tolist() == [[7, -1, 2**31 - 1]]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (INTEGERS[:-1], ["truncated", "23 bytes", "expected 24", "(1, 3)"]),
+        (INTEGERS[:9], ["truncated", "9 bytes", "header of 12"]),
+        (b"\0\0\x08\x02" + INTEGERS[4:], ["00 00 08 02", "expected 00 00 0c 02", "32-bit integers"]),
+    ],
+    ids=["cut", "header", "type"],
+)
+def test_what_are_no_integers_is_named(content: bytes, words: list[str]) -> None:
+    with pytest.raises(DataError) as error:
+        idx.parse_int32(content, "labels", 2)
+    for word in words:
+        assert word in str(error.value)

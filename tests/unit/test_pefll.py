@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fedloom.algorithms.pefll import (
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.lenet import LeNet
+from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 
 BETA = 0.05
@@ -63,6 +65,9 @@ def embed(s: PeFLLSettings, p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tenso
     onehot = F.one_hot(y, CLASSES).double()
     if s.embedding.network == "linear":
         return onehot @ p["fc.weight"].T + p["fc.bias"]
+    if s.embedding.network == "mlp":
+        h = torch.cat([x.flatten(1), onehot], 1) if s.embedding.labels else x.flatten(1)
+        return F.relu(h @ p["fc1.weight"].T + p["fc1.bias"]) @ p["fc2.weight"].T + p["fc2.bias"]
     if s.embedding.labels:
         x = torch.cat([x, onehot[:, :, None, None].expand(-1, -1, *x.shape[2:])], 1)
     return lenet(p, x)
@@ -142,11 +147,25 @@ def gradient_step(
         ({}, LeNet(IMAGE, CLASSES), (3, 5)),
         ({"embedding": {"labels": False}}, MLP(IMAGE, [5], CLASSES), SIZES),
         ({"embedding": {"network": "linear"}}, MLP(IMAGE, [5], CLASSES), SIZES),
+        ({"embedding": {"network": "mlp", "width": 7}}, MLP(IMAGE, [5], CLASSES), SIZES),
+        ({"embedding": {"network": "mlp", "labels": False}}, MLP(IMAGE, [5], CLASSES), SIZES),
         ({"hypernetwork": {"size": "S", "output_relu": False}}, MLP(IMAGE, [5], CLASSES), SIZES),
         ({"hypernetwork": {"size": "L"}, "lambda_h": 0.0}, MLP(IMAGE, [5], CLASSES), SIZES),
         ({}, MLP(IMAGE, [5], CLASSES), tuple(range(3, 13))),  # two tiles of the hypernetwork
     ],
-    ids=["paper", "one client", "descriptor of all", "lenet", "unlabelled", "linear", "S", "L", "ten clients"],
+    ids=[
+        "paper",
+        "one client",
+        "descriptor of all",
+        "lenet",
+        "unlabelled",
+        "linear",
+        "mlp",
+        "mlp unlabelled",
+        "S",
+        "L",
+        "ten clients",
+    ],
 )
 def test_a_round_is_a_gradient_step_of_the_objective(
     tmp_path: Path, changes: dict[str, Any], model: Any, sizes: tuple[int, ...]
@@ -427,12 +446,49 @@ def test_settings_that_contradict_themselves_are_refused() -> None:
         literal(local={"epochs": 1})
 
 
-@pytest.mark.parametrize("shape", [(1, 15, 28), (3, 8, 8), (64,)])
+@pytest.mark.parametrize("shape", [(1, 15, 28), (3, 8, 8)])
 def test_a_lenet_embedding_of_inputs_too_small_is_refused(shape: tuple[int, ...]) -> None:
     problem = Task(MLP(shape, [], CLASSES), CLASSES, shape, 3, torch.float64)
     with pytest.raises(ExperimentError, match=r"algorithm\.embedding\.network: found 'lenet'.*16x16"):
         PeFLLServer(literal(), problem, torch.Generator())
     PeFLLServer(literal(embedding={"network": "linear"}), problem, torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "allowed"),
+    [("pixels", IMAGE, "lenet, linear, mlp"), ("features", (6,), "mlp, linear"), ("tokens", (9,), "lstm, linear")],
+)
+def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[int, ...], allowed: str) -> None:
+    """On the allowed ones a client trains and passes back; the others are refused with what is allowed."""
+    model = LSTM(CLASSES, hidden=5) if kind == "tokens" else MLP(shape, [5], CLASSES)
+    problem = Task(model, CLASSES, shape, 3, torch.float64, kind)
+    random = torch.Generator().manual_seed(1)
+    for network in ("lenet", "linear", "mlp", "lstm"):
+        s = literal(embedding={"network": network})
+        if network not in allowed.split(", "):
+            with pytest.raises(
+                ExperimentError, match=f"found '{network}' for inputs that are {kind}; allowed: {allowed}"
+            ):
+                PeFLLClient(s, problem)
+            continue
+        member = client("c0", 8, shape=shape)
+        if kind == "tokens":
+            tokens = torch.randint(CLASSES, (8, *shape), generator=random).to(torch.uint8)
+            member = replace(member, train=Split(tokens, member.train.y))
+        half = PeFLLClient(s, problem)
+        eta_v = half.embedding.init(random, torch.float64)
+        conversation = half.open(group([member]), EmbeddingNetwork(eta_v))
+        assert next(conversation).v.shape == (1, LENGTH)  # type: ignore[attr-defined]
+        update = conversation.send(PersonalizedModel(model.init(random, torch.float64)[None]))
+        assert update.delta_theta.abs().max() > 0  # type: ignore[attr-defined]
+        back = conversation.send(DescriptorUpdate(torch.ones(1, LENGTH, dtype=torch.float64)))
+        assert back.d_eta_v.shape == (1, len(eta_v))  # type: ignore[attr-defined]
+        assert back.d_eta_v.abs().max() > 0  # type: ignore[attr-defined]
+
+
+def test_a_width_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ValidationError, match="network lenet has no free width: found width=7"):
+        literal(embedding={"width": 7})
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

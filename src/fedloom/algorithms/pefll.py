@@ -112,13 +112,22 @@ class DescriptorSettings(Settings):
 class EmbeddingSettings(Settings):
     """The embedding network."""
 
-    network: Literal["lenet", "linear"] = Field(default="lenet", description="papers/001, Table 4, or linear on labels")
+    network: Literal["lenet", "linear", "mlp", "lstm"] = Field(
+        default="lenet",
+        description="lenet (images; papers/001, Table 4), linear on the labels alone, mlp (images and features; "
+        "papers/001, Table 9), lstm (tokens; papers/001, A.3)",
+    )
+    width: int | None = Field(
+        default=None, ge=1, description="of the hidden layers of mlp and lstm; null is 100 for mlp and 256 for lstm"
+    )
     labels: bool = Field(default=True, description="False: φ sees only x, so that unlabelled clients can be described")
 
     @model_validator(mode="after")
     def _sees_something(self) -> Self:
         if self.network == "linear" and not self.labels:
             raise ValueError("network linear sees nothing but labels: found labels=False, allowed with it: True")
+        if self.width is not None and self.network not in ("mlp", "lstm"):
+            raise ValueError(f"network {self.network} has no free width: found width={self.width}, allowed: null")
         return self
 
 
@@ -157,6 +166,14 @@ class PeFLLSettings(Settings):
         return self.descriptor.size if self.descriptor.size is not None else 1 + clients // 4
 
 
+EMBEDDINGS: dict[str, tuple[str, ...]] = {
+    "pixels": ("lenet", "linear", "mlp"),
+    "features": ("mlp", "linear"),
+    "tokens": ("lstm", "linear"),
+}
+"""Kind of input -> embedding networks that can take it, the first one recommended."""
+
+
 def embedding_network(settings: PeFLLSettings, task: Task) -> embedding.EmbeddingNetwork:
     """The embedding network of these settings.
 
@@ -165,15 +182,30 @@ def embedding_network(settings: PeFLLSettings, task: Task) -> embedding.Embeddin
     ExperimentError
         If it cannot take these inputs.
     """
-    size = settings.descriptor_size(task.clients)
-    if settings.embedding.network == "linear":
-        return embedding.LinearEmbedding(task.classes, size)
-    if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 16:
+    size, choice = settings.descriptor_size(task.clients), settings.embedding
+    allowed = EMBEDDINGS[task.kind]
+    if choice.network not in allowed:
         raise ExperimentError(
-            f"algorithm.embedding.network: found 'lenet' for inputs {task.input_shape}, which needs images from 16x16",
-            hint="algorithm.embedding.network: linear describes a client by its labels alone",
+            f"algorithm.embedding.network: found {choice.network!r} for inputs that are {task.kind}; "
+            f"allowed: {', '.join(allowed)}",
+            hint=f"set algorithm.embedding.network: {allowed[0]}",
         )
-    return embedding.LeNetEmbedding(task.input_shape, task.classes, size, labels=settings.embedding.labels)
+    match choice.network:
+        case "linear":
+            return embedding.LinearEmbedding(task.classes, size)
+        case "mlp":
+            width = choice.width or 100
+            return embedding.MLPEmbedding(task.input_shape, task.classes, size, width=width, labels=choice.labels)
+        case "lstm":
+            return embedding.LSTMEmbedding(task.classes, size, width=choice.width or 256, labels=choice.labels)
+        case "lenet":
+            try:
+                return embedding.LeNetEmbedding(task.input_shape, task.classes, size, labels=choice.labels)
+            except ValueError as error:
+                raise ExperimentError(
+                    f"algorithm.embedding.network: found 'lenet': {error}; allowed: linear, mlp",
+                    hint="algorithm.embedding.network: linear describes a client by its labels alone",
+                ) from error
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedloom.cli.progress import progress
+
+if TYPE_CHECKING:
+    from fedloom.data.sources import Official, Source
 
 
 def fetch(
@@ -16,20 +19,42 @@ def fetch(
         Path | None, typer.Option(help="Folder for data; by default $FEDLOOM_DATA, else ~/.cache/fedloom.")
     ] = None,
     copy_from: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Take the official files, plain or .gz, from here.")
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Take the files from here: official ones, plain or .gz, or those that LEAF made.",
+        ),
     ] = None,
 ) -> None:
     """Fetch a data set, check it, and store it where experiments find it."""
     from fedloom.data import sources
 
+    source = sources.find(name)
     with progress(bytes_counted=True) as tell:
         folder = sources.fetch(
-            sources.find(name),
+            source,
             root,
             copy_from=copy_from,
             on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total),
         )
+        tell(f"{name}: reading it", 0, None)
+        official = sources.load(source, root)
     typer.echo(f"{name} is in {folder}")
+    typer.echo(description(source, official))
+
+
+def description(source: Source, official: Official) -> str:
+    """Return what a data set is, in two lines: its examples, classes and owners; its licence."""
+    shape = " x ".join(map(str, source.input_shape))
+    owners = official.owners
+    if owners is None:
+        whose = "nobody is known to own them"
+    else:
+        among = "divided among" if owners.divided else "of"
+        whose = f"{among} {len(owners.names):,} owners, {owners.names[0]} to {owners.names[-1]}"
+    examples = f"{len(official.train):,} train and {len(official.test):,} test examples of {shape} {source.kind}"
+    return f"{source.title}: {examples}, {source.classes} classes; {whose}\nlicence: {source.licence}"
 
 
 def partition(

@@ -14,6 +14,7 @@ from fedloom.data.manifest import (
     MEND,
     SPLITS,
     ClientEntry,
+    Kind,
     Manifest,
     Normalization,
     read_manifest,
@@ -27,7 +28,10 @@ __all__ = ["ClientData", "ClientEntry", "FederatedDataset", "Manifest", "Normali
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples of one client: ``x`` [n, *input_shape] float, normalized; ``y`` [n] int64, or None if unlabelled."""
+    """Examples of one client: ``x`` [n, *input_shape]; ``y`` [n] int64, or None if unlabelled.
+
+    ``x`` is float32, normalized, for pixels and features, and uint8 as it is for tokens.
+    """
 
     x: Tensor
     y: Tensor | None
@@ -113,7 +117,7 @@ class FederatedDataset:
             read_shard(self.folder, entry)
 
     def client(self, client: str) -> ClientData:
-        """Return one client's data, checked against the manifest, normalized to float32, and kept.
+        """Return one client's data, checked against the manifest, normalized, and kept.
 
         Raises
         ------
@@ -136,24 +140,44 @@ class FederatedDataset:
 
     def _split(self, entry: ClientEntry, name: str, tensors: dict[str, Tensor], path: Path) -> Split:
         x, y = tensors.get(f"{name}_x"), tensors.get(f"{name}_y")
-        shape = (entry.size(name), *self.manifest.input_shape)
-        if x is None or tuple(x.shape) != shape or x.dtype != torch.uint8:
+        manifest = self.manifest
+        shape = (entry.size(name), *manifest.input_shape)
+        dtype = torch.float32 if manifest.kind == "features" else torch.uint8
+        if x is None or tuple(x.shape) != shape or x.dtype != dtype:
             found = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise DataError(f"{name}_x in {path}: expected torch.uint8 {shape}, found {found}", hint=MEND)
+            raise DataError(f"{name}_x in {path}: expected {dtype} {shape}, found {found}", hint=MEND)
+        if manifest.kind == "features" and not bool(x.isfinite().all()):
+            raise DataError(f"{name}_x in {path}: expected finite features, found {x[~x.isfinite()][0]}", hint=MEND)
+        if manifest.kind == "tokens" and len(x) and int(x.max()) >= manifest.classes:
+            raise DataError(
+                f"{name}_x in {path}: expected tokens in 0 ... {manifest.classes - 1}, found {int(x.max())}", hint=MEND
+            )
         if y is not None:
             y = y.long()
-            if tuple(y.shape) != shape[:1] or (
-                len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.manifest.classes
-            ):
+            if tuple(y.shape) != shape[:1] or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < manifest.classes):
                 raise DataError(
-                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {self.manifest.classes - 1}", hint=MEND
+                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {manifest.classes - 1}", hint=MEND
                 )
-        return Split(normalize(x, self.manifest.normalization), y)
+        return Split(normalize(x, manifest.kind, manifest.normalization), y)
 
 
-def normalize(x: Tensor, normalization: Normalization) -> Tensor:
-    """Scale pixels to 0 ... 1 and standardize each channel: uint8 ``[n, channels, ...]`` to float32 of that shape."""
+def normalize(x: Tensor, kind: Kind, normalization: Normalization) -> Tensor:
+    """Standardize inputs.
+
+    Parameters
+    ----------
+    x
+        Pixels, uint8 ``[n, channels, ...]``, are scaled to 0 ... 1 and standardized per channel; features, float32
+        ``[n, f]``, per feature; tokens stay as they are.
+
+    Returns
+    -------
+    Tensor
+        Of the same shape: float32, or the tokens.
+    """
+    if kind == "tokens":
+        return x
     per_channel = (1, -1, *[1] * (x.dim() - 2))
     mean = torch.tensor(normalization.mean, dtype=torch.float32).reshape(per_channel)
     std = torch.tensor(normalization.std, dtype=torch.float32).reshape(per_channel)
-    return (x.float() / 255 - mean) / std
+    return ((x.float() / 255 if kind == "pixels" else x) - mean) / std

@@ -1,4 +1,4 @@
-"""The IDX format of MNIST and its kin: a magic number, the shape, then raw bytes."""
+"""The IDX format of MNIST and its kin: a magic number, the shape, then the elements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 from fedloom.errors import DataError
 
 UNSIGNED_BYTE = 0x08
+INT32 = 0x0C
 GZIP = b"\x1f\x8b"
 
 
 def parse(content: bytes, name: str, dimensions: int) -> NDArray[np.uint8]:
     """Return the array in an IDX file of unsigned bytes, as a read-only view of ``content``.
-
-    The header is two zero bytes, the element type (0x08: unsigned byte), the number of dimensions, and each
-    dimension as a big-endian 32-bit integer.
 
     Parameters
     ----------
@@ -34,20 +32,38 @@ def parse(content: bytes, name: str, dimensions: int) -> NDArray[np.uint8]:
     DataError
         If the file is compressed, not IDX, of another type or number of dimensions, too short or too long.
     """
+    shape, header = _shape(content, name, dimensions, UNSIGNED_BYTE, "unsigned bytes", 1)
+    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
+
+
+def parse_int32(content: bytes, name: str, dimensions: int) -> NDArray[np.int64]:
+    """Return the array in an IDX file of 32-bit integers; parameters and errors as of :func:`parse`."""
+    shape, header = _shape(content, name, dimensions, INT32, "32-bit integers", 4)
+    return np.frombuffer(content, dtype=">i4", offset=header).reshape(shape).astype(np.int64)
+
+
+def _shape(
+    content: bytes, name: str, dimensions: int, element: int, elements: str, width: int
+) -> tuple[tuple[int, ...], int]:
+    """Return the shape that the header says, and the size of the header.
+
+    The header is two zero bytes, the element type, the number of dimensions, and each dimension as a big-endian 32-bit
+    integer.
+    """
     if content[:2] == GZIP:
         raise DataError(f"{name} is gzip-compressed; expected the uncompressed IDX file")
-    expected = bytes([0, 0, UNSIGNED_BYTE, dimensions])
+    expected = bytes([0, 0, element, dimensions])
     if content[:4] != expected:
         raise DataError(
             f"{name} starts with the bytes {content[:4].hex(' ') or '(none: it is empty)'}; expected "
-            f"{expected.hex(' ')}, an IDX file of unsigned bytes in {dimensions} dimension(s)"
+            f"{expected.hex(' ')}, an IDX file of {elements} in {dimensions} dimension(s)"
         )
     header = 4 + 4 * dimensions
     if len(content) < header:
         raise DataError(f"{name} is truncated: {len(content)} bytes, expected a header of {header} bytes")
     shape = struct.unpack(f">{dimensions}I", content[4:header])
-    size = header + math.prod(shape)
+    size = header + width * math.prod(shape)
     if len(content) != size:
         fault = "truncated" if len(content) < size else "too long"
         raise DataError(f"{name} is {fault}: {len(content)} bytes, expected {size} for its shape {shape}")
-    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
+    return shape, header

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,7 +20,18 @@ from fedloom.errors import DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 1
+Kind: TypeAlias = Literal["pixels", "features", "tokens"]
+"""What an input is: ``pixels`` [channels, height, width] uint8, standardized per channel after division by 255;
+``features`` [f] float32, standardized per feature; ``tokens`` [length] uint8, indices into a vocabulary that is the
+list of classes (next-token prediction), used as they are."""
+
+_AXES: Mapping[Kind, tuple[str, ...]] = {
+    "pixels": ("channels", "height", "width"),
+    "features": ("features",),
+    "tokens": ("tokens",),
+}
+
+VERSION = 2
 MEND = "make it again: fedloom partition EXPERIMENT"
 SPLITS = ("train", "validation", "test")
 
@@ -40,6 +52,8 @@ class ClientEntry:
         For each split, examples of each class ``[C]``; all zero where the split has no labels.
     sha256
         Of the shard file, hex.
+    owner
+        What its natural owner is called in the source; None where examples were dealt.
     """
 
     id: str
@@ -49,6 +63,7 @@ class ClientEntry:
     test: int
     class_counts: Mapping[str, tuple[int, ...]]
     sha256: str
+    owner: str | None = None
 
     def size(self, split: str) -> int:
         """Number of examples in a split, by its name."""
@@ -57,7 +72,10 @@ class ClientEntry:
 
 @dataclass(frozen=True)
 class Normalization:
-    """Mean and standard deviation of each channel over the training pool, of pixels scaled to 0 ... 1."""
+    """Mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature, over the training pool.
+
+    Empty for tokens.
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -71,8 +89,8 @@ class Manifest:
     ----------
     version
         Of this format.
-    dataset, classes, class_names, input_shape
-        The source: its name, C, what the classes are called, shape of one input.
+    dataset, classes, class_names, input_shape, kind
+        The source: its name, C, what the classes are called, shape of one input, and what an input is.
     scheme, seed, unseen_fraction, validation_fraction
         The settings it was dealt with.
     normalization
@@ -88,6 +106,7 @@ class Manifest:
     classes: int
     class_names: tuple[str, ...]
     input_shape: tuple[int, ...]
+    kind: Kind
     scheme: Mapping[str, Any]
     seed: int
     unseen_fraction: float
@@ -139,7 +158,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the canonical JSON: sorted keys, no spaces."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        # Not dataclasses.asdict, which copies every count: seconds for a thousand clients.
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        known |= {"normalization": vars(self.normalization), "clients": [vars(client) for client in self.clients]}
+        return json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the manifest") -> Manifest:
@@ -158,6 +180,9 @@ class Manifest:
         try:
             manifest = _ADAPTER.validate_json(text)
         except ValidationError as error:
+            version = _version(text)
+            if version is not None and version != VERSION:
+                raise DataError(f"{where} is of version {version}; this FedLoom reads version {VERSION}") from error
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "the whole text"
             raise DataError(f"{where} is damaged: {key}: {first['msg']}", hint=MEND) from error
@@ -168,6 +193,16 @@ class Manifest:
 
 
 _ADAPTER = TypeAdapter(Manifest)
+
+
+def _version(text: str | bytes) -> int | None:
+    """Return the version of what may be a manifest of another format; None if it says none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    version = found.get("version") if isinstance(found, dict) else None
+    return version if isinstance(version, int) else None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -216,11 +251,18 @@ def _contradiction(manifest: Manifest) -> str | None:
         return f"version is {manifest.version}, expected {VERSION}"
     if len(manifest.class_names) != manifest.classes:
         return f"{len(manifest.class_names)} class_names, expected {manifest.classes} (classes)"
-    channels = manifest.input_shape[0] if manifest.input_shape else 0
-    if not len(manifest.normalization.mean) == len(manifest.normalization.std) == channels:
-        return f"normalization, expected one mean and one std for each of {channels} channel(s)"
-    if not all(std > 0 for std in manifest.normalization.std):
-        return f"normalization.std is {list(manifest.normalization.std)}, expected numbers above 0"
+    shape = manifest.input_shape
+    axes = _AXES[manifest.kind]
+    if len(shape) != len(axes) or min(shape) < 1:
+        return f"input_shape is {list(shape)}, expected [{', '.join(axes)}] for {manifest.kind}"
+    numbers = 0 if manifest.kind == "tokens" else shape[0]
+    if not len(manifest.normalization.mean) == len(manifest.normalization.std) == numbers:
+        each = f"one mean and one std for each of {numbers} {axes[0]}" if numbers else "no mean and no std for tokens"
+        return f"normalization, expected {each}"
+    if not all(math.isfinite(mean) for mean in manifest.normalization.mean):
+        return f"normalization.mean is {list(manifest.normalization.mean)}, expected finite numbers"
+    if not all(0 < std < math.inf for std in manifest.normalization.std):
+        return f"normalization.std is {list(manifest.normalization.std)}, expected finite numbers above 0"
     if not manifest.clients:
         return "it has no clients"
     if len({client.id for client in manifest.clients}) != len(manifest.clients):

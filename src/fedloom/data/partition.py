@@ -1,22 +1,12 @@
-"""Partition: dealing a source's examples to clients, and writing what each client gets.
-
-The mixes π_i of a scheme (``fedloom.data.schemes``) become example counts by one rule, applied to the train, the
-validation and the test pool with the same π_i, so that a client's splits have one class mix:
-
-1. *Size* (:func:`sizes`). Client i gets N_i = min over its classes of p_c / Σ_j π_jc examples, p_c being the number
-   of examples of class c in the pool, or its cap if that is less. Since N_i π_ic ≤ p_c π_ic / Σ_j π_jc, no
-   class runs out, whatever was drawn, and nothing is ever drawn again.
-2. *Counts* (:func:`quotas`). N_i π_i is rounded to whole examples by largest remainders.
-3. *Images*. Each class of each pool is shuffled and dealt out by these counts, so that no image is dealt twice.
-"""
+"""Partition: a source's examples dealt to clients (``fedloom.data.dealing``), as a folder on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,72 +14,30 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedloom.data import sources
+from fedloom.data.dealing import Deal, Dealing, deal_examples
 from fedloom.data.folders import data_root, locked, published, sync, write_durably
-from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.data.manifest import (
     SPLITS,
     VERSION,
     ClientEntry,
+    Kind,
     Manifest,
     Normalization,
     read_manifest,
     read_shard,
     shard_path,
 )
-from fedloom.data.schemes import Mixes, Scheme, unseen_count
-from fedloom.data.sources import Pool, Source
-from fedloom.errors import DataError, ExperimentError
+from fedloom.data.schemes import Scheme
+from fedloom.data.sources import Official, Pool, Source
+from fedloom.errors import DataError
 
 log = logging.getLogger("fedloom.data")
 
 DEALING = 1
 """Version of the way examples are dealt: to be raised with every change that deals other examples."""
 
-
-@dataclass(frozen=True)
-class Dealing:
-    """Everything that decides who gets what."""
-
-    scheme: Scheme
-    seed: int
-    unseen_fraction: float
-    validation_fraction: float
-
-    def check(self, source: Source) -> None:
-        """Refuse what cannot work with a source, without reading its data.
-
-        Raises
-        ------
-        ExperimentError
-            Naming the key, what was found and what is allowed.
-        """
-        if not 0 <= self.unseen_fraction < 1:
-            raise ExperimentError(f"data.unseen_fraction: found {self.unseen_fraction}; allowed: 0 or more, below 1")
-        if not 0 < self.validation_fraction < 1:
-            raise ExperimentError(
-                f"data.validation_fraction: found {self.validation_fraction}; allowed: between 0 and 1"
-            )
-        self.scheme.check(source.classes)
-
-
-@dataclass(frozen=True, eq=False)
-class Deal:
-    """Who gets what.
-
-    Attributes
-    ----------
-    seen
-        ``[n]`` bool.
-    examples
-        For each split, one array of positions per client, ascending: in the official train set for train and
-        validation, in the official test set for test.
-    training_pool
-        Positions in the official train set that are not held out for validation, ascending.
-    """
-
-    seen: NDArray[np.bool_]
-    examples: Mapping[str, list[NDArray[np.int64]]]
-    training_pool: NDArray[np.int64]
+CHUNK = 4096
+"""Examples taken at once where a pass over a whole pool is made: pools may be views that are far larger than memory."""
 
 
 def partition(
@@ -112,7 +60,7 @@ def partition(
     dataset
         Name of a source that is on disk (``fedloom data fetch``).
     scheme, seed, unseen_fraction, validation_fraction
-        As in the experiment file. Validation examples come from the official train set.
+        As in the experiment file.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
     mend
@@ -129,153 +77,90 @@ def partition(
     source = sources.find(dataset)
     dealing = Dealing(scheme, seed, float(unseen_fraction), float(validation_fraction))
     dealing.check(source)
-    folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, dealing)}"
+    checksums = sources.checksums(source, root)
+    folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, dealing)}"
     if folder.exists() and not mend:
         return folder
     with locked(folder):
         if folder.exists() and not (mend and _damaged(folder)):
             return folder
-        train, test = sources.load(source, root)
-        deal = deal_examples(train.labels, test.labels, source.classes, dealing)
+        official = sources.load(source, root)
+        for name, pool in (("train", official.train), ("test", official.test)):
+            check_pool(source, name, pool)
+        deal = deal_examples(official, source.classes, dealing, source.name)
         with published(folder) as staging:
-            write(staging, source, train, test, dealing, deal)
+            write(staging, source, checksums, official, dealing, deal)
     return folder
 
 
-def deal_examples(
-    train_labels: NDArray[np.int64], test_labels: NDArray[np.int64], classes: int, dealing: Dealing
-) -> Deal:
-    """Deal the examples of a source to clients.
+def check_pool(source: Source, name: str, pool: Pool) -> None:
+    """Refuse examples that are not what their source says they are.
 
     Parameters
     ----------
-    train_labels, test_labels
-        ``[N]`` and ``[M]``, the labels of the official sets.
-    classes
-        C.
+    name
+        What to call the pool: ``train`` or ``test``.
 
     Raises
     ------
-    ExperimentError
-        If a client would go without a train, validation or test example, or without one of the classes that its
-        scheme deals it.
+    DataError
+        If inputs are not of the source's shape, of the dtype of its kind, finite, and (tokens) below C, or labels not
+        in 0 ... C - 1.
     """
-    scheme, seed = dealing.scheme, dealing.seed
-    n = scheme.clients
-    unseen = shuffled(keyed_generator(seed, "unseen"), n)[: unseen_count(n, dealing.unseen_fraction)]
-    seen = np.ones(n, dtype=np.bool_)
-    seen[unseen] = False
+    where = f"{name} examples of {source.name}"
+    dtype = np.dtype(np.float32 if source.kind == "features" else np.uint8)
+    if pool.inputs.shape[1:] != source.input_shape or pool.inputs.dtype != dtype:
+        raise DataError(
+            f"{where}: expected {dtype} inputs of shape {source.input_shape} ({source.kind}), "
+            f"found {pool.inputs.dtype} of shape {pool.inputs.shape[1:]}"
+        )
+    if len(pool) and not 0 <= int(pool.labels.min()) <= int(pool.labels.max()) < source.classes:
+        raise DataError(
+            f"{where}: expected labels in 0 ... {source.classes - 1}, "
+            f"found {int(pool.labels.min())} ... {int(pool.labels.max())}"
+        )
+    if source.kind == "features" and not np.isfinite(pool.inputs).all():
+        raise DataError(f"{where}: expected finite features, found {pool.inputs[~np.isfinite(pool.inputs)][0]}")
+    if source.kind == "tokens" and len(pool) and int(pool.inputs.max()) >= source.classes:
+        raise DataError(f"{where}: expected tokens in 0 ... {source.classes - 1}, found {int(pool.inputs.max())}")
 
-    by_class = _split_by_class(train_labels, test_labels, classes, dealing)
-    available = {split: np.array([len(members) for members in by_class[split]]) for split in SPLITS}
-    mixes = scheme.mixes(available["train"], seen, seed)
-    caps = {"train": scheme.train_per_client, "validation": None, "test": scheme.test_per_client}
-    examples = {}
-    for split in SPLITS:
-        counts = quotas(mixes, sizes(mixes, available[split], caps[split]), available[split], seed, split)
-        _refuse_empty(counts, mixes, split, dealing, int(available[split].sum()))
-        examples[split] = _hand_out(by_class[split], counts, seed, split)
-    return Deal(seen, examples, np.sort(np.concatenate(by_class["train"])))
+
+def take(
+    official: Official, positions: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8] | NDArray[np.float32], NDArray[np.int64]]:
+    """Return inputs and labels at ascending positions in the official train, then test examples."""
+    first_test = len(official.train)
+    parts = (
+        (official.train, positions[positions < first_test]),
+        (official.test, positions[positions >= first_test] - first_test),
+    )
+    inputs = np.concatenate([pool.inputs[chosen] for pool, chosen in parts])
+    return inputs, np.concatenate([pool.labels[chosen] for pool, chosen in parts])
 
 
-def sizes(mixes: Mixes, available: NDArray[np.int64], cap: int | None = None) -> NDArray[np.int64]:
-    """Return how many examples each client gets of a pool, ``[n]``.
+def write(
+    folder: Path, source: Source, checksums: Mapping[str, str], official: Official, dealing: Dealing, deal: Deal
+) -> Manifest:
+    """Write a manifest and one shard per client into an empty folder, and return the manifest.
 
-    N_i = ⌊min_{c: π_ic > 0} p_c / Σ_j π_jc⌋, at most ``cap``. Equal mixes share a pool equally; under Dirichlet
-    mixes, where every π_ic > 0, all clients get the same size, and the class in greatest demand sets it.
+    A shard is a safetensors file with ``train_x`` [n, *input_shape] (uint8; features float32), ``train_y`` [n]
+    int64, and so on for validation and test.
 
     Parameters
     ----------
-    mixes
-        π, ``[n, C]``.
-    available
-        p, ``[C]``: examples of each class in the pool.
-    """
-    demand = mixes.sum(0)
-    per_unit = np.divide(available, demand, out=np.full(len(demand), np.inf), where=demand > 0)
-    largest = np.where(mixes > 0, per_unit, np.inf).min(1)
-    # What should be a whole number may come out just below it.
-    whole: NDArray[np.int64] = np.floor(largest * (1 + 1e-12) + 1e-9).astype(np.int64)
-    return whole if cap is None else np.minimum(whole, cap)
-
-
-def quotas(
-    mixes: Mixes, size: NDArray[np.int64], available: NDArray[np.int64], seed: int, split: str
-) -> NDArray[np.int64]:
-    """Round N_i π_i to whole examples by largest remainders, ``[n, C]``; no class exceeds ``available``.
-
-    Each client first gets ⌊N_i π_ic⌋ of each class; the N_i - Σ_c ⌊N_i π_ic⌋ left over go to its classes of largest
-    remainder that have examples to spare, clients choosing in random order. Where a pool is dealt out to its last
-    examples, the last to choose may find none to spare in their classes: then another client gives one up and takes
-    one of another class. Where no exchange is left either, a client goes without (fewer than C examples).
-    """
-    exact = mixes * size[:, None]
-    counts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
-    remainders = exact - counts
-    open_to = remainders > 1e-9  # [n, C]: may still be rounded up
-    spare = available - counts.sum(0)
-    missing = size - counts.sum(1)
-    for client in shuffled(keyed_generator(seed, "round", split), len(size)):
-        # Ties go to the class with most to spare.
-        order = np.lexsort((-spare, -np.round(remainders[client], 9)))
-        chosen = [c for c in order if spare[c] > 0 and open_to[client, c]][: missing[client]]
-        counts[client, chosen] += 1
-        spare[chosen] -= 1
-        open_to[client, chosen] = False
-        missing[client] -= len(chosen)
-    for client in np.flatnonzero(missing):
-        while missing[client] and _exchange(int(client), counts, open_to, spare, remainders):
-            missing[client] -= 1
-    return counts
-
-
-def _exchange(
-    client: int,
-    counts: NDArray[np.int64],
-    open_to: NDArray[np.bool_],
-    spare: NDArray[np.int64],
-    remainders: NDArray[np.float64],
-) -> bool:
-    """Get a client one more example by an exchange with another; False if there is no such exchange.
-
-    Of all the others that hold a rounded-up example of a class that the client is open to, and are open to a class
-    with examples to spare, the one whose mix suffers least.
-    """
-    rounded_up = (remainders > 1e-9) & ~open_to
-    instead = np.where(open_to & (spare > 0), remainders, -np.inf)
-    best = instead.max(1)
-    for c in np.flatnonzero(open_to[client]):
-        gain = np.where(rounded_up[:, c], best - remainders[:, c], -np.inf)
-        other = int(gain.argmax())
-        if gain[other] > -np.inf:
-            d = int(instead[other].argmax())
-            counts[other, c] -= 1
-            counts[other, d] += 1
-            counts[client, c] += 1
-            spare[d] -= 1
-            open_to[other, c], open_to[other, d], open_to[client, c] = True, False, False
-            return True
-    return False
-
-
-def write(folder: Path, source: Source, train: Pool, test: Pool, dealing: Dealing, deal: Deal) -> Manifest:
-    """Write a manifest and one shard per client into an empty folder, and return the manifest.
-
-    A shard is a safetensors file with ``train_x`` [n, *input_shape] uint8, ``train_y`` [n] int64, and so on for
-    validation and test.
+    checksums
+        Sha256 of the source's files, hex, by name.
     """
     shards = folder / "shards"
     shards.mkdir()
-    pools = {"train": train, "validation": train, "test": test}
     width = max(4, len(str(len(deal.seen) - 1)))
     entries = []
-    for client, is_seen in enumerate(deal.seen):
-        tensors: dict[str, NDArray[np.uint8] | NDArray[np.int64]] = {}
+    for client, (is_seen, owner) in enumerate(zip(deal.seen, deal.owners, strict=True)):
+        tensors: dict[str, NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.int64]] = {}
         counts: dict[str, tuple[int, ...]] = {}
         for split in SPLITS:
-            chosen = deal.examples[split][client]
-            labels = pools[split].labels[chosen]
-            tensors[f"{split}_x"], tensors[f"{split}_y"] = pools[split].images[chosen], labels
+            inputs, labels = take(official, deal.examples[split][client])
+            tensors[f"{split}_x"], tensors[f"{split}_y"] = inputs, labels
             counts[split] = tuple(np.bincount(labels, minlength=source.classes).tolist())
         # Without metadata: safetensors writes more than one key of it in any order.
         content = safetensors.numpy.save(tensors)
@@ -284,7 +169,7 @@ def write(folder: Path, source: Source, train: Pool, test: Pool, dealing: Dealin
         shard_path(folder, name).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
         train_size, validation_size, test_size = (len(deal.examples[split][client]) for split in SPLITS)
-        entries.append(ClientEntry(name, bool(is_seen), train_size, validation_size, test_size, counts, digest))
+        entries.append(ClientEntry(name, bool(is_seen), train_size, validation_size, test_size, counts, digest, owner))
     sync(shards)
     manifest = Manifest(
         version=VERSION,
@@ -292,96 +177,69 @@ def write(folder: Path, source: Source, train: Pool, test: Pool, dealing: Dealin
         classes=source.classes,
         class_names=source.class_names,
         input_shape=source.input_shape,
+        kind=source.kind,
         scheme=dealing.scheme.model_dump(mode="json"),
         seed=dealing.seed,
         unseen_fraction=dealing.unseen_fraction,
         validation_fraction=dealing.validation_fraction,
-        normalization=normalization(train.images, deal.training_pool),
-        source_sha256={file.name: file.sha256 for file in source.files},
+        normalization=normalization(official, source.kind, deal.training_pool),
+        source_sha256=dict(checksums),
         clients=tuple(entries),
     )
     write_durably(folder / "partition.json", manifest.to_json().encode())
     return manifest
 
 
-def normalization(images: NDArray[np.uint8], pool: NDArray[np.int64]) -> Normalization:
-    """Return mean and standard deviation of each channel over a pool, of pixels scaled to 0 ... 1.
+def normalization(official: Official, kind: Kind, pool: NDArray[np.int64]) -> Normalization:
+    """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature; nothing for tokens.
 
-    From counts of the 256 values, so that the sums are exact and the same on every machine.
+    The sums are exact, so that they are the same on every machine.
+
+    Parameters
+    ----------
+    pool
+        Positions of the training examples, ascending.
     """
-    means, stds = [], []
-    for channel in range(images.shape[1]):
-        counts = np.bincount(images[pool, channel].reshape(-1), minlength=256)
-        total = int(counts.sum())
-        first = sum(value * int(count) for value, count in enumerate(counts))
-        second = sum(value * value * int(count) for value, count in enumerate(counts))
-        means.append(first / total / 255)
-        # A constant channel carries nothing; dividing by 1 keeps it at zero.
-        stds.append(((total * second - first * first) ** 0.5 / total / 255) or 1.0)
-    return Normalization(tuple(means), tuple(stds))
+    if kind == "tokens":
+        return Normalization((), ())
+    moments = _pixel_moments(official, pool) if kind == "pixels" else _feature_moments(official, pool)
+    # A constant channel or feature carries nothing; dividing by 1 keeps it at zero.
+    return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
 
 
-def _split_by_class(
-    train_labels: NDArray[np.int64], test_labels: NDArray[np.int64], classes: int, dealing: Dealing
-) -> dict[str, list[NDArray[np.int64]]]:
-    """Positions of each class in the three pools; validation is held out of train, class by class."""
-    train = [np.flatnonzero(train_labels == c) for c in range(classes)]
-    test = [np.flatnonzero(test_labels == c) for c in range(classes)]
-    held_out = largest_remainders(np.array([len(members) for members in train]) * dealing.validation_fraction)
-    parts: dict[str, list[NDArray[np.int64]]] = {"train": [], "validation": [], "test": test}
-    for c, members in enumerate(train):
-        order = members[shuffled(keyed_generator(dealing.seed, "validation", c), len(members))]
-        parts["validation"].append(order[: held_out[c]])
-        parts["train"].append(order[held_out[c] :])
-    return parts
+def _pixel_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each channel, from counts of the 256 values."""
+    channels = official.train.inputs.shape[1]
+    counts = np.zeros((channels, 256), dtype=np.int64)
+    for start in range(0, len(pool), CHUNK):
+        images, _ = take(official, pool[start : start + CHUNK])
+        for channel in range(channels):
+            counts[channel] += np.bincount(images[:, channel].reshape(-1), minlength=256)
+    moments = []
+    for of_channel in counts.tolist():
+        total = sum(of_channel)
+        first = sum(value * count for value, count in enumerate(of_channel))
+        second = sum(value * value * count for value, count in enumerate(of_channel))
+        moments.append((first / total / 255, (total * second - first * first) ** 0.5 / total / 255))
+    return moments
 
 
-def largest_remainders(exact: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Round numbers so that their sum is the rounded sum: down, then up where the remainder is largest."""
-    counts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
-    missing = round(float(exact.sum())) - int(counts.sum())
-    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
-    return counts
+def _feature_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each feature, from correctly rounded sums."""
+    features = take(official, pool)[0].astype(np.float64)
+    moments = []
+    for column in features.T:
+        mean = math.fsum(column) / len(column)
+        moments.append((mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column))))
+    return moments
 
 
-def _hand_out(
-    members: list[NDArray[np.int64]], counts: NDArray[np.int64], seed: int, split: str
-) -> list[NDArray[np.int64]]:
-    """Deal each class out in a random order: ``counts`` [n, C] -> for each client, ascending positions."""
-    hands: list[list[NDArray[np.int64]]] = [[] for _ in range(len(counts))]
-    for c, positions in enumerate(members):
-        order = positions[shuffled(keyed_generator(seed, "deal", split, c), len(positions))]
-        for hand, share in zip(hands, np.split(order, np.cumsum(counts[:, c])), strict=False):
-            hand.append(share)
-    return [np.sort(np.concatenate(hand)) for hand in hands]
-
-
-def _refuse_empty(counts: NDArray[np.int64], mixes: Mixes, split: str, dealing: Dealing, pool: int) -> None:
-    """Refuse a split in which a client has nothing, or lacks one of the classes it was dealt."""
-    scheme = dealing.scheme
-    empty = int((counts.sum(1) == 0).sum())
-    if empty:
-        remedy = "fewer clients, or a larger data.validation_fraction" if split == "validation" else "fewer clients"
-        raise ExperimentError(
-            f"data.partition.clients: found {scheme.clients}; {empty} of them would have no {split} example "
-            f"(the {split} pool has {pool}); allowed: {remedy}"
-        )
-    if scheme.scheme == "classes" and split == "train":
-        lacking = int(((counts == 0) & (mixes > 0)).any(1).sum())
-        if lacking:
-            raise ExperimentError(
-                f"data.partition.classes_per_client: found {scheme.classes_per_client}; {lacking} of {scheme.clients} "
-                "clients would have no training example of one of their classes; allowed: fewer classes per client, "
-                "fewer clients, or less unequal shares"
-            )
-
-
-def _key(source: Source, dealing: Dealing) -> str:
+def _key(source: Source, checksums: Mapping[str, str], dealing: Dealing) -> str:
     """Hash of everything that decides the content of a partition, 12 hex digits."""
     inputs = {
         "version": VERSION,
         "dealing": DEALING,
-        "source": [source.name, {file.name: file.sha256 for file in source.files}],
+        "source": [source.name, dict(checksums)],
         "scheme": dealing.scheme.model_dump(mode="json"),
         "seed": dealing.seed,
         "unseen_fraction": dealing.unseen_fraction,

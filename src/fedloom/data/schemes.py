@@ -1,37 +1,38 @@
-"""Partition schemes: which mix of classes each client gets, as settings and as the draw itself.
+"""Partition schemes: what each client gets of a data set, as settings and as the draw itself.
 
-A scheme draws one row π_i per client: the fractions of its examples that come from each class. The same π_i rules
-the client's train, validation and test split (``fedloom.data.partition``), so that they match.
+Six schemes deal pools of examples to clients by class. Such a scheme says one row π_i per client, the fractions of its
+examples that come from each class; the shared rule of ``fedloom.data.dealing`` does the rest. A scheme may also say
+how large clients are (``imbalanced``) or which examples make the pools (``fixed``). The seventh, ``natural``, deals
+nothing: whose the examples are is known (``fedloom.data.natural``).
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedloom.data.apportion import Mixes, feasible_sizes, largest_remainders
 from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.errors import ExperimentError
 
-Mixes: TypeAlias = NDArray[np.float64]
-"""``[n, C]``; rows sum to one."""
+ByClass: TypeAlias = Sequence[NDArray[np.int64]]
+"""Positions of the examples of each class, C arrays."""
+
+_CLIENTS = "Number of clients, seen and unseen."
+_TRAIN_CAP = "At most this many training examples per client; the class mix stays."
+_TEST_CAP = "At most this many test examples per client; the class mix stays."
 
 
 class _Scheme(BaseModel):
     """What all schemes share."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    clients: int = Field(ge=1, description="Number of clients, seen and unseen.")
-    train_per_client: int | None = Field(
-        default=None, ge=1, description="At most this many training examples per client; the class mix stays."
-    )
-    test_per_client: int | None = Field(
-        default=None, ge=1, description="At most this many test examples per client; the class mix stays."
-    )
 
     def check(self, classes: int) -> None:
         """Refuse settings that cannot be met with ``classes`` classes.
@@ -43,7 +44,72 @@ class _Scheme(BaseModel):
         """
 
 
-class ClassesScheme(_Scheme):
+class MixScheme(_Scheme):
+    """A scheme that deals pools of examples out by class, and what it may decide of that."""
+
+    clients: int = Field(ge=1, description=_CLIENTS)
+
+    @abstractmethod
+    def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
+        """Return the class mix π_i of every client.
+
+        Parameters
+        ----------
+        available
+            ``[C]``: examples of each class in the train pool.
+        seen
+            ``[n]``: the clients that take part in training.
+        """
+
+    def cap(self, split: str) -> int | None:
+        """Return the most examples that a client may get of a split; None is no limit."""
+        return None
+
+    def sizes(
+        self, split: str, mixes: Mixes, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int
+    ) -> NDArray[np.int64]:
+        """Return how many examples each client gets of a split, ``[n]``: as many as its mix allows.
+
+        Parameters
+        ----------
+        mixes
+            π, ``[n, C]``.
+        available
+            ``[C]``: examples of each class in the split's pool.
+        """
+        return feasible_sizes(mixes, available, self.cap(split))
+
+    def pools(self, train: ByClass, test: ByClass, validation_fraction: float, seed: int) -> Mapping[str, ByClass]:
+        """Return the disjoint pools that the three splits are dealt from.
+
+        Test is the official test set; ``validation_fraction`` of each class of the official train set is held out.
+
+        Parameters
+        ----------
+        train, test
+            Positions of the official examples of each class.
+        """
+        held_out = largest_remainders(np.array([len(members) for members in train]) * validation_fraction)
+        kept, validation = [], []
+        for c, members in enumerate(train):
+            order = members[shuffled(keyed_generator(seed, "validation", c), len(members))]
+            validation.append(order[: held_out[c]])
+            kept.append(order[held_out[c] :])
+        return {"train": kept, "validation": validation, "test": test}
+
+
+class _CappedScheme(MixScheme):
+    """A scheme whose clients are as large as their mixes allow, up to a cap."""
+
+    train_per_client: int | None = Field(default=None, ge=1, description=_TRAIN_CAP)
+    test_per_client: int | None = Field(default=None, ge=1, description=_TEST_CAP)
+
+    def cap(self, split: str) -> int | None:
+        """Return the cap of the train and of the test split."""
+        return {"train": self.train_per_client, "validation": None, "test": self.test_per_client}[split]
+
+
+class ClassesScheme(_CappedScheme):
     """Each client has examples of a few classes only (the pathological split of McMahan et al. 2017)."""
 
     scheme: Literal["classes"] = "classes"
@@ -74,22 +140,16 @@ class ClassesScheme(_Scheme):
 
     def check(self, classes: int) -> None:
         """Refuse more classes per client than there are."""
-        if self.classes_per_client > classes:
-            raise ExperimentError(
-                f"data.partition.classes_per_client: found {self.classes_per_client}; "
-                f"allowed: 1 to {classes}, the number of classes of the data set"
-            )
+        _check_classes("classes_per_client", self.classes_per_client, classes)
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
         """Deal k distinct classes to each client and give them their shares, in the order drawn."""
         held = deal_classes(self.clients, len(available), self.classes_per_client, seed)
         shares = np.asarray(self.shares or [1.0] * self.classes_per_client)
-        mixes = np.zeros((self.clients, len(available)))
-        np.put_along_axis(mixes, held, np.broadcast_to(shares / shares.sum(), held.shape), axis=1)
-        return mixes
+        return _shared_out(held, len(available), shares / shares.sum())
 
 
-class DirichletScheme(_Scheme):
+class DirichletScheme(_CappedScheme):
     """Each client's class mix is drawn from a Dirichlet (papers/001 §4, Analysis of Client Descriptors)."""
 
     scheme: Literal["dirichlet"] = "dirichlet"
@@ -112,7 +172,7 @@ class DirichletScheme(_Scheme):
         )
 
 
-class IidScheme(_Scheme):
+class IidScheme(_CappedScheme):
     """Every client has the class mix of the whole data set."""
 
     scheme: Literal["iid"] = "iid"
@@ -122,7 +182,224 @@ class IidScheme(_Scheme):
         return np.tile(available / available.sum(), (self.clients, 1))
 
 
-Scheme: TypeAlias = Annotated[ClassesScheme | DirichletScheme | IidScheme, Field(discriminator="scheme")]
+class DominantScheme(_CappedScheme):
+    """Client i has a share ρ of class i, and (1 - ρ)/(C - 1) of each other class (papers/002 §5.2)."""
+
+    scheme: Literal["dominant"] = "dominant"
+    rho: float = Field(le=1, description="ρ: the fraction of a client's examples that come from its dominant class.")
+
+    def check(self, classes: int) -> None:
+        """Refuse a ρ with which the class would not dominate."""
+        _check_dominant("rho", self.rho, classes)
+
+    def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
+        """Give client i a share ρ of class i mod C."""
+        return _dominant(self.clients, len(available), self.rho)
+
+
+class ImbalancedScheme(MixScheme):
+    """A few clients have many training examples, all others few (papers/002 §5.1: one has 5000, nine have 20).
+
+    Only train splits differ in size: of the validation and the test pool every client gets an equal share with its own
+    mix, so that small clients are measured as well as large ones.
+    """
+
+    scheme: Literal["imbalanced"] = "imbalanced"
+    large_clients: int = Field(default=1, ge=1, description="How many clients are large; at least one of them is seen.")
+    large_size: int = Field(default=5000, ge=1, description="Training examples of a large client, exactly.")
+    small_size: int = Field(default=20, ge=1, description="Training examples of every other client, exactly.")
+    dominant_share: float | None = Field(
+        default=None,
+        le=1,
+        description="Share of one class in each client (client i: class i mod C), the rest evenly over the others.",
+    )
+    classes_per_client: int | None = Field(
+        default=None,
+        ge=1,
+        description="Distinct classes of each client, in equal shares. If this and dominant_share are null, every "
+        "client has the mix of the whole data set.",
+    )
+    test_per_client: int | None = Field(default=None, ge=1, description=_TEST_CAP)
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ImbalancedScheme:
+        if self.large_clients > self.clients:
+            raise ValueError(f"large_clients: found {self.large_clients}; allowed: at most clients ({self.clients})")
+        if self.small_size > self.large_size:
+            raise ValueError(f"small_size: found {self.small_size}; allowed: at most large_size ({self.large_size})")
+        if self.dominant_share is not None and self.classes_per_client is not None:
+            raise ValueError(
+                f"dominant_share: found {self.dominant_share:g} beside classes_per_client {self.classes_per_client}; "
+                "allowed: one of the two, the other null"
+            )
+        if self.classes_per_client is not None and self.small_size < self.classes_per_client:
+            raise ValueError(
+                f"small_size: found {self.small_size}; allowed: at least classes_per_client "
+                f"({self.classes_per_client}), so that a client has an example of each of its classes"
+            )
+        return self
+
+    def check(self, classes: int) -> None:
+        """Refuse a share with which no class would dominate, and more classes per client than there are."""
+        if self.dominant_share is not None:
+            _check_dominant("dominant_share", self.dominant_share, classes)
+        if self.classes_per_client is not None:
+            _check_classes("classes_per_client", self.classes_per_client, classes)
+
+    def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
+        """Give every client the mix of the whole data set, one dominant class, or a few classes."""
+        if self.dominant_share is not None:
+            return _dominant(self.clients, len(available), self.dominant_share)
+        if self.classes_per_client is not None:
+            held = deal_classes(self.clients, len(available), self.classes_per_client, seed)
+            return _shared_out(held, len(available), np.full(self.classes_per_client, 1 / self.classes_per_client))
+        return np.tile(available / available.sum(), (self.clients, 1))
+
+    def cap(self, split: str) -> int | None:
+        """Return the cap of the test split."""
+        return self.test_per_client if split == "test" else None
+
+    def sizes(
+        self, split: str, mixes: Mixes, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int
+    ) -> NDArray[np.int64]:
+        """Return the sizes asked for of the train split, as large as possible of the others.
+
+        Raises
+        ------
+        ExperimentError
+            If there are not that many training examples, in all or of one class.
+        """
+        if split != "train":
+            return super().sizes(split, mixes, available, seen, seed)
+        size = np.where(self._large(seen, seed), self.large_size, self.small_size)
+        found = f"data.partition.large_size: found {self.large_size} (small_size {self.small_size})"
+        if size.sum() > available.sum():
+            raise ExperimentError(
+                f"{found}; the {self.clients} clients would need {size.sum():,} training examples, and there are "
+                f"{available.sum():,}; allowed: smaller clients, or fewer"
+            )
+        needed = size @ mixes
+        c = int((needed - available).argmax())
+        if needed[c] > available[c] + 1e-6:
+            raise ExperimentError(
+                f"{found}; class {c} runs out: the clients would need {math.ceil(needed[c] - 1e-6):,} training "
+                f"examples of it, and there are {available[c]:,}; allowed: smaller or fewer clients, or more even mixes"
+            )
+        return size
+
+    def _large(self, seen: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
+        """Draw the large clients: one of the seen first, then any.
+
+        Without a large client among the seen, training would know nothing of the imbalance that the scheme is for.
+        """
+        order = shuffled(keyed_generator(seed, "large"), self.clients)
+        first = order[seen[order]][:1]
+        others = order[order != first]
+        large = np.zeros(self.clients, dtype=np.bool_)
+        large[np.concatenate([first, others])[: self.large_clients]] = True
+        return large
+
+
+class FixedScheme(MixScheme):
+    """So many examples of each of a few labels, from the official sets joined (papers/003 §5: small, medium, large)."""
+
+    scheme: Literal["fixed"] = "fixed"
+    train_per_class: int = Field(ge=1, description="Training examples of each label of a client, exactly.")
+    test_per_class: int = Field(ge=1, description="Test examples of each label of a client, exactly.")
+    labels_per_client: int = Field(ge=1, description="Distinct labels of each client.")
+    validation_from: Literal["rest", "train"] = Field(
+        default="rest",
+        description="Where validation_fraction * train_per_class examples of each label (at least 1) are taken for "
+        "validation: from what is left over, or out of the training examples.",
+    )
+
+    def check(self, classes: int) -> None:
+        """Refuse more labels per client than there are."""
+        _check_classes("labels_per_client", self.labels_per_client, classes)
+
+    def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
+        """Give every client equal shares of its labels."""
+        held = deal_classes(self.clients, len(available), self.labels_per_client, seed)
+        return _shared_out(held, len(available), np.full(self.labels_per_client, 1 / self.labels_per_client))
+
+    def pools(self, train: ByClass, test: ByClass, validation_fraction: float, seed: int) -> Mapping[str, ByClass]:
+        """Return pools, from the official sets joined, of just what the clients that hold each class need.
+
+        With p_c = h_c m, h_c clients holding class c, the shared rule gives each k m examples, m of each label.
+
+        Raises
+        ------
+        ExperimentError
+            If a class runs out.
+        """
+        validation = max(1, math.floor(self.train_per_class * validation_fraction + 0.5))
+        kept = self.train_per_class - (validation if self.validation_from == "train" else 0)
+        if kept < 1:
+            raise ExperimentError(
+                f"data.partition.train_per_class: found {self.train_per_class} with validation_from train; of a label, "
+                f"none would be left beside {validation} for validation; allowed: more, or a smaller "
+                "data.validation_fraction"
+            )
+        per_client = np.array([kept, validation, self.test_per_class])
+        held = deal_classes(self.clients, len(train), self.labels_per_client, seed)
+        holders = np.bincount(held.reshape(-1), minlength=len(train))
+        joined = [np.concatenate(both) for both in zip(train, test, strict=True)]
+        self._refuse_shortage(holders, np.array([len(members) for members in joined]), per_client)
+        pools: dict[str, list[NDArray[np.int64]]] = {"train": [], "validation": [], "test": []}
+        for c, members in enumerate(joined):
+            order = members[shuffled(keyed_generator(seed, "fixed", c), len(members))]
+            for pool, part in zip(pools.values(), np.split(order, np.cumsum(holders[c] * per_client)), strict=False):
+                pool.append(part)
+        return pools
+
+    def _refuse_shortage(
+        self, holders: NDArray[np.int64], available: NDArray[np.int64], per_client: NDArray[np.int64]
+    ) -> None:
+        short = holders * per_client.sum() - available
+        c = int(short.argmax())
+        if short[c] <= 0:
+            return
+        train, validation, test = per_client.tolist()
+        remedy = "fewer examples per class, or fewer clients or labels_per_client"
+        spare = int(available[c] // holders[c]) - train - test
+        if spare >= 1 and self.validation_from == "rest":
+            remedy = f"at most {spare} for validation (a smaller data.validation_fraction), or {remedy}"
+        if spare >= 0 and self.validation_from == "rest":
+            remedy = f"validation_from: train, or {remedy}"
+        raise ExperimentError(
+            f"data.partition.train_per_class: found {self.train_per_class}; class {c} runs out: {holders[c]} clients "
+            f"hold it, each with {train} training, {validation} validation and {test} test examples, together "
+            f"{holders[c] * per_client.sum():,}; there are {available[c]:,}; allowed: {remedy}"
+        )
+
+
+class NaturalScheme(_Scheme):
+    """One client per owner: a writer, a speaker, a role of a play. Its own examples make its splits."""
+
+    scheme: Literal["natural"] = "natural"
+    clients: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many of the owners that qualify become clients, seen and unseen, drawn at random; null: all.",
+    )
+    min_examples: int = Field(
+        default=10, ge=3, description="An owner with fewer examples, all splits together, does not qualify."
+    )
+    test_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Part of each owner's examples that is for testing; null: the data set's own division, 0.2 where "
+        "it has none.",
+    )
+    train_per_client: int | None = Field(default=None, ge=1, description=_TRAIN_CAP)
+    test_per_client: int | None = Field(default=None, ge=1, description=_TEST_CAP)
+
+
+Scheme: TypeAlias = Annotated[
+    ClassesScheme | DirichletScheme | DominantScheme | ImbalancedScheme | FixedScheme | NaturalScheme | IidScheme,
+    Field(discriminator="scheme"),
+]
 """Any scheme, told apart by its key ``scheme``."""
 
 
@@ -156,3 +433,32 @@ def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDAr
         held[client] = np.asarray(picked)[shuffled(generator, per_client)]
         places[picked] -= 1
     return held
+
+
+def _shared_out(held: NDArray[np.int64], classes: int, shares: NDArray[np.float64]) -> Mixes:
+    """Return the mixes of clients that have ``shares`` [k] of the classes they hold [n, k]."""
+    mixes = np.zeros((len(held), classes))
+    np.put_along_axis(mixes, held, np.broadcast_to(shares, held.shape), axis=1)
+    return mixes
+
+
+def _dominant(clients: int, classes: int, share: float) -> Mixes:
+    """Return mixes in which client i has ``share`` of class i mod C, and as much of any other class as of the next."""
+    mixes = np.full((clients, classes), (1 - share) / max(classes - 1, 1))
+    mixes[np.arange(clients), np.arange(clients) % classes] = share
+    return mixes
+
+
+def _check_dominant(key: str, share: float, classes: int) -> None:
+    if share < (1 - 1e-9) / classes:
+        raise ExperimentError(
+            f"data.partition.{key}: found {share:g}; allowed: {1 / classes:g} to 1, because below 1/{classes} "
+            "the class would have a smaller share than any other, not a dominant one"
+        )
+
+
+def _check_classes(key: str, per_client: int, classes: int) -> None:
+    if per_client > classes:
+        raise ExperimentError(
+            f"data.partition.{key}: found {per_client}; allowed: 1 to {classes}, the number of classes of the data set"
+        )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.models.flat import FlatNetwork, Layout
 from fedloom.models.lenet import lenet_features, lenet_layout
+from fedloom.models.lstm import LSTM
 
 
 class EmbeddingNetwork(FlatNetwork):
@@ -59,4 +62,58 @@ class LinearEmbedding(EmbeddingNetwork):
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """``[b, ...], [b] -> [b, l]``."""
         assert y is not None
-        return F.linear(F.one_hot(y, self.classes).to(x.dtype), parameters["fc.weight"], parameters["fc.bias"])
+        weight, bias = parameters["fc.weight"], parameters["fc.bias"]
+        return F.linear(F.one_hot(y, self.classes).to(weight.dtype), weight, bias)
+
+
+class MLPEmbedding(EmbeddingNetwork):
+    """One hidden layer with ReLU on the input, its one-hot label appended (papers/001, A.5, Table 9: "MLP").
+
+    Takes inputs of any shape, flattened; the paper leaves the width open.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int, size: int, *, width: int, labels: bool) -> None:
+        self.classes = classes
+        self.labels = labels
+        inputs = math.prod(input_shape) + (classes if labels else 0)
+        self.layout = Layout(
+            (
+                ("fc1.weight", (width, inputs)),
+                ("fc1.bias", (width,)),
+                ("fc2.weight", (size, width)),
+                ("fc2.bias", (size,)),
+            )
+        )
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        """``[b, *input_shape], [b] -> [b, l]``."""
+        p = parameters
+        h = x.flatten(1)
+        if self.labels:
+            assert y is not None
+            h = torch.cat([h, F.one_hot(y, self.classes).to(x.dtype)], 1)
+        h = F.relu(F.linear(h, p["fc1.weight"], p["fc1.bias"]))
+        return F.linear(h, p["fc2.weight"], p["fc2.bias"])
+
+
+class LSTMEmbedding(EmbeddingNetwork):
+    """The character model with l outputs (papers/001, A.3 "Shakespeare dataset").
+
+    The paper does not say how the label comes in. It is a token like the others, the one that follows: it is appended.
+    """
+
+    def __init__(self, vocabulary: int, size: int, *, width: int, labels: bool) -> None:
+        self.labels = labels
+        self.network = LSTM(vocabulary, hidden=width, outputs=size)
+        self.layout = self.network.layout
+
+    def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:
+        """As the character model."""
+        return self.network.bound(name, shape, fan_in)
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        """``[b, tokens], [b] -> [b, l]``."""
+        if self.labels:
+            assert y is not None
+            x = torch.cat([x, y[:, None].to(x.dtype)], 1)
+        return self.network.forward(parameters, x)

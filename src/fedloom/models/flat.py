@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -72,14 +73,22 @@ class FlatNetwork(ABC):
 
     layout: Layout
 
+    def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:
+        """Half-width of the uniform draw of one entry: that of PyTorch's Linear and Conv2d, 1/√fan_in.
+
+        ``fan_in`` of a bias is that of the weight before it. A network that starts elsewhere overrides this.
+        """
+        del name, shape
+        return 1 / math.sqrt(fan_in)
+
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Draw θ [d] as PyTorch initializes Linear and Conv2d: U(-1/√fan_in, 1/√fan_in), weights and biases."""
+        """Draw θ [d]: every entry uniform in ± its :meth:`bound`, in the order of the layout."""
         parts = []
         fan_in = 1
         for name, shape in self.layout.entries:
             if name.endswith("weight"):
                 fan_in = math.prod(shape[1:])
-            bound = 1 / math.sqrt(fan_in)
+            bound = self.bound(name, shape, fan_in)
             # Drawn in float64 and rounded, so that a float64 network starts from the same point.
             draw = torch.rand(math.prod(shape), generator=generator, dtype=torch.float64)
             parts.append(((2 * draw - 1) * bound).to(dtype))
@@ -103,3 +112,11 @@ class FlatModel(FlatNetwork):
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
         """Logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
         return self.forward(self.layout.split(theta), x)
+
+    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        """Loss of each example, ``[b, *input_shape], [b] -> [b]``: here the cross-entropy.
+
+        ``y`` is None for data without labels, which a model that needs none takes.
+        """
+        assert y is not None
+        return F.cross_entropy(self.forward(parameters, x), y, reduction="none")

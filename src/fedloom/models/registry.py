@@ -2,52 +2,188 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+import operator
+from abc import abstractmethod
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from fedloom.errors import ExperimentError
+from fedloom.models.convnet import ConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
+from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
+from fedloom.models.resnet import ResNet20
+from fedloom.plugins import plugins
 from fedloom.settings import Settings
 
+Kind: TypeAlias = Literal["pixels", "features", "tokens"]
+"""What an input is, as ``fedloom.data.manifest.Kind`` has it (the two rooms do not know each other)."""
 
-class LeNetSettings(Settings):
+Width: TypeAlias = Annotated[int, Field(ge=1)]
+
+
+class ModelChoice(Settings):
+    """Keys of ``model`` for one network."""
+
+    name: str
+    takes: ClassVar[tuple[Kind, ...]]
+    """Kinds of input that the network can take."""
+
+    def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
+        """Make the model for inputs ``[channels, height, width]``, ``[features]`` or ``[tokens]``, and C classes.
+
+        Raises
+        ------
+        ExperimentError
+            If this network cannot take such inputs.
+        """
+        if kind not in self.takes:
+            raise ExperimentError(
+                f"model.name: found {self.name!r}, which takes {' and '.join(self.takes)}, for inputs that are {kind}; "
+                f"allowed: {_allowed(input_shape, classes, kind)}"
+            )
+        try:
+            return self.make(input_shape, classes)
+        except ValueError as error:
+            allowed = _allowed(input_shape, classes, kind)
+            raise ExperimentError(f"model.name: found {self.name!r}: {error}; allowed: {allowed}") from error
+
+    @abstractmethod
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """Make the model for inputs of a kind that it takes.
+
+        Raises
+        ------
+        ValueError
+            If an input is too small.
+        """
+
+
+def _allowed(input_shape: tuple[int, ...], classes: int, kind: Kind) -> str:
+    """Names of the models that, as they are by default, take such inputs."""
+    names = []
+    for choice in MODELS:
+        if kind in choice.takes:
+            with suppress(ValueError):
+                choice.make(input_shape, classes)
+                names.append(choice.name)
+    return ", ".join(names)
+
+
+class LeNetSettings(ModelChoice):
     """The LeNet of papers/001, Table 3."""
 
     name: Literal["lenet"] = Field(default="lenet", description="LeNet of papers/001, Table 3, for images from 16x16")
+    takes = ("pixels",)
 
-    def build(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the model for inputs ``[channels, height, width]``."""
-        if len(input_shape) != 3 or min(input_shape[1:]) < 16:
-            raise ExperimentError(f"model.name: found 'lenet' for inputs {input_shape}, which needs images from 16x16")
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """For images from 16x16."""
         return LeNet(input_shape, classes)
 
 
-class LogisticSettings(Settings):
+class ResNet20Settings(ModelChoice):
+    """ResNet20 without batch normalization."""
+
+    name: Literal["resnet20"] = Field(
+        default="resnet20", description="ResNet20 without batch normalization (papers/001, A.3), for images from 4x4"
+    )
+    takes = ("pixels",)
+
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """For images from 4x4."""
+        return ResNet20(input_shape, classes)
+
+
+class CNNSettings(ModelChoice):
+    """The four-layer CNN of papers/002."""
+
+    name: Literal["cnn"] = Field(
+        default="cnn", description="four 3x3 convolutions (papers/002, §5.2), for images from 16x16"
+    )
+    filters: int = Field(default=32, ge=1, description="channels of each convolution")
+    takes = ("pixels",)
+
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """For images from 16x16."""
+        return ConvNet(input_shape, [self.filters] * 4, [], classes)
+
+
+class VGGSettings(ModelChoice):
+    """The VGG of papers/003."""
+
+    name: Literal["vgg"] = Field(default="vgg", description="VGG of papers/003, §5, for images from 32x32")
+    channels: list[Width] = Field(
+        default=[16, 32, 64, 128, 128],
+        min_length=1,
+        description="of the 3x3 convolutions, each followed by a 2x2 max pooling",
+    )
+    classifier: list[Width] = Field(
+        default=[], description="widths of the linear layers between the convolutions and the last layer"
+    )
+    takes = ("pixels",)
+
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """For images from 2^n x 2^n with n convolutions."""
+        return ConvNet(input_shape, self.channels, self.classifier, classes)
+
+
+class LogisticSettings(ModelChoice):
     """Multinomial logistic regression."""
 
     name: Literal["logistic"] = Field(default="logistic", description="multinomial logistic regression")
+    takes = ("pixels", "features")
 
-    def build(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the model for inputs of any shape."""
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """For inputs of any shape."""
         return MLP(input_shape, [], classes)
 
 
-class MLPSettings(Settings):
+class MLPSettings(ModelChoice):
     """A multilayer perceptron with free widths."""
 
     name: Literal["mlp"] = Field(default="mlp", description="multilayer perceptron, ReLU between layers")
-    hidden: list[int] = Field(default=[100], min_length=1, description="widths of the hidden layers, each at least 1")
+    hidden: list[Width] = Field(default=[100], min_length=1, description="widths of the hidden layers")
+    takes = ("pixels", "features")
 
-    def build(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the model for inputs of any shape."""
-        if min(self.hidden) < 1:
-            raise ExperimentError(f"model.hidden: found {self.hidden}, allowed: widths of at least 1")
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """For inputs of any shape."""
         return MLP(input_shape, self.hidden, classes)
 
 
-ModelSettings = LeNetSettings | LogisticSettings | MLPSettings
+class LSTMSettings(ModelChoice):
+    """LEAF's character model."""
 
-MODELS: dict[str, type[Settings]] = {"lenet": LeNetSettings, "logistic": LogisticSettings, "mlp": MLPSettings}
+    name: Literal["lstm"] = Field(
+        default="lstm", description="stacked LSTMs that predict the next token (LEAF; papers/001, A.3)"
+    )
+    embedding: int = Field(default=8, ge=1, description="length of a token's vector")
+    hidden: int = Field(default=256, ge=1, description="width of each LSTM layer")
+    layers: int = Field(default=2, ge=1, description="number of LSTM layers")
+    takes = ("tokens",)
+
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """For any number of tokens; the classes are the vocabulary."""
+        return LSTM(classes, self.embedding, self.hidden, self.layers)
+
+
+MODELS: tuple[ModelChoice, ...] = (
+    LeNetSettings(),
+    ResNet20Settings(),
+    CNNSettings(),
+    VGGSettings(),
+    LogisticSettings(),
+    MLPSettings(),
+    LSTMSettings(),
+    *plugins("fedloom.models", ModelChoice),  # type: ignore[type-abstract]  # it is only compared with
+)
+"""All models, as they are by default; other packages add theirs by the entry point ``fedloom.models``."""
+
+if TYPE_CHECKING:
+    ModelSettings: TypeAlias = ModelChoice
+else:
+    ModelSettings = functools.reduce(operator.or_, [type(choice) for choice in MODELS])
+    """The settings of any model, told apart by ``name``."""

@@ -1,19 +1,33 @@
 """Sources: the official data sets, one small module each, and the registry that names them.
 
-To add one: a module with a :class:`~fedloom.data.sources.base.Source`, and its place in ``SOURCES``.
+To add one: a module with a :class:`~fedloom.data.sources.base.Source`, and its place in ``SOURCES``; or, in another
+package, the entry point ``fedloom.sources`` (docs/extending.md).
 """
 
 from __future__ import annotations
 
-from fedloom.data.sources.base import Pool, Progress, Source
+from fedloom.data.sources.base import Official, Owners, Pool, Progress, Source
+from fedloom.data.sources.cifar10 import CIFAR10
+from fedloom.data.sources.cifar100 import CIFAR100
 from fedloom.data.sources.fashion_mnist import FASHION_MNIST
-from fedloom.data.sources.fetching import fetch, load
+from fedloom.data.sources.femnist import FEMNIST
+from fedloom.data.sources.fetching import checksums, fetch, load
 from fedloom.data.sources.mnist import MNIST
+from fedloom.data.sources.qmnist import QMNIST
+from fedloom.data.sources.shakespeare import SHAKESPEARE
+from fedloom.data.sources.vowel import VOWEL
 from fedloom.errors import ExperimentError
+from fedloom.plugins import plugins
 
-__all__ = ["SOURCES", "Pool", "Progress", "Source", "fetch", "find", "load"]
+__all__ = ["SOURCES", "Official", "Owners", "Pool", "Progress", "Source", "checksums", "fetch", "find", "load"]
 
-SOURCES: dict[str, Source] = {source.name: source for source in (FASHION_MNIST, MNIST)}
+SOURCES: dict[str, Source] = {
+    source.name: source
+    for source in (
+        *(FASHION_MNIST, MNIST, CIFAR10, CIFAR100, QMNIST, FEMNIST, SHAKESPEARE, VOWEL),
+        *plugins("fedloom.sources", Source),
+    )
+}
 """All sources by the name an experiment file uses."""
 
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Generator, Sequence
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.data.folders import data_root, locked, published, sync, write_durably
-from fedloom.data.sources.base import Pool, Progress, Report, Source, Way, WayFailed
+from fedloom.data.sources.base import Official, Progress, Report, Source, SourceFile, Way, WayFailed
 from fedloom.data.sources.ways import Copy
 from fedloom.errors import DataError
 
 log = logging.getLogger("fedloom.data")
+
+RECORD = "SHA256SUMS"
+"""Where the checksums of files that a user brought are recorded, in the format of ``sha256sum``."""
+
+MOST_NAMED = 8
+"""Files that an error names, before it leaves out those in the middle."""
 
 
 def fetch(
@@ -23,16 +31,19 @@ def fetch(
     copy_from: Path | str | None = None,
     on_progress: Report | None = None,
 ) -> Path:
-    """Make sure that a source's official files are on disk, and return their folder.
+    """Make sure that a source's files are on disk, and return their folder.
 
     What is there and intact stays. Otherwise the source's ways are tried in order: the files of the first that gives
     all of them, with the right checksums, appear at once in ``<root>/datasets/<name>``. Safe to run in several
     processes: one fetches, the others wait for it.
 
+    Files that users make themselves (:class:`~fedloom.data.sources.base.OwnFiles`) are read before they are stored,
+    and take the place of what is there.
+
     Parameters
     ----------
     source
-        What to fetch.
+        What to fetch; sources that it needs are fetched first.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
     copy_from
@@ -43,41 +54,191 @@ def fetch(
     Raises
     ------
     DataError
-        If no way worked: each is named with why it failed, and what the user can do.
+        If no way worked: each is named with why it failed, and what the user can do. If files of the user's own are
+        not what they should be.
     """
     report = on_progress or (lambda progress: None)
+    for needed in source.needs:
+        fetch(needed, root, on_progress=on_progress)
     folder = source.folder(data_root(root))
-    ways: Sequence[Way] = source.ways if copy_from is None else (Copy(Path(copy_from)),)
+    given = None if copy_from is None else Path(copy_from)
+    own = () if given is None or source.own is None else source.own.names(given)
+    if given is not None and not own and not source.files:
+        raise DataError(f"{source.title} is not in {given}", hint=mend(source))
     with locked(folder):
-        if folder.exists():
-            try:
-                contents(source, folder)
-                return folder
-            except DataError as error:
-                log.warning("%s; fetching it again", str(error).splitlines()[0])
-        tried = []
-        for way in ways:
-            try:
-                with published(folder) as staging, closing(checked(source, way, report)) as files:
-                    for name, content in files:
-                        write_durably(staging / name, content)
-                    sync(staging)
-            except WayFailed as failure:
-                log.info("%s: %s failed: %s", source.name, way.title, failure)
-                tried.append(f"  - {way.title}: {failure}")
-            else:
-                log.info("%s: got by %s", source.name, way.title)
-                return folder
+        if given is not None and own:
+            _store_own(source, folder, given, own, report)
+        elif (given is not None and (folder / RECORD).exists()) or not _intact(source, data_root(root)):
+            _store_official(source, folder, source.ways if given is None else (Copy(given),), report)
+    return folder
+
+
+def load(source: Source, root: Path | str | None = None) -> Official:
+    """Return what a source's files hold, read from disk and compared with their checksums.
+
+    Raises
+    ------
+    DataError
+        If the files are missing or damaged.
+    """
+    return source.read(Contents(stored(source, data_root(root))))
+
+
+def checksums(source: Source, root: Path | str | None = None) -> dict[str, str]:
+    """Return the sha256 of each file that :func:`load` reads, by name, without reading the files.
+
+    They are the source's own where its files are official, those recorded at fetch time where the user brought them;
+    with those of the sources it needs.
+
+    Raises
+    ------
+    DataError
+        If there are no official files, and none of the user's are stored.
+    """
+    return {name: stored_file.file.sha256 for name, stored_file in stored(source, data_root(root)).items()}
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a source, where it is stored."""
+
+    source: Source
+    path: Path
+    file: SourceFile
+
+    def content(self) -> bytes:
+        """Return what it holds, compared with its checksum.
+
+        Raises
+        ------
+        DataError
+            If it is missing or not what it was: what was expected where, and the command that mends it.
+        """
+        try:
+            content = self.path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise DataError(
+                f"{self.source.title} is not here: expected {self.path} ({self.file})", hint=mend(self.source)
+            ) from None
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != self.file.sha256:
+            raise DataError(
+                f"{self.path} is damaged: expected {self.file}, found {len(content)} bytes of sha256 {digest}",
+                hint=mend(self.source),
+            )
+        return content
+
+
+class Contents(Mapping[str, bytes]):
+    """Contents of stored files by name. Each is read and checked when it is asked for, so that a data set of many
+    files is never in memory as a whole."""
+
+    def __init__(self, files: Mapping[str, StoredFile]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> bytes:
+        """Read a file."""
+        return self._files[name].content()
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names."""
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        """Return the number of files."""
+        return len(self._files)
+
+
+def stored(source: Source, root: Path) -> dict[str, StoredFile]:
+    """Return the files of a source and of those it needs, by name; whether they are there is not looked at.
+
+    Raises
+    ------
+    DataError
+        If there are no official files, and no record of the user's own.
+    """
+    folder = source.folder(root)
+    record = folder / RECORD
+    if source.own is not None and record.exists():
+        files = recorded(record, source)
+    elif source.files:
+        files = source.files
+    else:
+        raise DataError(f"{source.title} is not here: expected {record}", hint=mend(source))
+    of_needed = {name: file for needed in source.needs for name, file in stored(needed, root).items()}
+    return of_needed | {file.name: StoredFile(source, folder / file.name, file) for file in files}
+
+
+def recorded(record: Path, source: Source) -> tuple[SourceFile, ...]:
+    """Return the files that a record lists.
+
+    Raises
+    ------
+    DataError
+        If it is not a record, or names a file outside of its folder.
+    """
+    files = []
+    for line in record.read_text(encoding="utf-8", errors="replace").splitlines():
+        found = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)?[^./][^/]*)", line)
+        if found is None:
+            raise DataError(
+                f"{record} is damaged: found the line {line!r}; expected a sha256 and a file name", hint=mend(source)
+            )
+        files.append(SourceFile(found[2], None, found[1]))
+    return tuple(files)
+
+
+def mend(source: Source) -> str:
+    """Return the command that puts a source's files where they belong."""
+    if source.files:
+        return f"fetch it: fedloom data fetch {source.name}"
+    assert source.own is not None
+    return f"fetch it: fedloom data fetch {source.name} --from DIR, where DIR holds {source.own.expected}"
+
+
+def _intact(source: Source, root: Path) -> bool:
+    """Whether a source's files are all there and what they should be; logs what is wrong."""
+    if not source.folder(root).exists():
+        return False
+    try:
+        for file in stored(source, root).values():
+            file.content()
+    except DataError as error:
+        log.warning("%s; fetching it again", str(error).splitlines()[0])
+        return False
+    return True
+
+
+def _store_official(source: Source, folder: Path, ways: Sequence[Way], report: Report) -> None:
+    """Store the files of the first way that gives all of them."""
+    if not source.files:
+        raise DataError(f"{source.title} has no official files to fetch", hint=mend(source))
+    tried = []
+    for way in ways:
+        try:
+            with published(folder) as staging, closing(_checked(source, way, report)) as files:
+                for name, content in files:
+                    write_durably(staging / name, content)
+                sync(staging)
+        except WayFailed as failure:
+            log.info("%s: %s failed: %s", source.name, way.title, failure)
+            tried.append(f"  - {way.title}: {failure}")
+        else:
+            log.info("%s: got by %s", source.name, way.title)
+            return
+    names = [file.name for file in source.files]
+    listed = names if len(names) <= MOST_NAMED else [*names[: MOST_NAMED - 2], "...", names[-1]]
+    own = "" if source.own is None else f" (or {source.own.expected})"
     raise DataError(
         f"{source.title} could not be had. Tried:\n" + "\n".join(tried),
         hint=(
-            f"put {', '.join(file.name for file in source.files)} (raw, or .gz) into a folder DIR and run: "
+            f"put {', '.join(listed)} (raw, or .gz){own} into a folder DIR and run: "
             f"fedloom data fetch {source.name} --from DIR"
         ),
     )
 
 
-def checked(source: Source, way: Way, report: Report) -> Generator[tuple[str, bytes], None, None]:
+def _checked(source: Source, way: Way, report: Report) -> Generator[tuple[str, bytes], None, None]:
     """Yield the files of a way, each compared with its checksum.
 
     Raises
@@ -87,50 +248,37 @@ def checked(source: Source, way: Way, report: Report) -> Generator[tuple[str, by
     """
     report(Progress(way.title, 0, None))
     for file, (name, content) in zip(source.files, way.contents([f.name for f in source.files], report), strict=True):
-        found = hashlib.sha256(content).hexdigest()
-        if found != file.sha256:
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != file.sha256:
             raise WayFailed(
-                f"{name} is not the official file: expected {file.size} bytes of sha256 {file.sha256}, "
-                f"found {len(content)} bytes of {found}"
+                f"{name} is not the official file: expected {file}, found {len(content)} bytes of sha256 {digest}"
             )
         yield name, content
 
 
-def contents(source: Source, folder: Path) -> dict[str, bytes]:
-    """Return a source's files by name, compared with their checksums.
+def _store_own(source: Source, folder: Path, given: Path, names: Sequence[str], report: Report) -> None:
+    """Store files that the user made, with a record of their checksums, if they can be read as the data set.
 
     Raises
     ------
     DataError
-        If one is missing or not the official one: what was expected where, and the command that mends it.
+        If a file cannot be read, or does not hold what it should; then nothing is changed.
     """
-    hint = f"fetch it: fedloom data fetch {source.name}"
-    found: dict[str, bytes] = {}
-    for file in source.files:
-        path = folder / file.name
-        try:
-            content = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            raise DataError(
-                f"{source.title} is not here: expected {path} ({file.size} bytes, sha256 {file.sha256})", hint=hint
-            ) from None
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != file.sha256:
-            raise DataError(
-                f"{path} is damaged: expected {file.size} bytes of sha256 {file.sha256}, "
-                f"found {len(content)} bytes of {digest}",
-                hint=hint,
-            )
-        found[file.name] = content
-    return found
-
-
-def load(source: Source, root: Path | str | None = None) -> tuple[Pool, Pool]:
-    """Return a source's official train and test pool, read from disk and compared with their checksums.
-
-    Raises
-    ------
-    DataError
-        If the files are missing or damaged.
-    """
-    return source.read(contents(source, source.folder(data_root(root))))
+    files = {}
+    with published(folder) as staging:
+        for name in names:
+            report(Progress("copying", 0, None))
+            try:
+                content = (given / name).read_bytes()
+            except OSError as error:
+                raise DataError(f"{given / name} cannot be read: {error.strerror or error}") from error
+            (staging / name).parent.mkdir(exist_ok=True)
+            write_durably(staging / name, content)
+            file = SourceFile(name, len(content), hashlib.sha256(content).hexdigest())
+            files[name] = StoredFile(source, staging / name, file)
+        write_durably(staging / RECORD, "".join(f"{f.file.sha256}  {name}\n" for name, f in files.items()).encode())
+        for inner in {path.parent for path in (staging / name for name in names)} | {staging}:
+            sync(inner)
+        report(Progress("checking what they hold", 0, None))
+        source.read(Contents(files))
+    log.info("%s: copied from %s", source.name, given)

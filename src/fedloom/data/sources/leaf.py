@@ -1,0 +1,127 @@
+"""The JSON of LEAF (Caldas et al. 2018), which users make with LEAF's own scripts.
+
+A file holds some users: ``{"users": [name], "num_samples": [n], "user_data": {name: {"x": [...], "y": [...]}}}``. LEAF
+writes all users to ``all_data/``, in several files; its ``-s niid -t sample`` divides each user's examples between
+``train/`` and ``test/``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.sources.base import Official, Owners, OwnFiles, Pool
+from fedloom.errors import DataError
+
+Encode: TypeAlias = Callable[[list[Any], list[Any], str], tuple[NDArray[np.uint8], NDArray[np.int64]]]
+"""One user's x and y, and what to call that user in errors -> inputs ``[n, *input_shape]`` and labels ``[n]``."""
+
+DIVIDED = ("train", "test")
+WHOLE = ("all_data",)
+
+
+def names(folder: Path) -> tuple[str, ...]:
+    """Return LEAF's files in a folder: those of ``train/`` and ``test/``, else those of ``all_data/``, if any.
+
+    Raises
+    ------
+    DataError
+        If only one of ``train/`` and ``test/`` has files.
+    """
+    for parts in (DIVIDED, WHOLE):
+        found = {part: sorted(path.name for path in (folder / part).glob("[!.]*.json")) for part in parts}
+        empty = [part for part in parts if not found[part]]
+        if not empty:
+            return tuple(f"{part}/{name}" for part in parts for name in found[part])
+        if len(empty) < len(parts):
+            raise DataError(
+                f"{folder / empty[0]} holds no .json file, unlike its sister; expected LEAF's train and test"
+            )
+    return ()
+
+
+OWN_FILES = OwnFiles("LEAF's train/*.json and test/*.json, or its all_data/*.json", names)
+
+
+def read(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -> Official:
+    """Return what LEAF's files hold, one file in memory at a time; its users are the owners.
+
+    Parameters
+    ----------
+    contents
+        By file name: ``train/...`` and ``test/...``; or ``all_data/...``, which makes the train pool, undivided.
+    encode
+        Checks and converts the examples of one user.
+    overlap
+        See :class:`~fedloom.data.sources.base.Owners`.
+
+    Raises
+    ------
+    DataError
+        Naming the file, and the user where it is one: not LEAF's JSON, cut short, a user without examples, twice or
+        in test alone, examples that are not as many as said, or not what they should be.
+    """
+    divided = any(name.startswith("train/") for name in contents)
+    index: dict[str, int] = {}
+    pools = []
+    for part in DIVIDED if divided else WHOLE:
+        inputs, labels, owners = [], [], []
+        seen: dict[str, str] = {}
+        for name in sorted(name for name in contents if name.startswith(f"{part}/")):
+            for user, x, y in _users(contents[name], name):
+                where = f"{name}, user {user!r}"
+                if user in seen:
+                    raise DataError(f"{where}: found again, after {seen[user]}; expected every user once")
+                if part == "test" and user not in index:
+                    raise DataError(
+                        f"{where}: found in test, but not in train; expected the examples of every user divided "
+                        "(LEAF's -t sample)"
+                    )
+                seen[user] = name
+                user_inputs, user_labels = encode(x, y, where)
+                inputs.append(user_inputs)
+                labels.append(user_labels)
+                owners.append(np.full(len(y), index.setdefault(user, len(index)), dtype=np.int64))
+        if not inputs:
+            raise DataError(f"the files of {part}/ hold no users")
+        pools.append(Pool(np.concatenate(inputs), np.concatenate(labels), np.concatenate(owners)))
+    if not divided:
+        train = pools[0]
+        pools.append(Pool(train.inputs[:0], train.labels[:0], np.empty(0, dtype=np.int64)))
+    return Official(pools[0], pools[1], Owners(tuple(index), divided, overlap))
+
+
+def _users(content: bytes, name: str) -> list[tuple[str, list[Any], list[Any]]]:
+    """Return name, x and y of each user in a file, as many x as y as the file says, at least one."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name} is not JSON, or cut short: {error}") from error
+    shape = {"users": list, "num_samples": list, "user_data": dict}
+    for key, kind in shape.items():
+        if not isinstance(document, dict) or not isinstance(document.get(key), kind):
+            raise DataError(f"{name} is not LEAF's: expected an object with {key!r}, a {kind.__name__}")
+    users, counts, data = (document[key] for key in shape)
+    if len(users) != len(counts) or sorted(map(str, users)) != sorted(data):
+        raise DataError(
+            f"{name} contradicts itself: {len(users)} users, {len(counts)} num_samples and user_data of {len(data)}; "
+            "expected the same users in each, once"
+        )
+    found = []
+    for user, count in zip(users, counts, strict=True):
+        where = f"{name}, user {user!r}"
+        examples = data.pop(user, None) if isinstance(user, str) else None
+        if not isinstance(examples, dict) or not all(isinstance(examples.get(key), list) for key in "xy"):
+            raise DataError(f"{where}: expected a name, and an object with the lists 'x' and 'y'")
+        x, y = examples["x"], examples["y"]
+        if not len(x) == len(y) == count:
+            raise DataError(f"{where}: {len(x)} x and {len(y)} y; expected {count} of each, its num_samples")
+        if not y:
+            raise DataError(f"{where}: found no examples; expected at least 1 (LEAF's -k removes such users)")
+        found.append((user, x, y))
+    return found

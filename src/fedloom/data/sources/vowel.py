@@ -1,0 +1,65 @@
+"""Vowel: eleven vowels of British English spoken by fifteen people (Deterding 1989, in the UCI repository).
+
+The file is that of the R package mlbench, which has nine of the repository's ten features: it lacks the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
+from fedloom.data.sources.rda import Factor, data_frame
+from fedloom.data.sources.ways import Copy, DebianPackage
+from fedloom.errors import DataError
+
+FEATURES = tuple(f"V{i}" for i in range(2, 11))
+CLASS_NAMES = ("hid", "hId", "hEd", "hAd", "hYd", "had", "hOd", "hod", "hUd", "hud", "hed")
+SPEAKERS = 15
+REPETITIONS = 6
+"""Of each class by each speaker; the first half is for training."""
+
+
+def read(contents: Mapping[str, bytes]) -> Official:
+    """Return nine features of each utterance; the first three repetitions of a vowel by a speaker train, the rest test.
+
+    Raises
+    ------
+    DataError
+        If the file is not that data frame.
+    """
+    name = "Vowel.rda"
+    columns = data_frame(contents[name], name, "Vowel")
+    features = [columns.get(feature) for feature in FEATURES]
+    speaker, vowel = columns.get("V1"), columns.get("Class")
+    if not (isinstance(speaker, Factor) and isinstance(vowel, Factor)) or not all(
+        isinstance(feature, np.ndarray) for feature in features
+    ):
+        raise DataError(
+            f"{name} has the columns {sorted(columns)}; expected the factors V1 and Class, numbers V2 ... V10"
+        )
+    inputs = np.stack([np.asarray(feature) for feature in features], axis=1).astype(np.float32)
+    spoken = speaker.codes * len(vowel.levels) + vowel.codes
+    # How often this speaker has said this vowel before, in the order of the file.
+    repetition = np.array([np.count_nonzero(spoken[:i] == spoken[i]) for i in range(len(spoken))])
+    train = repetition < REPETITIONS // 2
+    pools = [Pool(inputs[part], vowel.codes[part], speaker.codes[part]) for part in (train, ~train)]
+    return Official(pools[0], pools[1], Owners(tuple(f"speaker-{level}" for level in speaker.levels), divided=True))
+
+
+VOWEL = Source(
+    name="vowel",
+    title="Vowel",
+    class_names=CLASS_NAMES,
+    input_shape=(len(FEATURES),),
+    licence="CC BY 4.0 (UCI Machine Learning Repository: Connectionist Bench, Vowel Recognition)",
+    files=(SourceFile("Vowel.rda", 17800, "6577f9ca304153797ec7621d79020b010d160c425da2007639b9e6a2b23fb127"),),
+    ways=(
+        Copy(Path("/usr/lib/R/site-library/mlbench/data")),
+        DebianPackage("r-cran-mlbench", "usr/lib/R/site-library/mlbench/data"),
+    ),
+    read=read,
+    kind="features",
+)

@@ -1,0 +1,38 @@
+"""What other packages add to FedLoom: objects they name by entry point (docs/extending.md)."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from fedloom.errors import ExperimentError
+
+T = TypeVar("T")
+
+
+def plugins(group: str, kind: type[T]) -> list[T]:
+    """Load everything that installed packages register in a group, by name.
+
+    Parameters
+    ----------
+    group
+        ``fedloom.sources`` or ``fedloom.models``.
+    kind
+        What each must be.
+
+    Raises
+    ------
+    ExperimentError
+        If one cannot be loaded, or is something else: the package, the name and why.
+    """
+    found: list[T] = []
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        where = f"{group}: {point.name} = {point.value}" + (f" (package {point.dist.name})" if point.dist else "")
+        try:
+            loaded = point.load()
+        except Exception as error:
+            raise ExperimentError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+        if not isinstance(loaded, kind):
+            raise ExperimentError(f"{where} is a {type(loaded).__name__}; allowed: a {kind.__name__}")
+        found.append(loaded)
+    return found

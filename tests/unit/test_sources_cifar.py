@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from fedloom.data.sources.base import Progress, Report, WayFailed
+from fedloom.data.sources.cifar10 import CIFAR10, PngPackage, decoded, pool, records
+from fedloom.data.sources.cifar100 import CIFAR100
+from fedloom.errors import DataError, ExitCode
+
+
+def record(labels: Sequence[int], red: int, green: int, blue: int) -> bytes:
+    """One image of one colour, but for its second pixel, which is black."""
+    planes = [bytes([value, 0]) + bytes([value]) * 1022 for value in (red, green, blue)]
+    return bytes(labels) + b"".join(planes)
+
+
+def test_a_record_is_labels_then_red_green_and_blue_row_by_row() -> None:
+    labels, images = records(record([3], 10, 20, 30) + record([9], 1, 2, 3), "file", 1)
+    assert labels.tolist() == [[3], [9]]
+    assert images.shape == (2, 3, 32, 32)
+    assert images[0, :, 0, 0].tolist() == [10, 20, 30]
+    assert images[0, :, 0, 1].tolist() == [0, 0, 0]
+    assert images[0, :, 1, 0].tolist() == [10, 20, 30]
+    assert images[1, :, 31, 31].tolist() == [1, 2, 3]
+
+
+def test_cifar10_joins_its_batches_in_order() -> None:
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)]
+    contents = {name: record([i], i, i, i) for i, name in enumerate(names)} | {"test_batch.bin": record([9], 9, 9, 9)}
+    official = CIFAR10.read(contents)
+    assert official.train.labels.tolist() == [0, 1, 2, 3, 4]
+    assert official.train.inputs[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
+    assert official.test.labels.tolist() == [9]
+    assert official.owners is None
+
+
+def test_cifar100_takes_the_fine_label() -> None:
+    contents = {"train.bin": record([19, 99], 1, 1, 1) + record([0, 4], 2, 2, 2), "test.bin": record([7, 0], 3, 3, 3)}
+    official = CIFAR100.read(contents)
+    assert official.train.labels.tolist() == [99, 4]
+    assert official.test.inputs[0, 2, 5, 5] == 3
+    assert CIFAR100.classes == len(set(CIFAR100.class_names)) == 100
+    assert list(CIFAR100.class_names) == sorted(CIFAR100.class_names)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["0 bytes", "multiple of 3073"]),
+        (record([1], 1, 1, 1)[:-1], ["3072 bytes", "multiple of 3073"]),
+        (record([1, 1], 1, 1, 1), ["3074 bytes", "multiple of 3073"]),
+        (record([10], 1, 1, 1), ["label 10", "0 ... 9"]),
+    ],
+    ids=["empty", "cut", "cifar100", "label"],
+)
+def test_what_is_wrong_is_named(content: bytes, words: list[str]) -> None:
+    with pytest.raises(DataError) as error:
+        pool({"test_batch.bin": content}, ["test_batch.bin"], 1, 10)
+    assert error.value.exit_code == ExitCode.DATA
+    for word in ("test_batch.bin", *words):
+        assert word in str(error.value)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A way that has its files at hand."""
+
+    files: dict[str, bytes]
+    title: str = "a shelf"
+
+    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+        for name in names:
+            yield name, self.files[name]
+
+
+def test_pictures_and_lists_become_the_official_files_again() -> None:
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    official, files = {}, {}
+    lists: dict[str, list[int]] = {"train": [], "test": []}
+    for name in [file.name for file in CIFAR10.files]:
+        labels, images = rng.integers(0, 10, 4), rng.integers(0, 256, (4, 3, 1024), dtype=np.uint8)
+        official[name] = b"".join(
+            bytes([label]) + planes.tobytes() for label, planes in zip(labels, images, strict=True)
+        )
+        picture = io.BytesIO()
+        image.fromarray(images.transpose(0, 2, 1)).save(picture, "PNG")
+        files[name.replace(".bin", ".png")] = picture.getvalue()
+        lists[name.split("_")[0].replace("data", "train")] += labels.tolist()
+    files |= {f"{part}_lables.json": json.dumps(labels).encode() for part, labels in lists.items()}
+    told: list[Progress] = []
+    way = PngPackage(Shelf(files))  # type: ignore[arg-type]
+    assert dict(way.contents([file.name for file in CIFAR10.files], told.append)) == official
+    assert told[-1].doing == "converting test_batch.bin"
+
+
+def test_a_picture_that_is_none() -> None:
+    pytest.importorskip("PIL.Image")
+    with pytest.raises(WayFailed, match=r"the picture of data_batch_1\.bin is damaged"):
+        decoded(b"no picture", "data_batch_1.bin")

@@ -1,0 +1,91 @@
+"""``fedloom data fetch``: what it says, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import leaf_folders
+import pytest
+
+from fedloom.cli.main import main
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+Fetch = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def fetch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Fetch]:
+    """Run ``fedloom data fetch``, with ``tmp_path/root`` for a data root; returns exit code, output and errors."""
+    logger = logging.getLogger("fedloom")
+    level = logger.level
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "root"))
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedloom", "data", "fetch", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        out, err = capsys.readouterr()
+        return int(exited.value.code or 0), out, err
+
+    yield run
+    logger.setLevel(level)
+
+
+def test_what_was_fetched_is_said(fetch: Fetch, tmp_path: Path) -> None:
+    code, out, _ = fetch("vowel", "--from", FIXTURES)
+    assert code == 0
+    assert out.splitlines() == [
+        f"vowel is in {tmp_path / 'root' / 'datasets' / 'vowel'}",
+        "Vowel: 495 train and 495 test examples of 9 features, 11 classes; divided among 15 owners, "
+        "speaker-0 to speaker-14",
+        "licence: CC BY 4.0 (UCI Machine Learning Repository: Connectionist Bench, Vowel Recognition)",
+    ]
+
+
+def test_leafs_files_of_ones_own(fetch: Fetch, tmp_path: Path) -> None:
+    given = leaf_folders.write(tmp_path / "leaf", leaf_folders.femnist())
+    code, out, _ = fetch("femnist", "--from", given)
+    assert code == 0
+    assert "36 train and 4 test examples of 1 x 28 x 28 pixels, 62 classes; divided among 4 owners" in out
+    assert fetch("femnist")[0] == 0  # what is there stays
+
+
+def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Fetch, tmp_path: Path) -> None:
+    files = leaf_folders.femnist()
+    name = min(files)
+    document = json.loads(files[name])
+    user = document["users"][1]
+    document["user_data"][user] = {"x": [], "y": []}
+    document["num_samples"][1] = 0
+    given = leaf_folders.write(tmp_path / "leaf", files | {name: json.dumps(document).encode()})
+    code, out, err = fetch("femnist", "--from", given)
+    assert (code, out) == (3, "")
+    assert f"{name}, user {user!r}: found no examples; expected at least 1" in err
+    assert "Traceback" not in err
+    assert [path.name for path in (tmp_path / "root" / "datasets").iterdir()] == [".femnist.lock"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["femnist"], "FEMNIST has no official files to fetch"),
+        (["femnist", "--from", "."], "FEMNIST is not in ."),
+        (["vowel", "--from", "."], "Vowel could not be had. Tried:"),
+        (["shakespeare", "--from", "."], "(or LEAF's train/*.json and test/*.json, or its all_data/*.json)"),
+    ],
+)
+def test_what_cannot_be_had_is_answered_with_what_to_do(
+    arguments: list[str], words: str, fetch: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    code, out, err = fetch(*arguments)
+    assert (code, out) == (3, "")
+    assert words in err
+    assert f"fedloom data fetch {arguments[0]} --from DIR" in err
+    assert len(err.splitlines()) < 12
