@@ -120,6 +120,9 @@ class Metrics(Message):
     """What a client measured of its predictors; see ``evaluation.measure`` for the axes."""
 
     counts: Tensor = rows(Quantity.METRICS)  # [c, predictors, splits, readings, 3] float64
+    confusion: Tensor = rows(Quantity.METRICS)  # [c, predictors, C, C] int64
+    calibration: Tensor = rows(Quantity.METRICS)  # [c, predictors, bins, 3] float64
+    uncertainty: Tensor = rows(Quantity.METRICS)  # [c, predictors, 3] float64
 
 
 class Replies(Generic[M]):
@@ -192,8 +195,24 @@ def stack(cls: type[M], answers: Sequence[M | None]) -> M | None:
     for field in cls.fields():
         template: Tensor = getattr(given, field.name)
         absent = torch.zeros_like(template)
-        stacked[field.name] = torch.cat([absent if a is None else getattr(a, field.name) for a in answers])
+        stacked[field.name] = _joined([absent if a is None else getattr(a, field.name) for a in answers])
     return cls(**stacked)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first axis: a view if the parts lie one after another in one block, as the wire's do."""
+    first = parts[0]
+    block = first.untyped_storage().data_ptr()
+    for i, part in enumerate(parts):
+        if (
+            part.data_ptr() != first.data_ptr() + i * first.nbytes
+            or part.shape != first.shape
+            or part.dtype != first.dtype
+            or not part.is_contiguous()
+            or part.untyped_storage().data_ptr() != block
+        ):
+            return torch.cat(list(parts))
+    return first.as_strided((len(parts) * first.shape[0], *first.shape[1:]), first.stride())
 
 
 def _as_slice(index: Sequence[int]) -> slice | None:

@@ -36,6 +36,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
+    "pfedbayes": {"steps": 2, "batch_size": 4, "optimizer": "adam", "draws": 3, "personalize_steps": 2},
 }
 """Settings with which each method runs on 6x6 images; epochs, so that clients of different sizes differ in steps."""
 
@@ -77,11 +78,13 @@ class Federation:
             tree[section][name] = value
         return dataclasses.replace(self, these=_parts(self.tmp, tree, self.dataset))
 
-    def carrier(self, change: Callable[[ClientHalf], Any] = lambda half: half) -> InProcess:
-        """A fresh in-process carrier; ``change`` may wrap the clients' half."""
+    def carrier(self, name: str, change: Callable[[ClientHalf], Any] = lambda half: half) -> InProcess:
+        """A fresh in-process carrier for the run in folder ``name``; ``change`` may wrap the clients' half."""
         algorithm = self.these.algorithm
         changed = dataclasses.replace(algorithm, client=lambda *known: change(algorithm.client(*known)))
-        return compose.in_process(dataclasses.replace(self.these, algorithm=changed), self.dataset)
+        return compose.in_process(
+            dataclasses.replace(self.these, algorithm=changed), self.dataset, RunFolder(self.tmp / name)
+        )
 
     def loop(
         self, name: str, carrier: Carrier | None = None, replay: str | None = None, stop: threading.Event | None = None
@@ -91,7 +94,7 @@ class Federation:
         folder.make()
         again = None if replay is None else Replay(Journal.read(RunFolder(self.tmp / replay)))
         stop = threading.Event() if stop is None else stop
-        return compose.loop(self.these, carrier or self.carrier(), folder, Quiet(), stop, again)
+        return compose.loop(self.these, carrier or self.carrier(name), folder, Quiet(), stop, again)
 
     def run(self, name: str, carrier: Carrier | None = None, replay: str | None = None) -> Evaluation:
         """Run from the beginning to the end."""
@@ -118,8 +121,9 @@ class Federation:
 
     def exchanges(self, round: int = 2) -> list[Exchange]:
         """The exchanges of an undisturbed training round, found by running it."""
-        carrier = Faulty(self.carrier())
-        self.changed(federation__rounds=round).run(f"exchanges-{round}", carrier)
+        name = f"exchanges-{round}"
+        carrier = Faulty(self.carrier(name))
+        self.changed(federation__rounds=round).run(name, carrier)
         return [
             Exchange(call.key.conversation, call.exchange, call.rows)
             for call in carrier.calls
@@ -257,6 +261,7 @@ class Spread:
                     rows=tuple(call.rows[p] for p in mine),
                     clients=tuple(call.clients[p] for p in mine),
                     message=call.message.select(mine),
+                    states=tuple(call.states[p] for p in mine) if call.states else (),
                 )
                 answers.update(zip(part.rows, self._places[i].exchange(part), strict=True))
         return [answers[row] for row in call.rows]
@@ -270,7 +275,7 @@ class Poisoned:
     """A client half whose answers hold a NaN for one client at one exchange of one kind of conversation."""
 
     def __init__(self, half: ClientHalf, opening: type[Message], client: str, exchange: int) -> None:
-        self.predictors = half.predictors
+        self.predictors, self.stateful = half.predictors, half.stateful
         self._half = half
         self._opening = opening
         self._client = client

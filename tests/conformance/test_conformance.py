@@ -26,11 +26,11 @@ from conformance_kit import (
 
 from fedloom.cli import compose
 from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
+from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import groups
 from fedloom.federation.carrier import Call
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import Loop
-from fedloom.messages import Metrics
 
 AT = 2
 """The round that is disturbed: one before it and one after it are not."""
@@ -57,7 +57,7 @@ def test_each_client_lost_at_each_exchange_and_the_replay_of_it(tiny: Federation
         for row in exchange.rows:
             name = f"lost-{exchange.conversation}-{exchange.exchange}-{row}"
             lose = lambda call, r, e=exchange, row=row: training(call) and e.same(call) and r == row  # noqa: E731
-            loop = tiny.loop(name, Faulty(tiny.carrier(), lose))
+            loop = tiny.loop(name, Faulty(tiny.carrier(name), lose))
             loop.run()
             assert loop.round == ROUNDS
             assert_finite(loop)
@@ -76,13 +76,13 @@ def test_client_steps_are_those_of_the_clients_that_made_them(tiny: Federation, 
     alone = []
     for row in range(COHORT):
         others_lost = lambda call, r, row=row: training(call) and r != row  # noqa: E731
-        tiny.run(f"alone-{row}", Faulty(tiny.carrier(), others_lost))
+        tiny.run(f"alone-{row}", Faulty(tiny.carrier(f"alone-{row}"), others_lost))
         alone.append(steps(tiny, f"alone-{row}"))
     assert min(alone) > 0
     assert steps(tiny, "whole") == sum(alone)
     for row in range(COHORT):
         never_there = lambda call, r, row=row: training(call) and r == row  # noqa: E731
-        tiny.run(f"without-{row}", Faulty(tiny.carrier(), never_there))
+        tiny.run(f"without-{row}", Faulty(tiny.carrier(f"without-{row}"), never_there))
         assert steps(tiny, f"without-{row}") == sum(alone) - alone[row]
 
 
@@ -91,7 +91,7 @@ def test_one_survivor_of_each_exchange(tiny: Federation, trained: str) -> None:
         for survivor in exchange.rows:
             name = f"survivor-{exchange.conversation}-{exchange.exchange}-{survivor}"
             lose = lambda call, row, e=exchange, s=survivor: training(call) and e.same(call) and row != s  # noqa: E731
-            loop = tiny.loop(name, Faulty(tiny.carrier(), lose))
+            loop = tiny.loop(name, Faulty(tiny.carrier(name), lose))
             loop.run()
             assert loop.round == ROUNDS
             assert_finite(loop)
@@ -101,7 +101,7 @@ def test_an_attempt_that_loses_everybody_changes_nothing_and_is_made_again(tiny:
     for exchange in tiny.exchanges():
         name = f"everybody-{exchange.conversation}-{exchange.exchange}"
         lose = lambda call, row, e=exchange: training(call) and call.key.attempt == 1 and e.same(call)  # noqa: E731
-        loop = tiny.loop(name, Faulty(tiny.carrier(), lose))
+        loop = tiny.loop(name, Faulty(tiny.carrier(name), lose))
         before: list[dict[str, torch.Tensor]] = []
         unchanged: list[bool] = []
         loop.observer.on_round = lambda attempt, loop=loop, before=before: before.append(state(loop))
@@ -119,7 +119,7 @@ def test_an_attempt_that_loses_everybody_changes_nothing_and_is_made_again(tiny:
 def test_when_every_attempt_fails_the_run_stops_with_its_last_round_durable(tiny: Federation, trained: str) -> None:
     tiny.run("whole")
     tiny = tiny.changed(federation__checkpoint_every_s=1e9)
-    loop = tiny.loop("failed", Faulty(tiny.carrier(), lambda call, row: training(call)))
+    loop = tiny.loop("failed", Faulty(tiny.carrier("failed"), lambda call, row: training(call)))
     with pytest.raises(QuorumError, match=r"round 2 failed 3 times.*0 of 3 clients answered") as failure:
         loop.run()
     assert failure.value.exit_code is ExitCode.QUORUM
@@ -133,20 +133,20 @@ def test_min_replies(tiny: Federation, trained: str) -> None:
     tiny = tiny.changed(federation__min_replies=2)
     for lost, made in ((1, [1]), (2, [1, 2])):
         lose = lambda call, row, lost=lost: training(call) and call.key.attempt == 1 and row < lost  # noqa: E731
-        tiny.run(f"{lost}-lost", Faulty(tiny.carrier(), lose))
+        tiny.run(f"{lost}-lost", Faulty(tiny.carrier(f"{lost}-lost"), lose))
         assert [a.attempt for a in tiny.attempts(f"{lost}-lost") if a.round == AT] == made
 
 
 def test_a_reply_that_is_not_finite_loses_its_client_and_nobody_else(tiny: Federation, trained: str) -> None:
     tiny = tiny.changed(federation__rounds=1)
-    carrier = Faulty(tiny.carrier())
+    carrier = Faulty(tiny.carrier("whole"))
     tiny.run("whole", carrier)
     first = [call for call in carrier.calls if training(call, 1)]
     row = 1
     client, opening = first[0].clients[row], type(first[0].message)
     for call in first:
         name = f"nan-{call.exchange}"
-        loop = tiny.loop(name, tiny.carrier(lambda half, e=call.exchange: Poisoned(half, opening, client, e)))
+        loop = tiny.loop(name, tiny.carrier(name, lambda half, e=call.exchange: Poisoned(half, opening, client, e)))
         loop.run()
         assert_finite(loop)
         (attempt,) = tiny.attempts(name)
@@ -155,7 +155,7 @@ def test_a_reply_that_is_not_finite_loses_its_client_and_nobody_else(tiny: Feder
         assert "is not finite" in loss.reason
         assert sum(attempt.refused.values()) == 1
         lose = lambda c, r, e=call.exchange: training(c, 1) and (c.exchange, r) == (e, row)  # noqa: E731
-        tiny.run(f"{name}-lost", Faulty(tiny.carrier(), lose))
+        tiny.run(f"{name}-lost", Faulty(tiny.carrier(f"{name}-lost"), lose))
         assert tiny.final(f"{name}-lost") == tiny.final(name)
 
 
@@ -180,7 +180,7 @@ def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, traine
 @pytest.mark.parametrize("checkpoint_every_s", [0.0, 1e9])
 def test_killed_at_every_exchange_and_resumed(tiny: Federation, trained: str, checkpoint_every_s: float) -> None:
     tiny = tiny.changed(federation__checkpoint_every_s=checkpoint_every_s)
-    carrier = Faulty(tiny.carrier())
+    carrier = Faulty(tiny.carrier("whole"))
     tiny.run("whole", carrier)
     for i in range(len(carrier.calls)):
         name = f"killed-{i}"
@@ -191,7 +191,7 @@ def test_killed_at_every_exchange_and_resumed(tiny: Federation, trained: str, ch
                 raise Killed
 
         with pytest.raises(Killed):
-            tiny.run(name, Faulty(tiny.carrier(), before=kill))
+            tiny.run(name, Faulty(tiny.carrier(name), before=kill))
         tiny.resume(name)
         assert tiny.final(name) == tiny.final("whole"), carrier.calls[i].key
         assert tiny.metrics(name) == tiny.metrics("whole")
@@ -201,7 +201,7 @@ def test_killed_at_every_exchange_and_resumed(tiny: Federation, trained: str, ch
 @pytest.mark.parametrize("purpose", ["train", "evaluate"])
 def test_stopping_loses_nobody(tiny: Federation, trained: str, purpose: str) -> None:
     """A carrier that is stopped loses who has not answered; that must not become part of the run."""
-    carrier = Faulty(tiny.carrier())
+    carrier = Faulty(tiny.carrier("whole"))
     tiny.run("whole", carrier)
     calls = [c for c in carrier.calls if c.key.purpose == purpose and c.key.round == AT]
     for call in calls:
@@ -214,7 +214,7 @@ def test_stopping_loses_nobody(tiny: Federation, trained: str, purpose: str) -> 
             return stop.is_set() and row > 0
 
         with pytest.raises(InterruptedRun) as stopped:
-            tiny.loop(name, Faulty(tiny.carrier(), lose), stop=stop).run()
+            tiny.loop(name, Faulty(tiny.carrier(name), lose), stop=stop).run()
         assert stopped.value.exit_code is ExitCode.INTERRUPTED
         assert not any(c.lost for a in tiny.attempts(name) for c in a.conversations)
         tiny.resume(name)
@@ -232,7 +232,7 @@ def test_where_clients_are_served_changes_nothing(tiny: Federation, method: str,
     shared = [frozenset(everyone)] * places
     apart = [frozenset(everyone[i::places]) for i in range(places)]
     for name, serves in (("shared", shared), ("apart", apart)):
-        tiny.run(name, Spread([tiny.carrier() for _ in serves], serves))
+        tiny.run(name, Spread([tiny.carrier(name) for _ in serves], serves))
         assert tiny.final(name) == tiny.final("whole")
         for there, here in zip(tiny.metrics(name), tiny.metrics("whole"), strict=True):
             del there["communication"], here["communication"]  # Spread counts traffic, as a wire does
@@ -289,15 +289,15 @@ def test_the_probabilities_of_the_predictors(tiny: Federation, method: str) -> N
                 assert torch.allclose(p.sum(1), torch.ones(len(p)), atol=1e-5)
                 assert all(torch.isfinite(tensor).all() for tensor in predictor.tensors().values())
             seen.append(client.id)
-        return Metrics(torch.zeros(len(predictors), *loop.counts_shape, dtype=torch.float64))
+        return nothing_measured(len(predictors), len(loop.predictors), loop.manifest.classes)
 
-    loop = tiny.loop("run", compose.in_process(tiny.these, tiny.dataset, look))
+    loop = tiny.loop("run", compose.in_process(tiny.these, tiny.dataset, RunFolder(tiny.tmp / "run"), look))
     assert loop.personalize([entry.id for entry in tiny.dataset.manifest.clients]) == {}
     assert sorted(seen) == sorted(entry.id for entry in tiny.dataset.manifest.clients)
 
 
 def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, method: str) -> None:
-    carrier = Faulty(tiny.carrier())
+    carrier = Faulty(tiny.carrier("whole"))
     tiny.run("whole", carrier)
     final = max(call.key.round for call in carrier.calls)
     last = max(call.exchange for call in carrier.calls if call.key.purpose == "evaluate")
@@ -309,7 +309,7 @@ def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, meth
                 measured = call.key.purpose == "evaluate" and call.key.round == final
                 return measured and call.key.conversation == 0 and call.exchange == exchange and row in rows
 
-            evaluation = tiny.run(name, Faulty(tiny.carrier(), lose))
+            evaluation = tiny.run(name, Faulty(tiny.carrier(name), lose))
             assert (~evaluation.present).nonzero().flatten().tolist() == sorted(rows)
             statistics = groups(evaluation, label_mask=False)
             assert statistics["seen"]["clients"] == int((evaluation.seen & evaluation.present).sum())
@@ -320,10 +320,10 @@ def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, meth
 
 
 def test_an_evaluation_that_nobody_answers(tiny: Federation, method: str) -> None:
-    evaluation = tiny.run("nobody", Faulty(tiny.carrier(), lambda call, row: call.key.purpose == "evaluate"))
+    evaluation = tiny.run("nobody", Faulty(tiny.carrier("nobody"), lambda call, row: call.key.purpose == "evaluate"))
     assert not evaluation.present.any()
     assert tiny.metrics("nobody")[-1]["seen"] is None
     json.dumps(tiny.metrics("nobody"), allow_nan=False)
-    assert set(tiny.loop("nobody", Faulty(tiny.carrier(), lambda call, row: True)).personalize(evaluation.clients)) == {
-        *evaluation.clients
-    }
+    assert set(
+        tiny.loop("nobody", Faulty(tiny.carrier("nobody"), lambda call, row: True)).personalize(evaluation.clients)
+    ) == {*evaluation.clients}

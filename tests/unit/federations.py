@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, Group, Predictors, Task
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
-from fedloom.evaluation.measure import measure
+from fedloom.data.manifest import VERSION
+from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.conversations import Conversations
 from fedloom.federation.folder import RunFolder
@@ -21,7 +22,8 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss, Replay
 from fedloom.federation.loop import Loop, Schedule, vocabulary
 from fedloom.federation.randomness import generator
-from fedloom.messages import Message, Metrics
+from fedloom.federation.states import StateFolder
+from fedloom.messages import Message
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.settings import Settings
@@ -100,11 +102,12 @@ def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest
         return tuple(torch.bincount(part.y, minlength=CLASSES).tolist())
 
     return Manifest(
-        version=1,
+        version=VERSION,
         dataset="random",
         classes=CLASSES,
         class_names=tuple("abc"),
         input_shape=tuple(data[0].train.x.shape[1:]),
+        kind="pixels",
         scheme={},
         seed=0,
         unseen_fraction=0.0,
@@ -139,6 +142,7 @@ def federation(
     load: Callable[[str], ClientData] | None = None,
     seed: int = 7,
     evaluation_cohort: int = 2,
+    start_afresh: bool = False,
 ) -> Federation:
     """The real loop over the in-process carrier, everyone sampled; ``lost`` is exchange -> row, in every round."""
     made = RunFolder(folder)
@@ -151,14 +155,19 @@ def federation(
     def conclude(found: Predictors, clients: Group) -> Message:
         for named, member in zip(found, clients.clients, strict=True):
             predictors[loop.round, member.id] = dict(named)
-        counts = [
-            measure(named, member, half.predictors, batch_size=16)
-            for named, member in zip(found, clients.clients, strict=True)
-        ]
-        return Metrics(torch.stack(counts))
+        return metrics(found, clients.clients, half.predictors, batch_size=16)
 
     carrier = InProcess(
-        Conversations(half, vocabulary(algorithm), load or by_id.__getitem__, seed, conclude), problem.dtype
+        Conversations(
+            half,
+            vocabulary(algorithm),
+            load or by_id.__getitem__,
+            seed,
+            conclude,
+            states=StateFolder(made.states) if half.stateful else None,
+            start_afresh=start_afresh,
+        ),
+        problem.dtype,
     )
     replay = None
     if lost is not None:

@@ -24,6 +24,7 @@ from fedloom.algorithms.pefll import (
 )
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError
+from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.conversations import Conversations
 from fedloom.federation.loop import vocabulary
@@ -61,7 +62,9 @@ class Clients(Conversations):
             return by_id[id]
 
         def conclude(predictors: Predictors, group: Group) -> Message:
-            return Metrics(torch.stack([named["personal"].tensors()["theta"] for named in predictors]))
+            thetas = torch.stack([named["personal"].tensors()["theta"] for named in predictors])
+            rest = nothing_measured(len(thetas), 1, 1).tensors() | {"counts": thetas}
+            return Metrics(**rest)
 
         super().__init__(HALF, vocabulary(PEFLL), load, 0, conclude, clients_at_once=at_once)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.federated import ClientData
+from fedloom.data.manifest import Kind
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Replies
 from fedloom.models.flat import FlatModel
@@ -38,9 +39,13 @@ class Task:
     model
         The clients' model as functions of a flat θ.
     classes, input_shape
-        C, and the shape of one input (channels, height, width) or (features,).
+        C, and the shape of one input: (channels, height, width), (features,) or (tokens,).
+    kind
+        What an input is: pixels, features or tokens.
     clients
         Number of clients, seen and unseen (the papers' n).
+    roster
+        Ids of the seen clients, in manifest order.
     """
 
     model: FlatModel
@@ -48,6 +53,8 @@ class Task:
     input_shape: tuple[int, ...]
     clients: int
     dtype: torch.dtype = torch.float32
+    kind: Kind = "pixels"
+    roster: tuple[str, ...] = ()
 
 
 class Cohort(Protocol):
@@ -86,8 +93,10 @@ class Round(Protocol):
         purpose: str = "cohort",
         weights: Tensor | None = None,
         replace: bool = False,
+        always: Sequence[str] = (),
     ) -> Cohort:
-        """Draw a cohort from the roster (``federation.clients_per_round`` by default)."""
+        """Draw a cohort from the roster (``federation.clients_per_round`` by default); ``always`` names clients that
+        are in it whatever is drawn."""
 
     def everyone(self) -> Cohort:
         """The whole roster as one cohort."""
@@ -153,11 +162,25 @@ class Group:
         Their data, already on ``device``.
     generator
         ``(client id, purpose) -> torch.Generator``, keyed with seed, purpose, client and round; always on the CPU.
+    states
+        What each client kept in the last round that counted it; None for a client that no round has counted.
+    may_keep
+        False in conversations that change no state.
     """
 
-    def __init__(self, clients: Sequence[ClientData], generator: Callable[[str, str], torch.Generator]) -> None:
+    def __init__(
+        self,
+        clients: Sequence[ClientData],
+        generator: Callable[[str, str], torch.Generator],
+        states: Sequence[dict[str, Tensor] | None] | None = None,
+        *,
+        may_keep: bool = True,
+    ) -> None:
         self.clients = tuple(clients)
         self._generator = generator
+        self._states = tuple(states) if states is not None else (None,) * len(self.clients)
+        self._may_keep = may_keep
+        self.kept: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
         """g, the number of clients."""
@@ -167,12 +190,35 @@ class Group:
         """Random numbers of the i-th client for a purpose."""
         return self._generator(self.clients[i].id, purpose)
 
+    def state(self, i: int) -> dict[str, Tensor] | None:
+        """What the i-th client kept in the last round that counted it; None if there was none yet."""
+        return self._states[i]
+
+    def keep(self, i: int, tensors: dict[str, Tensor]) -> None:
+        """Keep the i-th client's state for later rounds.
+
+        To be called before the answer that it belongs to is yielded: it is stored before that answer leaves the worker,
+        so that a round that counts the client has its state. The methods that keep any declare it
+        (``ClientHalf.stateful``) and keep one of every client in every training conversation.
+
+        Raises
+        ------
+        RuntimeError
+            In a conversation that changes no state.
+        """
+        if not self._may_keep:
+            raise RuntimeError("personalizing changes no state: nothing can be kept in it")
+        self.kept[i] = tensors
+
 
 class ClientHalf:
     """The client half: coroutines picked by the type of the opening message (see :func:`opened_by`)."""
 
     predictors: ClassVar[tuple[str, ...]] = ("personal",)
     """Names of the predictors that ``personalize`` returns, in the order metrics are reported."""
+
+    stateful: ClassVar[bool] = False
+    """Whether clients keep a state from round to round (:meth:`Group.keep`)."""
 
     _openings: ClassVar[dict[type[Message], str]] = {}
 

@@ -180,7 +180,7 @@ def _train_group(
             padded = F.pad(picked, (0, width - len(picked))).to(device)
             xs.append(x[padded])
             ys.append(y[padded])
-            weights.append((torch.arange(width, device=device) < len(picked)).to(x.dtype) / len(picked))
+            weights.append((torch.arange(width, device=device) < len(picked)).to(theta.dtype) / len(picked))
         gradients, loss = gradient(theta, torch.stack(xs), torch.stack(ys), torch.stack(weights), absent)
         if s.clip is not None:
             norm = gradients.norm(dim=1, keepdim=True)

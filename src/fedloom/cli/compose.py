@@ -8,6 +8,7 @@ import platform
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,15 @@ from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.data.partition import partition
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
-from fedloom.evaluation.measure import measure
-from fedloom.evaluation.summary import Evaluation, as_csv, client_rows, summary
+from fedloom.evaluation.measure import metrics
+from fedloom.evaluation.summary import (
+    Evaluation,
+    as_csv,
+    calibration_document,
+    client_rows,
+    confusion_document,
+    summary,
+)
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.conversations import Conversations
@@ -28,7 +36,8 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
 from fedloom.federation.randomness import generator
-from fedloom.messages import Message, Metrics
+from fedloom.federation.states import StateFolder
+from fedloom.messages import Message
 
 DTYPE = torch.float32
 
@@ -56,21 +65,30 @@ class Parts:
         return self.algorithm.client(self.settings, self.task)
 
 
-def parts(experiment: Experiment, manifest: Manifest, clients: int | None = None) -> Parts:
-    """Put an experiment and its manifest together; ``clients`` is the n it was trained with, if that is another.
+def parts(
+    experiment: Experiment, manifest: Manifest, clients: int | None = None, roster: tuple[str, ...] | None = None
+) -> Parts:
+    """Put an experiment and its manifest together.
+
+    Parameters
+    ----------
+    clients, roster
+        The n and the seen clients it was trained with, if they are not those of the manifest.
 
     Raises
     ------
     ExperimentError
         If the model does not fit the data.
     """
-    model = experiment.model.build(manifest.input_shape, manifest.classes)
+    model = experiment.model.build(manifest.input_shape, manifest.classes, manifest.kind)
     task = Task(
         model=model,
         classes=manifest.classes,
         input_shape=manifest.input_shape,
+        kind=manifest.kind,
         clients=len(manifest.clients) if clients is None else clients,
         dtype=DTYPE,
+        roster=manifest.roster if roster is None else roster,
     )
     return Parts(experiment, manifest, find(experiment.algorithm.name), task)
 
@@ -82,6 +100,8 @@ def dealt(experiment: Experiment) -> FederatedDataset:
     ------
     DataError
         If the data set, or a part of the partition, is missing or damaged.
+    ExperimentError
+        If the settings cannot be met with these data.
     """
     data = experiment.data
     folder = partition(
@@ -94,6 +114,12 @@ def dealt(experiment: Experiment) -> FederatedDataset:
     )
     dataset = FederatedDataset.open(folder)
     dataset.verify()
+    roster, federation = dataset.manifest.roster, experiment.federation
+    if federation.rounds and federation.clients_per_round > len(roster):
+        raise ExperimentError(
+            f"federation.clients_per_round: found {federation.clients_per_round}; allowed: at most {len(roster)}, the "
+            f"seen clients of {data.dataset} ({len(dataset.manifest.clients)} clients)"
+        )
     return dataset
 
 
@@ -125,18 +151,31 @@ Conclude = Callable[[Predictors, Group], Message]
 
 
 def conversations(
-    these: Parts, dataset: FederatedDataset, device: torch.device, conclude: Conclude | None = None
+    these: Parts,
+    dataset: FederatedDataset,
+    device: torch.device,
+    states: Path | None,
+    conclude: Conclude | None = None,
 ) -> Conversations:
-    """The clients' side of all conversations; by default predictors are measured."""
+    """The clients' side of all conversations; by default predictors are measured.
+
+    ``states`` is the folder of the clients' states, which every worker of the run shares.
+
+    Raises
+    ------
+    ExperimentError
+        If the method keeps client states and there is no folder for them.
+    """
     half = these.client_half()
+    if half.stateful and states is None:
+        raise ExperimentError(
+            f"--states: found none; {these.algorithm.name} keeps a state with every client, and needs a folder that "
+            "every worker allowed to serve the client reaches"
+        )
     batch_size = these.experiment.evaluation.batch_size
 
     def evaluate(predictors: Predictors, clients: Group) -> Message:
-        counts = [
-            measure(named, client, half.predictors, batch_size=batch_size)
-            for named, client in zip(predictors, clients.clients, strict=True)
-        ]
-        return Metrics(torch.stack(counts))
+        return metrics(predictors, clients.clients, half.predictors, batch_size=batch_size)
 
     return Conversations(
         half,
@@ -146,13 +185,18 @@ def conversations(
         conclude or evaluate,
         device,
         these.experiment.runtime.clients_at_once,
+        StateFolder(states) if half.stateful and states is not None else None,
+        start_afresh=these.experiment.federation.lost_state == "afresh",
     )
 
 
-def in_process(these: Parts, dataset: FederatedDataset, conclude: Conclude | None = None) -> InProcess:
-    """Clients in this process, on the experiment's device."""
+def in_process(
+    these: Parts, dataset: FederatedDataset, folder: RunFolder, conclude: Conclude | None = None
+) -> InProcess:
+    """Clients in this process, on the experiment's device; their states lie in the run's folder."""
     runtime = these.experiment.runtime
-    return InProcess(conversations(these, dataset, use_device(runtime.device, runtime.threads), conclude), DTYPE)
+    device = use_device(runtime.device, runtime.threads)
+    return InProcess(conversations(these, dataset, device, folder.states, conclude), DTYPE)
 
 
 def welcome(these: Parts) -> str:
@@ -231,6 +275,8 @@ def conclude(these: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(these, run)}}
     steps = run.client_steps()
     folder.write("clients.csv", as_csv(client_rows(final, these.manifest.clients)))
+    folder.write_json("confusion.json", confusion_document(final, these.manifest.class_names))
+    folder.write_json("calibration.json", calibration_document(final))
     result = summary(
         final,
         history,

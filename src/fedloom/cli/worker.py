@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +40,12 @@ def worker(
     reconnect: Annotated[
         float, typer.Option(help="Seconds to go on dialling an aggregator that is gone.", min=0, metavar="S")
     ] = 60.0,
+    states: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the clients' states, for methods that keep any: one that all workers reach.", metavar="DIR"
+        ),
+    ] = None,
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Leave when standard input ends.")] = False,
 ) -> None:
@@ -49,7 +56,7 @@ def worker(
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find
     from fedloom.cli import compose
-    from fedloom.cli.watch import log_to
+    from fedloom.cli.watch import logged_to
     from fedloom.data.federated import FederatedDataset
     from fedloom.data.manifest import read_shard
     from fedloom.errors import DataError, ExperimentError
@@ -57,8 +64,6 @@ def worker(
 
     if device is Device.CPU and clients_at_once > 1:
         raise ExperimentError(f"--clients-at-once: found {clients_at_once} on cpu, allowed: 1")
-    if log is not None:
-        log_to(log)
     dataset = FederatedDataset.open(partition)
     everyone = [entry.id for entry in dataset.manifest.clients]
     served = everyone if clients is None else [part.strip() for part in clients.split(",") if part.strip()]
@@ -78,25 +83,21 @@ def worker(
                 hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
         shared = experiments.Experiment.from_shared_json(told["experiment"], runtime=runtime)
-        return compose.conversations(compose.parts(shared, dataset.manifest), dataset, target)
+        return compose.conversations(compose.parts(shared, dataset.manifest), dataset, target, states)
 
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     if until_eof:
         threading.Thread(target=_leave_at_eof, args=(stop,), daemon=True).start()
-    serve(
-        aggregator,
-        Identity(
-            worker=name or f"{socket.gethostname()}-{os.getpid()}",
-            clients=served,
-            algorithms={known: find(known).version for known in available()},
-            device=device.value,
-        ),
-        make_session=make_session,
-        stop=stop,
-        reconnect_s=reconnect,
+    identity = Identity(
+        worker=name or f"{socket.gethostname()}-{os.getpid()}",
+        clients=served,
+        algorithms={known: find(known).version for known in available()},
+        device=device.value,
     )
+    with nullcontext() if log is None else logged_to(log):
+        serve(aggregator, identity, make_session=make_session, stop=stop, reconnect_s=reconnect)
 
 
 def _leave_at_eof(stop: threading.Event) -> None:

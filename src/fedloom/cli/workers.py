@@ -8,9 +8,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError, RefusedError, WorkerLostError
+
+if TYPE_CHECKING:
+    from fedloom.federation.folder import RunFolder
 
 log = logging.getLogger("fedloom.workers")
 
@@ -35,12 +38,13 @@ class Workers:
     """
 
     def __init__(
-        self, count: int, address: str, partition: Path, logs: Path, runtime: Any, on_failure: Callable[[], None]
+        self, count: int, address: str, partition: Path, folder: RunFolder, runtime: Any, on_failure: Callable[[], None]
     ) -> None:
         self.failure: FedloomError | None = None
         self._address = address
         self._partition = partition
-        self._logs = logs
+        self._logs = folder.logs
+        self._states = folder.states
         self._runtime = runtime
         self._on_failure = on_failure
         self._stopping = threading.Event()
@@ -84,7 +88,7 @@ class Workers:
         name = f"worker-{i}"
         command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", self._address]
         command += ["--partition", str(self._partition), "--name", name, "--until-eof"]
-        command += ["--log", str(self._logs / f"{name}.jsonl")]
+        command += ["--log", str(self._logs / f"{name}.jsonl"), "--states", str(self._states)]
         command += ["--device", self._runtime.device, "--threads", str(self._runtime.threads)]
         command += ["--clients-at-once", str(self._runtime.clients_at_once)]
         # A session of its own, so that Ctrl-C reaches us alone and the round at hand can end.

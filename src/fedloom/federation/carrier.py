@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fedloom.federation.states import Versions
 from fedloom.messages import Message
 
 
@@ -44,6 +45,8 @@ class Call:
         What may come back: message class -> field -> trailing shape (dtype is that of the run).
     deadline_s
         Seconds from now until a row without a valid answer is lost; None waits for ever.
+    states
+        In an opening of a method whose clients keep a state: which version of it, one per row.
     """
 
     key: ConversationKey
@@ -53,6 +56,7 @@ class Call:
     message: Message
     shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
     deadline_s: float | None = None
+    states: tuple[Versions, ...] = ()
 
 
 @dataclass(frozen=True)

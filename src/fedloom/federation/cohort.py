@@ -17,6 +17,7 @@ from fedloom.errors import DataError, ExperimentError, InterruptedRun
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.federation.randomness import generator
+from fedloom.federation.states import Versions
 from fedloom.messages import Message, Replies, stack
 
 
@@ -34,6 +35,8 @@ class Rules:
     min_replies: int
     shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
     stop: threading.Event
+    states: Callable[[str], Versions] | None = None
+    """Of a method whose clients keep a state: which version a client starts from now."""
 
 
 class Conversation:
@@ -97,6 +100,7 @@ class Conversation:
                 message=message.select(self._alive),
                 shapes=self._rules.shapes,
                 deadline_s=self._rules.deadline_s,
+                states=self._states() if self._exchange == 0 else (),
             )
             given = self._carry(call, meanwhile)
             kinds = Counter(type(answer) for answer in given if isinstance(answer, Message))
@@ -126,6 +130,10 @@ class Conversation:
         if answers:
             stacked = stack(type(next(iter(answers.values()))), [answers.get(row) for row in range(len(self.clients))])
         return Replies(stacked, self.present, self._sizes)
+
+    def _states(self) -> tuple[Versions, ...]:
+        states = self._rules.states
+        return () if states is None else tuple(states(self.clients[row]) for row in self._alive)
 
     def record(self, name: str, values: Tensor) -> None:
         """Keep one row per client for the evaluation."""
@@ -180,7 +188,12 @@ class Attempting:
         self._conversations: list[Conversation] = []
 
     def sample(
-        self, size: int | None = None, purpose: str = "cohort", weights: Tensor | None = None, replace: bool = False
+        self,
+        size: int | None = None,
+        purpose: str = "cohort",
+        weights: Tensor | None = None,
+        replace: bool = False,
+        always: Sequence[str] = (),
     ) -> Conversation:
         """Draw a cohort from the roster, without looking at who answered before.
 
@@ -194,12 +207,27 @@ class Attempting:
             ``[roster]`` probabilities up to a factor; uniform by default.
         replace
             Whether a client may be drawn more than once.
+        always
+            Clients that are in the cohort whatever is drawn; they count for its size, and the rest is drawn uniformly
+            from the others.
+
+        Raises
+        ------
+        ValueError
+            If ``always`` is combined with ``weights`` or ``replace``.
         """
         n = len(self._roster)
         size = self._rules.clients_per_round if size is None else size
         if size > n and not replace:
             raise ExperimentError(f"cohort of {size} clients: found a roster of {n}, allowed: at most as many")
         random = generator(self._rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
+        if always:
+            if weights is not None or replace:
+                raise ValueError("a cohort with fixed members is drawn uniformly and without replacement")
+            others = [client for client in self._roster if client not in always]
+            order = torch.randperm(len(others), generator=random)[: max(0, size - len(always))]
+            members = {*always, *(others[i] for i in order.tolist())}
+            return self.hold([client for client in self._roster if client in members])
         if weights is None and not replace:
             drawn = torch.randperm(n, generator=random)[:size]
         else:

@@ -11,17 +11,22 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientHalf, Conversation, Group, Predictors
 from fedloom.data.federated import ClientData, Split
+from fedloom.errors import DataError, StorageError
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
+from fedloom.federation.states import States, Version, Versions
 from fedloom.messages import Message
 
 _log = logging.getLogger(__name__)
+
+TRAIN = "train"
 
 
 @dataclass(eq=False)
 class _Open:
     """One coroutine, the rows it serves, and its last answers."""
 
+    key: ConversationKey
     rows: tuple[int, ...]
     group: Group
     coroutine: Conversation
@@ -47,6 +52,10 @@ class Conversations:
         per client (for an evaluation, the metrics).
     device, clients_at_once
         On CPU a group is one client; elsewhere up to ``clients_at_once``.
+    states
+        Where clients keep their states; needed where the half is ``stateful``.
+    start_afresh
+        What becomes of a client whose state is lost: it starts afresh, or (False) it is refused.
     """
 
     def __init__(
@@ -58,7 +67,12 @@ class Conversations:
         conclude: Callable[[Predictors, Group], Message],
         device: torch.device | None = None,
         clients_at_once: int = 1,
+        states: States | None = None,
+        *,
+        start_afresh: bool = False,
     ) -> None:
+        if half.stateful and states is None:
+            raise ValueError(f"{type(half).__name__} keeps client states: found no place for them")
         self.vocabulary = vocabulary
         self._half = half
         self._load = load
@@ -66,10 +80,18 @@ class Conversations:
         self._conclude = conclude
         self._device = device or torch.device("cpu")
         self._at_once = clients_at_once
+        self._states = states
+        self._start_afresh = start_afresh
         self._open: dict[ConversationKey, dict[int, _Open]] = {}
 
     def answer(
-        self, key: ConversationKey, exchange: int, rows: Sequence[int], clients: Sequence[str], message: Message
+        self,
+        key: ConversationKey,
+        exchange: int,
+        rows: Sequence[int],
+        clients: Sequence[str],
+        message: Message,
+        states: Sequence[Versions] = (),
     ) -> Iterator[tuple[int, Message | Lost]]:
         """Yield each row's answer as soon as it is there.
 
@@ -79,6 +101,8 @@ class Conversations:
         ----------
         rows, clients
             Positions in the cohort, and their clients; row fields of ``message`` have as many rows.
+        states
+            In an opening, where clients keep states: which of theirs, by row.
 
         Raises
         ------
@@ -99,7 +123,8 @@ class Conversations:
         for row in rows:
             if new and row == new[0]:
                 chunk, new = tuple(new[: self._at_once]), new[self._at_once :]
-                self._start(key, chunk, [clients[position[row]] for row in chunk], message, position)
+                versions = [states[position[row]] for row in chunk] if states else []
+                self._start(key, chunk, [clients[position[row]] for row in chunk], message, position, versions)
             opened = conversation[row]
             if id(opened) in done:
                 continue
@@ -127,21 +152,67 @@ class Conversations:
         clients: Sequence[str],
         message: Message,
         position: Mapping[int, int],
+        versions: Sequence[Versions],
     ) -> None:
         def keyed(client: str, purpose: str) -> torch.Generator:
             return generator(self._seed, f"{key.purpose}/{purpose}", client, key.round)
 
         conversation = self._open[key]
         try:
-            group = Group([_to(self._load(client), self._device) for client in clients], keyed)
+            group = Group(
+                [_to(self._load(client), self._device) for client in clients],
+                keyed,
+                [self._state(client, version) for client, version in zip(clients, versions, strict=True)]
+                if versions
+                else None,
+                may_keep=key.purpose == TRAIN and self._half.stateful,
+            )
             opening = _message_to(message.select([position[row] for row in rows]), self._device)
-            opened = _Open(rows, group, self._half.open(group, opening))
+            opened = _Open(key, rows, group, self._half.open(group, opening))
             self._step(opened, 0, lambda: next(opened.coroutine))
+            if key.purpose == TRAIN:
+                for client, version in zip(clients, versions, strict=False):
+                    self._forget(client, version)
+        except StorageError:
+            raise
         except Exception as error:  # a client's failure is the client's, not the worker's
             _log.exception("conversation %s, clients %s: cannot be opened", key, ", ".join(clients))
-            opened = _Open(rows, Group([], keyed), _ended(), 0, [Lost(_line(error))] * len(rows))
+            opened = _Open(key, rows, Group([], keyed), _ended(), 0, [Lost(_line(error))] * len(rows))
         for row in rows:
             conversation[row] = opened
+
+    def _state(self, client: str, versions: Versions) -> dict[str, Tensor] | None:
+        """The state that a client starts from.
+
+        Raises
+        ------
+        DataError
+            If it is lost, and clients whose state is lost are refused.
+        """
+        if versions.start is None or self._states is None:
+            return None
+        state = self._states.load(client, versions.start)
+        if state is None and not self._start_afresh:
+            raise DataError(
+                f"client {client}: its state of round {versions.start.round} is lost (federation.lost_state: refuse)"
+            )
+        if state is None:
+            _log.warning("client %s starts afresh: its state of round %d is lost", client, versions.start.round)
+            return None
+        return {name: tensor.to(self._device) for name, tensor in state.items()}
+
+    def _forget(self, client: str, versions: Versions) -> None:
+        if self._states is not None and versions.start is not None:
+            self._states.forget(client, versions.start, versions.needed)
+
+    def _store(self, opened: _Open) -> None:
+        """Store what the group's clients keep, before the answer that it belongs to leaves."""
+        kept, opened.group.kept = opened.group.kept, {}
+        for i, tensors in kept.items():
+            assert self._states is not None
+            row, key = opened.rows[i], opened.key
+            version = Version(key.round, key.attempt, key.conversation, row)
+            self._states.save(opened.group.clients[i].id, version, tensors)
 
     def _advance(self, opened: _Open, exchange: int, message: Message, position: Mapping[int, int]) -> None:
         lost = [
@@ -167,7 +238,10 @@ class Conversations:
                     raise RuntimeError("the conversation is over, nothing answers this message") from None
                 reply = self._conclude(end.value, opened.group)
             reply = _message_to(reply, torch.device("cpu"))
+            self._store(opened)
             opened.answers = [reply.select([i]) for i in range(g)]
+        except StorageError:
+            raise
         except Exception as error:  # a client's failure is the client's, not the worker's
             _log.exception("clients %s failed", ", ".join(c.id for c in opened.group.clients))
             opened.answers = [Lost(_line(error))] * g

@@ -27,6 +27,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def states(self) -> Path:
+        """Where clients keep their states."""
+        return self.path / "states"
+
+    @property
     def logs(self) -> Path:
         """Where each process writes its log."""
         return self.path / "logs"
@@ -115,8 +120,13 @@ def storing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, *, durably: bool = True) -> None:
     """Write a file so that it is whole or absent, whatever happens meanwhile.
+
+    Parameters
+    ----------
+    durably
+        Wait until the disk has it. Without, it outlives this process, not a power cut.
 
     Raises
     ------
@@ -129,8 +139,11 @@ def write_atomically(path: Path, content: bytes) -> None:
             with partial.open("wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                if durably:
+                    os.fsync(file.fileno())
             partial.replace(path)
+            if not durably:
+                return
             parent = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(parent)

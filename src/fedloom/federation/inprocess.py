@@ -24,7 +24,9 @@ class InProcess:
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
         """Ask each row in turn; an answer that does not fit is refused, as on the wire."""
         answers: dict[int, Message | Lost] = {}
-        for row, answer in self._conversations.answer(call.key, call.exchange, call.rows, call.clients, call.message):
+        for row, answer in self._conversations.answer(
+            call.key, call.exchange, call.rows, call.clients, call.message, call.states
+        ):
             wrong = None if isinstance(answer, Lost) else fault(answer, call.shapes, self._dtype)
             if wrong is not None:
                 self.refusals.count("invalid reply")

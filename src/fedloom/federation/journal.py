@@ -8,12 +8,14 @@ faults included.
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedloom.errors import DataError
 from fedloom.federation.folder import RunFolder
+from fedloom.federation.states import Version
 
 DONE = "done"
 EVALUATED = "evaluated"
@@ -65,16 +67,39 @@ class Journal:
 
     def __init__(self, folder: RunFolder, attempts: Iterable[Attempt] = ()) -> None:
         self._folder = folder
-        self.attempts = list(attempts)
+        self.attempts: list[Attempt] = []
+        self._kept: dict[str, list[Version]] = {}
+        for attempt in attempts:
+            self._note(attempt)
+
+    def _note(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+        if attempt.outcome != DONE:
+            return
+        for number, conversation in enumerate(attempt.conversations):
+            lost = {loss.row for loss in conversation.lost}
+            for row, client in enumerate(conversation.clients):
+                if row not in lost:
+                    version = Version(attempt.round, attempt.attempt, number, row)
+                    self._kept.setdefault(client, []).append(version)
+
+    def version(self, client: str, round: int) -> Version | None:
+        """The state that a client kept in the last round, up to this one, that counted it; None before the first."""
+        kept = self._kept.get(client, [])
+        at = bisect(kept, round, key=lambda version: version.round)
+        return kept[at - 1] if at else None
 
     def append(self, attempt: Attempt) -> None:
         """Write an attempt down."""
-        self.attempts.append(attempt)
+        self._note(attempt)
         self._folder.append("journal.jsonl", asdict(attempt))
 
     def rewind(self, round: int) -> None:
         """Forget what came after a round: those rounds run again."""
-        self.attempts = [attempt for attempt in self.attempts if attempt.round <= round]
+        before, self.attempts, self._kept = self.attempts, [], {}
+        for attempt in before:
+            if attempt.round <= round:
+                self._note(attempt)
         self._folder.rewrite("journal.jsonl", [asdict(attempt) for attempt in self.attempts])
 
     def counted(self) -> list[Attempt]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +17,15 @@ from torch import Tensor
 from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf
 from fedloom.data.federated import Manifest
 from fedloom.errors import InterruptedRun, QuorumError
-from fedloom.evaluation.measure import READINGS, SPLITS
+from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_pooled
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.cohort import Attempting, Rules, TooFewReplies
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
+from fedloom.federation.states import Versions
 from fedloom.messages import Message, Metrics
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Loop:
     server
         Freshly made; a resumed run loads its state from the last checkpoint.
     client_half
-        Only for the names of its predictors.
+        Only for the names of its predictors, and whether clients keep states.
     stop
         Set it (from a signal handler) to end the run after the exchange at hand, with a checkpoint.
     """
@@ -109,11 +110,16 @@ class Loop:
         self.round = 0
         self._sizes = {entry.id: entry.train for entry in manifest.clients}
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
-        self.counts_shape = (len(self.predictors), len(SPLITS), len(READINGS), 3)
         self.personalization_payload = (0, 0)
-        shapes = {**server.shapes(), Metrics: {"counts": self.counts_shape}}
+        shapes = {**server.shapes(), Metrics: measured_shapes(len(self.predictors), manifest.classes)}
         self._rules = Rules(
-            schedule.seed, schedule.clients_per_round, schedule.deadline_s, schedule.min_replies, shapes, stop
+            schedule.seed,
+            schedule.clients_per_round,
+            schedule.deadline_s,
+            schedule.min_replies,
+            shapes,
+            stop,
+            self._states if client_half.stateful else None,
         )
         self._durable: tuple[int, Best | None] | None = None
         self._saved_at = time.monotonic()
@@ -190,7 +196,7 @@ class Loop:
         size = self.schedule.evaluation_cohort
         planned = self.replay.evaluation(self.round) if self.replay is not None else None
         session = self._measuring(attempt, planned)
-        counts = torch.zeros(len(clients), *self.counts_shape, dtype=torch.float64)
+        measured = nothing_measured(len(clients), len(self.predictors), self.manifest.classes)
         present = torch.zeros(len(clients), dtype=torch.bool)
         records: dict[str, Tensor] = {}
         for start in range(0, len(clients), size):
@@ -200,7 +206,9 @@ class Loop:
             try:
                 with suppress(TooFewReplies):  # nobody answered: the whole cohort is absent
                     replies = self.server.personalize(cohort)
-                    counts[rows], present[rows] = replies.counts, replies.present
+                    for name, tensor in measured.tensors().items():
+                        tensor[rows] = getattr(replies, name)
+                    present[rows] = replies.present
                 for name, values in cohort.records.items():
                     kept = records.setdefault(name, torch.zeros(len(clients), *values.shape[1:], dtype=torch.float64))
                     kept[rows] = values
@@ -210,9 +218,8 @@ class Loop:
         answered = int(present.sum())
         if answered:
             # Per client: what personalization moved, without the metrics, which only an evaluation wants.
-            measured = answered * math.prod(self.counts_shape) * counts.element_size()
             self.personalization_payload = (
-                (attempt.payload_up - measured) // answered,
+                attempt.payload_up // answered - measured.client_bytes(),
                 attempt.payload_down // len(clients),
             )
         return Evaluation(
@@ -221,7 +228,7 @@ class Loop:
             seen=torch.tensor([entry.seen for entry in self.manifest.clients]),
             present=present,
             predictors=self.predictors,
-            counts=counts,
+            **measured.tensors(),
             records=records,
         )
 
@@ -236,6 +243,11 @@ class Loop:
         finally:
             session.close()
         return {loss.client: loss.reason for conversation in attempt.conversations for loss in conversation.lost}
+
+    def _states(self, client: str) -> Versions:
+        """Which state a client starts from now, and which others a checkpoint that is kept would start from."""
+        needed = (self.journal.version(client, round) for round in self.checkpoints.rounds())
+        return Versions(self.journal.version(client, self.round), frozenset(v for v in needed if v is not None))
 
     def _measuring(self, attempt: Attempt, planned: Attempt | None = None) -> Attempting:
         """Conversations outside training: those who answer are measured, however few."""

@@ -19,7 +19,7 @@ Shapes = Mapping[type[Message], Mapping[str, tuple[int, ...]]]
 
 _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
     # Counts and metrics are summed over examples: float64 whatever the model computes in.
-    Quantity.METRICS: frozenset({torch.float64}),
+    Quantity.METRICS: frozenset({torch.float64, torch.int64}),
     Quantity.COUNT: frozenset({torch.float64}),
     Quantity.LOSS: frozenset({torch.float64}),
     Quantity.OTHER: frozenset({torch.float64, torch.int64, torch.uint8, torch.bool}),
@@ -88,9 +88,14 @@ def non_finite(message: Message) -> str | None:
     """Name the first field that holds a NaN or an infinity; None if all values are finite."""
     for field in message.fields():
         tensor = getattr(message, field.name)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not _finite(tensor):
             return f"{type(message).__name__}.{field.name} ({field.quantity}) is not finite"
     return None
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    # A sum is a quarter of the work; where it is finite no summand was not, and where it is not it may have overflown.
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from fedloom.federation.validation import TensorSpec, specs
@@ -255,6 +256,8 @@ class Assembler:
         Its specs, as the receiver read and checked them.
     limit_bytes
         The most the receiver takes.
+    storage
+        Makes the memory of the tensors, flat uint8, one each; by default new memory.
 
     Raises
     ------
@@ -262,7 +265,13 @@ class Assembler:
         If the announced total is not that of the specs, or above the limit: before any memory is taken.
     """
 
-    def __init__(self, begin: wire.Begin, tensors: Sequence[TensorSpec], limit_bytes: int) -> None:
+    def __init__(
+        self,
+        begin: wire.Begin,
+        tensors: Sequence[TensorSpec],
+        limit_bytes: int,
+        storage: Callable[[TensorSpec], Tensor] | None = None,
+    ) -> None:
         self.total = sum(spec.nbytes for spec in tensors)
         if begin.total_bytes != self.total:
             raise WireError(
@@ -272,15 +281,14 @@ class Assembler:
         if self.total > limit_bytes:
             raise WireError(Refusal.SIZE, f"{self.total} bytes announced, at most {limit_bytes} taken")
         self._specs = tuple(tensors)
-        # torch aligns its memory, which a slice of one shared buffer would not be.
-        self._storage = [torch.empty(spec.nbytes, dtype=torch.uint8) for spec in tensors]
+        self._storage = [(storage or _memory)(spec) for spec in tensors]
         self._views = [_view(storage) for storage in self._storage]
         self._current = 0  # the tensor being filled
         self._filled = 0  # bytes of it that are
         self._received = 0
         self._crc = 0
 
-    def add(self, chunk: wire.Chunk) -> None:
+    def add(self, chunk: wire.Chunk | Data) -> None:
         """Take in the next chunk.
 
         Raises
@@ -342,7 +350,94 @@ class Assembler:
         return cls(**tensors)
 
 
+def _memory(spec: TensorSpec) -> Tensor:
+    """Memory for one tensor. torch aligns it, which a slice of a buffer shared by several would not be."""
+    return torch.empty(spec.nbytes, dtype=torch.uint8)
+
+
 F = TypeVar("F", wire.WorkerFrame, wire.AggregatorFrame)
+
+
+class Data(NamedTuple):
+    """A Chunk, read where it lies in its frame: protobuf would copy its data twice."""
+
+    transfer: int
+    offset: int
+    data: memoryview
+
+
+def read(frame: type[F], data: bytes) -> list[tuple[str, Any]]:
+    """Read one frame: the kind of each part, and what it holds; chunks as :class:`Data`.
+
+    Raises
+    ------
+    WireError
+        As :func:`parse`.
+    """
+    part_class: PartClass = wire.WorkerPart if frame is wire.WorkerFrame else wire.AggregatorPart
+    view = memoryview(data)
+    found: list[tuple[str, Any]] = []
+    at = 0
+    while at < len(data):
+        start, end = _delimited(view, at, wire.WorkerFrame.PARTS_FIELD_NUMBER)
+        if end > len(data) or start == at:
+            found.clear()  # not as we write it: let protobuf judge
+            break
+        at = end
+        chunk = _chunk_at(view[start:end], part_class.CHUNK_FIELD_NUMBER)
+        if chunk is not None:
+            found.append(("chunk", chunk))
+            continue
+        try:
+            part = part_class.FromString(bytes(view[start:end]))
+        except DecodeError:
+            found.clear()
+            break
+        kind = part.WhichOneof("part")
+        if kind is None:
+            found.clear()
+            break
+        found.append((kind, getattr(part, kind)))
+    if found:
+        return found
+    return [(kind, getattr(part, kind)) for part in parse(frame, data).parts if (kind := part.WhichOneof("part"))]
+
+
+def _chunk_at(part: memoryview, field: int) -> Data | None:
+    """Read a part that is one Chunk, its fields in order, data last; None if it is anything else."""
+    at, end = _delimited(part, 0, field)
+    if end != len(part) or at == 0:
+        return None
+    transfer, at = _number(part, at, wire.Chunk.TRANSFER_FIELD_NUMBER)
+    offset, at = _number(part, at, wire.Chunk.OFFSET_FIELD_NUMBER)
+    start, end = _delimited(part, at, wire.Chunk.DATA_FIELD_NUMBER)
+    return Data(transfer, offset, part[start:end]) if end == len(part) and start > at else None
+
+
+def _delimited(view: memoryview, at: int, field: int) -> tuple[int, int]:
+    """Where a length-delimited field begins and ends; ``(at, at)`` if there is another field or none."""
+    if at >= len(view) or view[at] != field << 3 | 2:
+        return at, at
+    length, start = _varint_at(view, at + 1)
+    return (start, start + length) if start else (at, at)
+
+
+def _number(view: memoryview, at: int, field: int) -> tuple[int, int]:
+    """An integer field and where the next begins; 0 (proto3 leaves it out) if there is another field."""
+    if at >= len(view) or view[at] != field << 3:
+        return 0, at
+    value, after = _varint_at(view, at + 1)
+    return (value, after) if after else (0, at)
+
+
+def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
+    """A varint and where it ends; ``(0, 0)`` if it does not end within ten bytes."""
+    value = 0
+    for i, byte in enumerate(view[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * i
+        if byte < 0x80:
+            return value, at + i + 1
+    return 0, 0
 
 
 def parse(frame: type[F], data: bytes) -> F:

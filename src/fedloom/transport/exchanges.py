@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+import torch
+from torch import Tensor
+
 from fedloom.federation.carrier import Call, ConversationKey, Lost
+from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
 from fedloom.transport.codec import Assembler, Cutter
 from fedloom.transport.stream import Outbox
@@ -78,6 +83,24 @@ class Exchange:
         self.outstanding = set(call.rows)
         self.sent: dict[int, Link] = {}  # whom each row was sent to and is awaited from
         self.missing: Counter[int] = Counter()
+        self._position = {row: i for i, row in enumerate(call.rows)}
+        self._blocks: dict[tuple[type[Message], str, torch.dtype], Tensor] = {}
+
+    def storage(self, cls: type[Message], row: int) -> Callable[[TensorSpec], Tensor]:
+        """Where a row's answer is put together: fields with one row per client in one block for all rows.
+
+        So the answers of a cohort, once all are there, are stacked already (``fedloom.messages.stack``).
+        """
+
+        def memory(spec: TensorSpec) -> Tensor:
+            if not spec.per_client:
+                return torch.empty(spec.nbytes, dtype=torch.uint8)
+            key = (cls, spec.name, spec.dtype)
+            if key not in self._blocks:
+                self._blocks[key] = torch.empty(len(self._position), spec.nbytes, dtype=torch.uint8)
+            return self._blocks[key][self._position[row]]
+
+        return memory
 
     def remaining_s(self) -> float | None:
         """Seconds left, not below zero; None without a deadline."""

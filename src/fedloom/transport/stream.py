@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 
 from fedloom.federation.carrier import ConversationKey
+from fedloom.federation.states import Version, Versions
 from fedloom.transport.codec import FRAME_BYTES, Pieces
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -44,6 +45,28 @@ def key_to_wire(key: ConversationKey) -> wire.ConversationKey:
 def key_from_wire(key: wire.ConversationKey) -> ConversationKey:
     """Read a conversation key."""
     return ConversationKey(key.round, key.attempt, key.conversation, key.purpose)
+
+
+def states_to_wire(versions: Versions) -> wire.ClientState:
+    """Write which states of a client are meant."""
+
+    def written(version: Version) -> wire.StateVersion:
+        return wire.StateVersion(
+            round=version.round, attempt=version.attempt, conversation=version.conversation, row=version.row
+        )
+
+    start = None if versions.start is None else written(versions.start)
+    return wire.ClientState(start=start, needed=[written(version) for version in sorted(versions.needed)])
+
+
+def states_from_wire(state: wire.ClientState) -> Versions:
+    """Read which states of a client are meant."""
+
+    def read(version: wire.StateVersion) -> Version:
+        return Version(version.round, version.attempt, version.conversation, version.row)
+
+    start = read(state.start) if state.HasField("start") else None
+    return Versions(start, frozenset(read(version) for version in state.needed))
 
 
 class Outbox:

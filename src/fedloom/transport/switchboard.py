@@ -21,16 +21,17 @@ from fedloom.transport.codec import (
     FRAME_BYTES,
     REASON_CHARACTERS,
     Assembler,
+    Data,
     Pieces,
     Refusal,
     WireError,
     encode,
-    parse,
+    read,
     read_specs,
     serialize,
 )
 from fedloom.transport.exchanges import Arrival, Arrived, Conversation, Exchange, Link, WorkerInfo
-from fedloom.transport.stream import key_from_wire, key_to_wire
+from fedloom.transport.stream import key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.aggregator")
@@ -233,6 +234,7 @@ class Switchboard:
             rows=rows,
             clients=[call.clients[i] for i in index],
             replay=replay,
+            states=[states_to_wire(call.states[i]) for i in index] if call.states else (),
         )
         link.outbox.put(call.key, link.cutter.parts(envelope, encode(call.message.select(index)), remaining_s))
 
@@ -246,27 +248,27 @@ class Switchboard:
         WireError
             If its stream has to end.
         """
-        frame = parse(wire.WorkerFrame, data)
+        parts = read(wire.WorkerFrame, data)
         if len(data) > FRAME_BYTES:
             error = WireError(Refusal.OVERSIZED, f"a frame of {len(data)} bytes, allowed: {FRAME_BYTES}")
-            transfers = {part.begin.transfer or part.chunk.transfer for part in frame.parts} - {0}
+            transfers = {part.transfer for kind, part in parts if kind in ("begin", "chunk")} - {0}
             if not transfers:
                 raise error
             for number in sorted(transfers):
                 self._refuse_transfer(link, number, error)
             return
-        for part in frame.parts:
-            match part.WhichOneof("part"):
+        for kind, part in parts:
+            match kind:
                 case "begin":
-                    self._begin(link, part.begin)
+                    self._begin(link, part)
                 case "chunk":
-                    self._continue(link, part.chunk.transfer, part.chunk)
+                    self._continue(link, part.transfer, part)
                 case "end":
-                    self._continue(link, part.end.transfer, part.end)
+                    self._continue(link, part.transfer, part)
                 case "missing":
-                    self._missing(link, part.missing)
+                    self._missing(link, part)
                 case "row_lost":
-                    self._row_lost(link, part.row_lost)
+                    self._row_lost(link, part)
                 case other:
                     raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
 
@@ -327,25 +329,26 @@ class Switchboard:
         wrong = mismatch(cls, specs, exchange.call.shapes, self._dtype)
         if wrong is not None:
             raise WireError(Refusal.SHAPE, wrong[:REASON_CHARACTERS])
-        return Arrival(exchange, row, cls, Assembler(begin, specs, limit_bytes=sum(spec.nbytes for spec in specs)))
+        limit = sum(spec.nbytes for spec in specs)
+        return Arrival(exchange, row, cls, Assembler(begin, specs, limit, exchange.storage(cls, row)))
 
-    def _continue(self, link: Link, number: int, frame: wire.Chunk | wire.End) -> None:
+    def _continue(self, link: Link, number: int, part: wire.Chunk | Data | wire.End) -> None:
         """Take in a chunk or the end of a transfer."""
         arrival = link.arrivals.get(number)
         if arrival is None:
             if number not in link.ignored:
                 self._refuse_transfer(link, number, WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}"))
-            if isinstance(frame, wire.End):
+            if isinstance(part, wire.End):
                 link.ignored.discard(number)
             return
         try:
-            if isinstance(frame, wire.Chunk):
-                arrival.assembler.add(frame)
+            if not isinstance(part, wire.End):
+                arrival.assembler.add(part)
                 return
-            arrival.assembler.end(frame)
+            arrival.assembler.end(part)
         except WireError as error:
             self._refuse_transfer(link, number, error)
-            if isinstance(frame, wire.End):
+            if isinstance(part, wire.End):
                 link.ignored.discard(number)
             return
         del link.arrivals[number]

@@ -23,6 +23,7 @@ import grpc
 import fedloom
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
+from fedloom.federation.states import Versions
 from fedloom.messages import Message
 from fedloom.transport.codec import (
     FRAME_BYTES,
@@ -34,10 +35,20 @@ from fedloom.transport.codec import (
     WireError,
     encode,
     parse,
+    read,
     read_specs,
     serialize,
 )
-from fedloom.transport.stream import CHANNEL_OPTIONS, METHOD, PROTOCOL, SERVICE, Outbox, key_from_wire, key_to_wire
+from fedloom.transport.stream import (
+    CHANNEL_OPTIONS,
+    METHOD,
+    PROTOCOL,
+    SERVICE,
+    Outbox,
+    key_from_wire,
+    key_to_wire,
+    states_from_wire,
+)
 from fedloom.transport.wire import federation_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.worker")
@@ -91,7 +102,13 @@ class Session(Protocol):
         """The messages that may be sent to clients, by class name."""
 
     def answer(
-        self, key: ConversationKey, exchange: int, rows: Sequence[int], clients: Sequence[str], message: Message
+        self,
+        key: ConversationKey,
+        exchange: int,
+        rows: Sequence[int],
+        clients: Sequence[str],
+        message: Message,
+        states: Sequence[Versions] = (),
     ) -> Iterator[tuple[int, Message | Lost]]:
         """Yield each row's answer as soon as it is ready: (position in the cohort, message of one row, or Lost).
 
@@ -212,7 +229,14 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
     asked = list(range(len(rows)))
     while asked:
         part = [rows[i] for i in asked]
-        answers = session.answer(key, envelope.exchange, part, [clients[i] for i in asked], message.select(asked))
+        answers = session.answer(
+            key,
+            envelope.exchange,
+            part,
+            [clients[i] for i in asked],
+            message.select(asked),
+            [states_from_wire(envelope.states[i]) for i in asked] if envelope.states else (),
+        )
         try:
             for row, answer in answers:
                 if not envelope.replay:
@@ -441,25 +465,25 @@ class _Connection:
         """Take in frames until the stream ends; whether the run is over."""
         arrivals: dict[int, tuple[_Request, Assembler]] = {}
         while True:
-            for part in parse(wire.AggregatorFrame, await self._next(call)).parts:
-                match part.WhichOneof("part"):
+            for kind, part in read(wire.AggregatorFrame, await self._next(call)):
+                match kind:
                     case "begin":
-                        arrivals[part.begin.transfer] = self._begin(part.begin)
+                        arrivals[part.transfer] = self._begin(part)
                     case "chunk":
-                        _arrival(arrivals, part.chunk.transfer)[1].add(part.chunk)
+                        _arrival(arrivals, part.transfer)[1].add(part)
                     case "end":
-                        request, assembler = _arrival(arrivals, part.end.transfer)
-                        assembler.end(part.end)
-                        del arrivals[part.end.transfer]
+                        request, assembler = _arrival(arrivals, part.transfer)
+                        assembler.end(part)
+                        del arrivals[part.transfer]
                         self.events.put(request)
                     case "close":
-                        key = key_from_wire(part.close.conversation)
+                        key = key_from_wire(part.conversation)
                         self.closed.add(key)
                         self.events.put(_Close(key))
                     case "transfer_refused":
-                        log.warning("the aggregator refused a reply: %s", part.transfer_refused.reason)
+                        log.warning("the aggregator refused a reply: %s", part.reason)
                     case "refused":
-                        raise _refused(self._address, part.refused)
+                        raise _refused(self._address, part)
                     case "goodbye":
                         return True
                     case other:
@@ -469,6 +493,8 @@ class _Connection:
         envelope = begin.envelope
         if len(envelope.rows) != len(envelope.clients):
             raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows and {len(envelope.clients)} clients")
+        if envelope.states and len(envelope.states) != len(envelope.rows):
+            raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows and {len(envelope.states)} client states")
         assembler = Assembler(begin, read_specs(envelope), REQUEST_BYTES)
         expires = time.monotonic() + begin.remaining_s if begin.HasField("remaining_s") else None
         key = key_from_wire(envelope.conversation)

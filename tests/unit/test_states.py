@@ -1,0 +1,229 @@
+"""Client states: a client goes on from the last round that counted it, whatever happened to the rounds between."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import Federation, clients, federation, task
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, opened_by
+from fedloom.algorithms.training import predictors_of
+from fedloom.errors import DataError
+from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss
+from fedloom.federation.states import StateFolder, Version, Versions
+from fedloom.messages import Message, Quantity, broadcast, rows
+from fedloom.settings import Settings
+from fedloom.transport.stream import states_from_wire, states_to_wire
+
+
+@dataclass(frozen=True, eq=False)
+class Ask(Message):
+    round: Tensor = broadcast(Quantity.OTHER)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen(Message):
+    """The rounds whose states this client builds on, as bits."""
+
+    rounds: Tensor = rows(Quantity.OTHER)
+
+
+@dataclass(frozen=True, eq=False)
+class Thanks(Message):
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class Personal(Message):
+    pass
+
+
+class Server(ServerHalf):
+    """Writes down what each client says it remembers."""
+
+    def __init__(self, settings: Settings, problem: Any, generator: torch.Generator) -> None:
+        self.said: dict[int, list[int | None]] = {}
+        self.rounds = torch.zeros(1, dtype=torch.int64)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"rounds": self.rounds}
+
+    def load(self, state: Any) -> None:
+        self.rounds = state["rounds"]
+
+    def shapes(self) -> Any:
+        return {Seen: {"rounds": ()}}
+
+    def train_round(self, round: Any) -> dict[str, float]:
+        cohort = round.everyone()
+        first = cohort.send(Ask(torch.tensor(round.number)))
+        self.said[round.number] = [
+            int(bits) if here else None for bits, here in zip(first.rounds, first.present, strict=True)
+        ]
+        cohort.send(Thanks())
+        self.rounds = self.rounds + 1
+        return {"client_steps": 0.0}
+
+    def personalize(self, cohort: Any) -> Any:
+        return cohort.send(Personal())
+
+
+class Client(ClientHalf):
+    """Remembers the rounds it was counted in."""
+
+    stateful = True
+
+    def __init__(self, settings: Settings, problem: Any) -> None:
+        self.problem = problem
+
+    @opened_by(Ask)
+    def train(self, group: Any, opening: Ask) -> Any:
+        remembered = [torch.tensor(0) if (s := group.state(i)) is None else s["rounds"] for i in range(len(group))]
+        yield Seen(torch.stack(remembered))
+        for i, bits in enumerate(remembered):
+            group.keep(i, {"rounds": bits | (1 << opening.round)})
+        yield Seen(torch.stack(remembered))
+
+    @opened_by(Personal)
+    def personalize(self, group: Any, opening: Personal) -> Any:
+        values = [torch.tensor(0) if (s := group.state(i)) is None else s["rounds"] for i in range(len(group))]
+        thetas = torch.stack(values).double()[:, None].expand(-1, self.problem.model.layout.size)
+        with pytest.raises(RuntimeError, match="nothing can be kept"):
+            group.keep(0, {})
+        return predictors_of(self.problem.model, personal=thetas)
+        yield
+
+
+REMEMBERS = Algorithm("remembers", 1, Settings, Server, Client, (Ask, Seen, Thanks, Personal))
+
+
+def bits(*rounds: int) -> int:
+    return sum(1 << round for round in rounds)
+
+
+def made(folder: Path, **kwargs: Any) -> Federation:
+    return federation(folder, REMEMBERS, Settings(), task(), clients([4, 5, 6]), **kwargs)
+
+
+def remembered(f: Federation, round: int, client: str) -> int:
+    return int(f.predictors[round, client]["personal"].tensors()["theta"][0])
+
+
+def test_a_client_remembers_every_round_that_counted_it(tmp_path: Path) -> None:
+    f = made(tmp_path, rounds=3, unseen=["c2"])
+    f.run()
+    assert f.loop.server.said == {1: [0, 0], 2: [bits(1)] * 2, 3: [bits(1, 2)] * 2}
+    assert remembered(f, 3, "c0") == bits(1, 2, 3)
+    assert remembered(f, 3, "c2") == 0  # never seen: it has no state
+
+
+@pytest.mark.parametrize("exchange", [0, 1])
+def test_a_round_that_lost_a_client_is_not_remembered_even_if_it_was_stored(tmp_path: Path, exchange: int) -> None:
+    """At exchange 0 it never opens; at exchange 1 it is lost before it answers."""
+    f = made(tmp_path, rounds=2, lost={exchange: 1})
+    f.run()
+    assert f.loop.server.said[2][0] == bits(1)
+    assert f.loop.server.said[2][1] in (0, None)
+    assert remembered(f, 2, "c1") == 0
+
+
+def test_a_client_whose_answer_was_stored_and_then_lost_starts_from_before(tmp_path: Path) -> None:
+    """Its state of round 2 lies there, but the journal does not count it in round 2."""
+    f = made(tmp_path, rounds=2)
+    f.run()
+    journal = f.loop.journal
+    journal.attempts[1].conversations[0].lost.append(Loss(1, "c1", 1, "late"))
+    again = Journal(f.loop.folder, journal.attempts)
+    assert again.version("c1", 2) == Version(1, 1, 0, 1)
+    assert again.version("c0", 2) == Version(2, 1, 0, 0)
+    assert (tmp_path / "states" / "c1" / "2-1-0-1.safetensors").exists()
+
+
+def test_old_versions_go_and_those_of_kept_checkpoints_stay(tmp_path: Path) -> None:
+    f = made(tmp_path, rounds=6)
+    f.loop.schedule = dataclasses.replace(f.loop.schedule, checkpoint_every_s=0.0)
+    f.run()
+    kept = sorted(path.name for path in (tmp_path / "states" / "c0").iterdir())
+    rounds = {int(name.split("-")[0]) for name in kept}
+    needed = {f.loop.journal.version("c0", round).round for round in f.loop.checkpoints.rounds() if round}
+    assert needed <= rounds
+    assert {5, 6} <= rounds
+    assert len(kept) <= 4  # the last checkpoints', the best's, and the newest
+
+
+@pytest.mark.parametrize("afresh", [False, True])
+def test_a_lost_state_is_refused_or_the_client_starts_afresh(tmp_path: Path, afresh: bool) -> None:
+    f = made(tmp_path, rounds=1, start_afresh=afresh)
+    f.run()
+    for path in (tmp_path / "states" / "c1").iterdir():
+        path.unlink()
+    f.loop.schedule = dataclasses.replace(f.loop.schedule, rounds=2)
+    f.loop._train_round()
+    assert f.loop.server.said[2] == ([bits(1), 0, bits(1)] if afresh else [bits(1), None, bits(1)])
+    if not afresh:
+        assert "its state of round 1 is lost" in f.loop.journal.attempts[-1].conversations[0].lost[0].reason
+
+
+def test_a_damaged_state_loses_its_client_and_nobody_else(tmp_path: Path) -> None:
+    f = made(tmp_path, rounds=1)
+    f.run()
+    next((tmp_path / "states" / "c0").iterdir()).write_bytes(b"half a fi")
+    f.loop.schedule = dataclasses.replace(f.loop.schedule, rounds=2)
+    f.loop._train_round()
+    assert f.loop.server.said[2] == [None, bits(1), bits(1)]
+    assert "not a client state" in f.loop.journal.attempts[-1].conversations[0].lost[0].reason
+
+
+def test_the_journal_names_versions_by_round_and_forgets_what_is_rewound(tmp_path: Path) -> None:
+    f = made(tmp_path, rounds=0)
+    journal = Journal(f.loop.folder)
+    assert journal.version("a", 10) is None
+    for t, done in ((1, "done"), (2, "failed"), (3, "done")):
+        journal.append(Attempt(t, 1, done, [ConversationRecord(["a", "b", "a"], [Loss(0, "a", 1, "late")])]))
+    assert [journal.version("a", t) for t in range(4)] == [
+        None, Version(1, 1, 0, 2), Version(1, 1, 0, 2), Version(3, 1, 0, 2),
+    ]  # fmt: skip
+    journal.rewind(2)
+    assert journal.version("a", 3) == Version(1, 1, 0, 2)
+    assert journal.version("b", 3) == Version(1, 1, 0, 1)
+    assert Journal.read(f.loop.folder).version("b", 3) == Version(1, 1, 0, 1)
+
+
+def test_a_folder_of_states(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    versions = [Version(t, 1, 0, 0) for t in (1, 2, 10)]
+    for i, version in enumerate(versions):
+        folder.save("c", version, {"x": torch.full((3, 2), i).t(), "n": torch.tensor(True)})
+    found = folder.load("c", versions[2])
+    assert found is not None
+    assert torch.equal(found["x"], torch.full((2, 3), 2))
+    assert found["n"].dtype == torch.bool
+    assert folder.load("c", Version(3, 1, 0, 0)) is None
+    assert folder.load("nobody", versions[0]) is None
+    folder.forget("c", versions[2], [versions[0]])
+    assert [folder.load("c", version) is not None for version in versions] == [True, False, True]
+    folder.forget("nobody", versions[2], [])
+    (tmp_path / "c" / f"{versions[0]}.safetensors").write_bytes(b"\x00")
+    with pytest.raises(DataError, match="not a client state"):
+        folder.load("c", versions[0])
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        Versions(None),
+        Versions(Version(3, 2, 1, 0)),
+        Versions(Version(9, 1, 0, 4), frozenset({Version(0, 0, 0, 0), Version(5, 1, 0, 4)})),
+    ],
+)
+def test_versions_travel(versions: Versions) -> None:
+    assert (
+        states_from_wire(type(states_to_wire(versions)).FromString(states_to_wire(versions).SerializeToString()))
+        == versions
+    )
