@@ -85,14 +85,10 @@ class Data(Section):
         return data_root(self.root)
 
     @property
-    def unseen(self) -> int:
-        """Number of unseen clients."""
-        return unseen_count(self.partition.clients, self.unseen_fraction)
-
-    @property
-    def seen(self) -> int:
-        """Number of seen clients: the length of the roster."""
-        return self.partition.clients - self.unseen
+    def seen(self) -> int | None:
+        """Number of seen clients, the length of the roster; None where only the data say how many clients there are."""
+        clients = self.partition.clients
+        return None if clients is None else clients - unseen_count(clients, self.unseen_fraction)
 
 
 class Federation(Section):
@@ -111,6 +107,10 @@ class Federation(Section):
     )
     checkpoint_every_s: float = Field(
         default=30.0, ge=0, description="Seconds between checkpoints; 0 is after every round."
+    )
+    lost_state: Literal["refuse", "afresh"] = Field(
+        default="refuse",
+        description="A client whose state of earlier rounds is lost takes no part (refuse), or starts anew (afresh).",
     )
 
 
@@ -278,6 +278,45 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
     return _validated(value, str(path), origins)
 
 
+def grid_values(text: str) -> tuple[str, list[str]]:
+    """Read one axis of a grid, ``key=v1,v2,...``.
+
+    Parameters
+    ----------
+    text
+        A dotted key, then YAML values separated by commas (commas inside brackets, braces and quotes do not separate).
+
+    Returns
+    -------
+    key
+        The dotted key.
+    values
+        Each value as YAML on one line, to put behind ``key=`` in an override.
+
+    Raises
+    ------
+    ExperimentError
+        If it is not of that form, or a value occurs twice.
+    """
+    key, equals, values = text.partition("=")
+    if not equals or not all(step.strip() for step in key.split(".")):
+        raise ExperimentError(f"--grid {text}: allowed: KEY=VALUE,VALUE,..., such as algorithm.local.lr=0.01,0.03")
+    parsed, _ = _parse(f"[{values}]", f"--grid {text}")
+    if not isinstance(parsed, list) or not parsed:
+        raise ExperimentError(f"--grid {text}: found no value; allowed: KEY=VALUE,VALUE,...")
+    found = [as_yaml(value) for value in parsed]
+    twice = [value for value in found if found.count(value) > 1]
+    if twice:
+        raise ExperimentError(f"--grid {text}: found {twice[0]} twice; allowed: each value once")
+    return key.strip(), found
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"))
+    return str(text).removesuffix("\n...\n").strip()
+
+
 def json_schema(algorithms: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the JSON schema of an experiment file, for editors and documentation.
 
@@ -335,7 +374,7 @@ def _impossible(experiment: Experiment) -> list[Mistake]:
         refuse(key, text)
     if not algorithm.trains and federation.rounds:
         refuse("federation.rounds", f"found {federation.rounds}; allowed: 0, because {algorithm.name} has no rounds")
-    if federation.rounds and federation.clients_per_round > data.seen:
+    if federation.rounds and data.seen is not None and federation.clients_per_round > data.seen:
         refuse(
             "federation.clients_per_round",
             f"found {federation.clients_per_round}; allowed: at most {data.seen}, the seen clients "

@@ -9,33 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.data.manifest import ClientEntry, Manifest, Normalization
+from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
-from fedloom.evaluation.summary import Communication, Evaluation, as_csv, client_rows, metrics_line, summary
+from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.summary import (
+    Communication,
+    Evaluation,
+    as_csv,
+    client_rows,
+    confusion_document,
+    metrics_line,
+    summary,
+)
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 ROUNDS = (0, 50, 100, 150, 200, 250, 300, 350, 400)
 
 
-def manifest(n: int = 100, unseen: int = 10) -> Manifest:
+def manifest(n: int = 100, unseen: int = 10, class_names: tuple[str, ...] = FASHION, *, equal: bool = True) -> Manifest:
+    """Two classes for each client, of 500 training examples, or of 50 to 500 where they are not ``equal``."""
     generator = torch.Generator().manual_seed(7)
     clients = []
     for i in range(n):
-        a, b = (int(label) for label in torch.randperm(10, generator=generator)[:2])
-        counts = [0] * 10
-        counts[a], counts[b] = 260, 240
-        split = {
-            "train": tuple(counts),
-            "validation": tuple(c // 5 for c in counts),
-            "test": tuple(c // 5 for c in counts),
-        }
-        clients.append(ClientEntry(f"client-{i:04d}", i < n - unseen, 500, 100, 100, split, "0" * 64))
+        a, b = (int(label) for label in torch.randperm(len(class_names), generator=generator)[:2])
+        counts = [0] * len(class_names)
+        part = 1.0 if equal else float(torch.rand((), generator=generator)) * 0.9 + 0.1
+        counts[a], counts[b] = round(260 * part), round(240 * part)
+        held_out = [count // 5 for count in counts]
+        split = {"train": tuple(counts), "validation": tuple(held_out), "test": tuple(held_out)}
+        sizes = (sum(counts), sum(held_out), sum(held_out))
+        clients.append(ClientEntry(f"client-{i:04d}", i < n - unseen, *sizes, split, "0" * 64))
     return Manifest(
-        version=1,
+        version=VERSION,
         dataset="fashion-mnist",
-        classes=10,
-        class_names=FASHION,
+        classes=len(class_names),
+        class_names=class_names,
         input_shape=(1, 28, 28),
+        kind="pixels",
         scheme={"scheme": "classes", "clients": n, "classes_per_client": 2, "shares": None},
         seed=1,
         unseen_fraction=unseen / n,
@@ -44,6 +54,18 @@ def manifest(n: int = 100, unseen: int = 10) -> Manifest:
         source_sha256={"train-images-idx3-ubyte": "0" * 64},
         clients=tuple(clients),
     )
+
+
+def confusion(partition: Manifest, predictors: int, level: float) -> Tensor:
+    """``[n, P, C, C]``: the part ``level`` of each class right, the rest taken for the next class."""
+    c = partition.classes
+    of_class = torch.tensor([client.class_counts["test"] for client in partition.clients])
+    right = (level * of_class).round().long()
+    here, following = torch.arange(c), (torch.arange(c) + 1) % c
+    found = torch.zeros(len(of_class), predictors, c, c, dtype=torch.int64)
+    found[:, :, here, here] = right[:, None]
+    found[:, :, here, following] = (of_class - right)[:, None]
+    return found
 
 
 def counts(n: int, predictors: int, level: float, generator: torch.Generator) -> Tensor:
@@ -72,17 +94,23 @@ def write_run(
     label_mask: bool = False,
     experiment: str = "name: two-class\nseed: 1\n",
     new_client: dict[str, Any] | None = None,
+    class_names: tuple[str, ...] = FASHION,
+    equal: bool = True,
 ) -> Path:
     """Write a finished run and return its folder."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    partition = manifest(n, unseen)
+    partition = manifest(n, unseen, class_names, equal=equal)
     pi = partition.class_proportions()
     seen = torch.tensor([client.seen for client in partition.clients])
     ids = tuple(client.id for client in partition.clients)
-    projection, noise = torch.randn(10, 26, generator=generator).double(), torch.randn(n, 26, generator=generator)
+    projection, noise = (
+        torch.randn(len(class_names), 26, generator=generator).double(),
+        torch.randn(n, 26, generator=generator),
+    )
     lines: list[dict[str, Any]] = []
     document = None
+    nothing = nothing_measured(n, len(predictors), len(class_names))
     for number in rounds:
         level = 0.12 + 0.83 * (1 - 2.718 ** (-number / 90))
         evaluation = Evaluation(
@@ -92,6 +120,9 @@ def write_run(
             torch.ones(n, dtype=torch.bool),
             predictors,
             counts(n, len(predictors), level, generator) * torch.tensor([1.0, 1.0, 1.0]),
+            confusion(partition, len(predictors), level),
+            nothing.calibration,
+            nothing.uncertainty,
             {"descriptor": pi @ projection + noise * (1.2 - level)},
         )
         v = evaluation.records["descriptor"]
@@ -147,6 +178,7 @@ def write_run(
         "metrics.jsonl": "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines),
         "clients.csv": as_csv(client_rows(evaluation, partition.clients)),
         "journal.jsonl": "".join(json.dumps(line) + "\n" for line in journal),
+        "confusion.json": json.dumps(confusion_document(evaluation, class_names)),
         "summary.json": json.dumps(result, allow_nan=False, indent=2),
     }
     if document is not None:

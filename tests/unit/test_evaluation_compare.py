@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
+import shutil
 import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from run_folders import write_run
+from scipy import stats
+from typer.testing import CliRunner
 
-from fedloom.errors import DataError, ExperimentError
-from fedloom.evaluation.compare import HEADINGS, as_text, comparison_table
+from fedloom.cli.main import app
+from fedloom.errors import DataError, ExperimentError, StorageError
+from fedloom.evaluation.compare import Comparison, best_by_validation, compare
+from fedloom.evaluation.compare_figures import COLOURS, looks
+from fedloom.evaluation.compare_report import write_comparison
+from fedloom.evaluation.compare_tables import (
+    HEADINGS,
+    as_latex,
+    as_text,
+    block_title,
+    choices_as_text,
+    escaped,
+    pairs_as_csv,
+    rows_as_csv,
+)
 
 
-def experiment(algorithm: str, seed: int = 1, name: str = "two-class", **more: Any) -> str:
+def experiment(algorithm: str, seed: int, name: str, clients: int = 12, **more: Any) -> str:
     rounds = 0 if algorithm == "local" else 2
+    name = re.sub(r"[^A-Za-z0-9._]", "-", name).strip("-")
     return json.dumps(  # JSON is YAML
         {
             "name": name,
@@ -23,7 +45,7 @@ def experiment(algorithm: str, seed: int = 1, name: str = "two-class", **more: A
             "data": {
                 "dataset": "fashion-mnist",
                 "root": "/somewhere" if seed == 1 else None,
-                "partition": {"scheme": "classes", "clients": 12, "classes_per_client": 2},
+                "partition": {"scheme": "classes", "clients": clients, "classes_per_client": 2},
                 "unseen_fraction": 0.25,
             },
             "model": {"name": "lenet"},
@@ -34,87 +56,520 @@ def experiment(algorithm: str, seed: int = 1, name: str = "two-class", **more: A
     )
 
 
-def run(folder: Path, algorithm: str, *, seed: int = 1, settings: dict[str, Any] | None = None, **more: Any) -> Path:
-    text = experiment(algorithm, seed, folder.name, **(settings or {}))
-    return write_run(folder, algorithm=algorithm, seed=seed, n=12, unseen=3, rounds=(0, 2), experiment=text, **more)
+def run(
+    folder: Path,
+    algorithm: str,
+    *,
+    seed: int = 1,
+    settings: dict[str, Any] | None = None,
+    clients: int = 12,
+    unseen: int = 3,
+    **more: Any,
+) -> Path:
+    text = experiment(algorithm, seed, folder.name, clients, **(settings or {}))
+    more = {"rounds": (0, 2), **more}
+    return write_run(folder, algorithm=algorithm, seed=seed, n=clients, unseen=unseen, experiment=text, **more)
 
 
-COSTS = {"personal": {"client_steps": 50, "payload_down": 343_000, "payload_up": 0}, "global": {"client_steps": 0}}
+def edit(folder: Path, **changes: Any) -> Path:
+    """Change keys of a summary."""
+    path = folder / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def measured(folder: Path, accuracies: Sequence[float], validation: float = 0.5) -> Path:
+    """Make the personal accuracies of a run's seen clients, and its validation accuracy, what they are said to be."""
+    with (folder / "clients.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    seen = [row for row in rows if row["seen"] == "true"]
+    for row, accuracy in zip(seen, accuracies, strict=True):
+        row["personal_accuracy_unmasked"] = f"{accuracy:.6f}"
+    with (folder / "clients.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    summary = json.loads((folder / "summary.json").read_text())
+    edit(folder, seen=summary["seen"] | {"accuracy_mean": statistics.mean(accuracies)})
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["validation_pooled"] = validation
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def text_rows(comparison: Comparison) -> list[list[str]]:
+    (rows,) = as_text(comparison).values()
+    return [[cell.text for cell in row] for row in rows]
+
+
+COSTS = {
+    "personal": {"client_steps": 50, "payload_down": 343_000, "payload_up": 0},
+    "global": {"client_steps": 0, "payload_down": 343_000, "payload_up": 0},
+}
+
+
+def lr(value: float) -> dict[str, Any]:
+    return {"local": {"steps": 50, "lr": value}}
+
+
+# Rows
 
 
 def test_one_row_for_each_kind_of_model(tmp_path: Path) -> None:
     folders = [
         run(tmp_path / "a", "pefll"),
         run(tmp_path / "b", "fedavg", predictors=("personal", "global"), new_client=COSTS),
-        run(tmp_path / "c", "local"),
+        run(tmp_path / "c", "local", rounds=(0,)),
     ]
-    rows = comparison_table(folders)
-    assert [row["method"] for row in rows] == ["PeFLL", "FedAvg", "FedAvg + fine-tuning", "Local"]
+    found = compare(folders)
+    assert [row.label for row in found.rows] == ["PeFLL", "FedAvg", "FedAvg + fine-tuning", "Local"]
     summary = json.loads((folders[1] / "summary.json").read_text())
-    assert rows[1]["unseen"]["accuracy_mean"] == summary["global"]["unseen"]["accuracy_mean"]
-    assert rows[2]["unseen"]["accuracy_mean"] == summary["unseen"]["accuracy_mean"]
-    assert rows[2]["unseen"]["accuracy_std"] == summary["unseen"]["accuracy_std"]
-    assert rows[2]["unseen"]["accuracy_mean_std"] is None
-    assert (rows[2]["client_steps"], rows[2]["payload_down"], rows[2]["payload_up"]) == (50, 343_000, 0)
-    assert (rows[1]["client_steps"], rows[1]["payload_down"]) == (0, None)
-    assert rows[0]["client_steps"] is None
-    assert rows[0]["runs"] == ["a"]
-    cells = as_text(rows)
+    fedavg, tuned = found.rows[1], found.rows[2]
+    for row, groups in ((fedavg, summary["global"]), (tuned, summary)):
+        for group in ("seen", "unseen"):
+            statistic = row.over_seeds(group)
+            assert statistic is not None
+            assert statistic.mean == groups[group]["accuracy_mean"]
+            assert statistic.std is None
+    assert tuned.new_client == (50, 343_000, 0)
+    assert found.rows[0].new_client == (None, None, None)
+    cells = text_rows(found)
     assert all(len(row) == len(HEADINGS) for row in cells)
-    assert cells[2][-3:] == ("50", "343 kB", "0 B")
-    assert cells[0][-3:] == ("–", "–", "–")
+    assert cells[2][-3:] == ["50", "343 kB", "0 B"]
+    assert cells[0][-3:] == ["–", "–", "–"]
     mean, std = summary["seen"]["accuracy_mean"], summary["seen"]["accuracy_std"]
-    assert cells[2][:2] == ("FedAvg + fine-tuning", f"{100 * mean:.1f} ± {100 * std:.1f}")
+    assert cells[2][:2] == ["FedAvg + fine-tuning", f"{100 * mean:.1f} ± {100 * std:.1f}"]
 
 
 def test_seeds_are_merged(tmp_path: Path) -> None:
     folders = [run(tmp_path / f"seed-{seed}", "pefll", seed=seed) for seed in (1, 2, 3)]
-    (row,) = comparison_table(folders)
-    means = [json.loads((folder / "summary.json").read_text())["seen"]["accuracy_mean"] for folder in folders]
-    assert row["seeds"] == [1, 2, 3]
-    assert row["seen"]["accuracy_mean"] == pytest.approx(statistics.mean(means))
-    assert row["seen"]["accuracy_mean_std"] == pytest.approx(statistics.stdev(means))
-    assert f"± {100 * statistics.stdev(means):.1f}" in as_text([row])[0][1]
+    found = compare(folders)
+    (row,) = found.rows
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    means = [summary["seen"]["accuracy_mean"] for summary in summaries]
+    assert row.seeds == (1, 2, 3)
+    assert row.over_seeds("seen") == (pytest.approx(statistics.mean(means)), pytest.approx(statistics.stdev(means)))
+    deciles = [summary["unseen"]["accuracy_worst_decile"] for summary in summaries]
+    assert row.over_seeds("unseen", "worst_decile") == (
+        pytest.approx(statistics.mean(deciles)),
+        pytest.approx(statistics.stdev(deciles)),
+    )
+    masked = [summary["seen"]["masked"]["accuracy_mean"] for summary in summaries]
+    other = row.over_seeds("seen", "other")
+    assert other is not None
+    assert other.mean == pytest.approx(statistics.mean(masked))
+    assert f"± {100 * statistics.stdev(means):.1f}" in text_rows(found)[0][1]
+    assert found.several_seeds
+    assert found.notices == ()
 
 
-def test_other_settings_or_an_equal_seed_are_not_merged(tmp_path: Path) -> None:
-    folders = [run(tmp_path / "a", "local"), run(tmp_path / "b", "local", seed=2, settings={"local": {"epochs": 7}})]
-    assert [row["runs"] for row in comparison_table(folders)] == [["a"], ["b"]]
-    twice = [run(tmp_path / "c", "pefll"), run(tmp_path / "d", "pefll")]
-    assert [row["runs"] for row in comparison_table(twice)] == [["c"], ["d"]]
-    assert [row[0] for row in as_text(comparison_table(twice))] == ["PeFLL (c)", "PeFLL (d)"]
+def test_rows_of_a_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    settings = [lr(rate) | {"server": {"lr": 0.001}} for rate in (0.01, 0.05)]
+    folders = [run(tmp_path / str(i), "pefll", settings=one) for i, one in enumerate(settings)]
+    assert [row.details for row in compare(folders).rows] == [("lr 0.01",), ("lr 0.05",)]
+    settings[1]["server"] = {"lr": 0.002}
+    folders = [run(tmp_path / f"both-{i}", "pefll", settings=one) for i, one in enumerate(settings)]
+    found = compare([*folders, run(tmp_path / "local", "local", rounds=(0,))])
+    assert [row.label for row in found.rows] == [
+        "PeFLL, local.lr 0.01, server.lr 0.001",
+        "PeFLL, local.lr 0.05, server.lr 0.002",
+        "Local",
+    ]
+    assert "algorithm.local.lr" in found.differing
+    assert "data.partition.clients" not in found.differing
+
+
+def test_an_equal_seed_is_not_merged(tmp_path: Path) -> None:
+    found = compare([run(tmp_path / "c", "pefll"), run(tmp_path / "d", "pefll")])
+    assert [row.label for row in found.rows] == ["PeFLL, c", "PeFLL, d"]
+    assert found.chosen == ()  # they are one setting
+    assert [(pair.clients, pair.better, pair.worse, pair.p) for pair in found.pairs] == [(9, 0, 0, 1), (3, 0, 0, 1)]
+
+
+def test_the_same_folder_twice_is_one_run(tmp_path: Path) -> None:
+    folder = run(tmp_path / "c", "pefll")
+    (row,) = compare([folder, tmp_path / "." / "c", tmp_path]).rows
+    assert len(row.runs) == 1
 
 
 def test_a_personal_model_that_is_the_global_one_has_no_row(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "fedavg", predictors=("personal", "global"))
     summary = json.loads((folder / "summary.json").read_text())
-    summary["seen"], summary["unseen"] = summary["global"]["seen"], summary["global"]["unseen"]
-    (folder / "summary.json").write_text(json.dumps(summary))
-    assert [row["method"] for row in comparison_table([folder])] == ["FedAvg"]
+    edit(folder, seen=summary["global"]["seen"], unseen=summary["global"]["unseen"])
+    assert [row.method for row in compare([folder]).rows] == ["FedAvg"]
 
 
 def test_a_method_without_an_answer_for_unseen_clients(tmp_path: Path) -> None:
-    folder = run(tmp_path / "a", "pefll")
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | {"unseen": None}))
-    (row,) = comparison_table([folder])
-    assert row["unseen"] is None
-    assert as_text([row])[0][3:5] == ("–", "–")
+    found = compare([edit(run(tmp_path / "a", "pefll"), unseen=None), run(tmp_path / "b", "local", rounds=(0,))])
+    assert found.rows[0].over_seeds("unseen") is None
+    assert text_rows(found)[0][3:5] == ["–", "–"]
+    assert [pair.why for pair in found.pairs if pair.group == "unseen"] == ["PeFLL has no result for unseen clients"]
 
 
-def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
+def test_different_data_are_different_blocks(tmp_path: Path) -> None:
+    folders = [
+        run(tmp_path / "a", "pefll"),
+        run(tmp_path / "b", "pefll", clients=20, unseen=5),
+        run(tmp_path / "c", "local", rounds=(0,)),
+    ]
+    found = compare(folders)
+    assert [row.label for row in found.rows] == ["PeFLL", "Local", "PeFLL"]
+    assert [block_title(found, block) for block in found.blocks] == [
+        "fashion-mnist, clients 12",
+        "fashion-mnist, clients 20",
+    ]
+    assert {(pair.first, pair.second) for pair in found.pairs} <= {(0, 1), (1, 0)}
+    assert found.marks("seen")[2] == ""  # nothing beside it to be better than
+    assert any("never paired" in notice for notice in found.notices)
+
+
+def test_what_was_made_elsewhere_or_with_other_seeds_is_said(tmp_path: Path) -> None:
+    folders = [run(tmp_path / "a", "pefll"), run(tmp_path / "b", "pefll", seed=2), run(tmp_path / "c", "local")]
+    environment = json.loads((folders[0] / "environment.json").read_text())
+    (folders[0] / "environment.json").write_text(json.dumps(environment | {"torch": "1.0"}))
+    assert compare(folders).notices == (
+        "The runs were made in different environments (torch): compare times with care.",
+        "Not all rows have the same seeds: their means are over different partitions.",
+    )
+
+
+# Folders
+
+
+def test_a_folder_of_runs_stands_for_the_finished_ones_in_it(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    for value in (0.1, 0.02, 0.003):
+        run(sweep / f"lr={value}", "pefll", settings=lr(value))
+    (run(sweep / "lr=1", "pefll", settings=lr(1.0)) / "summary.json").unlink()
+    (sweep / "comparison").mkdir()
+    found = compare([sweep])
+    assert [row.details for row in found.rows] == [("lr 0.003",), ("lr 0.02",), ("lr 0.1",)]
+    assert found.notices == ("sweep: left out 1 unfinished run(s): lr=1.",)
+    with pytest.raises(DataError, match=r"lr=1: has no summary\.json, the run is not finished"):
+        compare([sweep, sweep / "lr=1"])
+    for folder in sweep.glob("lr=0*"):
+        (folder / "summary.json").unlink()
+    with pytest.raises(DataError, match="none of its 4 runs is finished"):
+        compare([sweep])
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: found a folder with no experiment\.yaml, and no runs in it"):
+        compare([tmp_path / "empty"])
+    with pytest.raises(DataError, match="nowhere: found no such folder"):
+        compare([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("summary.json", "{", r"summary\.json: is not JSON"),
+        ("summary.json", "{}", "has no key 'seen'"),
+        ("summary.json", '{"seen": 3, "unseen": null, "global": null}', "not what FedLoom writes"),
+        ("metrics.jsonl", "", r"metrics\.jsonl: has no evaluated round"),
+        ("clients.csv", "id\n", r"clients\.csv: has no clients"),
+        ("partition.json", None, r"partition\.json: is not there"),
+        ("environment.json", "[]", r"environment\.json: found a list, expected an object"),
+    ],
+)
+def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str | None, message: str) -> None:
     folder = run(tmp_path / "a", "pefll")
-    text = (folder / "summary.json").read_text()
-    for content, message in (("{", "is not JSON"), ("{}", "has no key 'algorithm'")):
-        (folder / "summary.json").write_text(content)
-        with pytest.raises(DataError, match=message):
-            comparison_table([folder])
-    (folder / "summary.json").unlink()
-    with pytest.raises(DataError, match=r"has no summary\.json, the run is not finished"):
-        comparison_table([folder])
-    (folder / "summary.json").write_text(text)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(DataError, match=message):
+        compare([folder])
+
+
+def test_an_experiment_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", "pefll")
     (folder / "experiment.yaml").write_text("name: x\n")
     with pytest.raises(ExperimentError):
-        comparison_table([folder])
-    with pytest.raises(DataError, match="no such folder"):
-        comparison_table([tmp_path / "nowhere"])
+        compare([folder])
+
+
+# The paired test
+
+BETTER = [0.9, 0.8, 0.85, 0.95, 0.7, 0.9, 0.6, 0.8, 0.9]
+WORSE = [0.8, 0.7, 0.8, 0.9, 0.65, 0.7, 0.5, 0.75, 0.8]
+SIMILAR = [0.9, 0.81, 0.84, 0.94, 0.71, 0.9, 0.6, 0.78, 0.9]
+
+
+def three(tmp_path: Path) -> list[Path]:
+    return [
+        measured(run(tmp_path / "a", "pefll"), WORSE),
+        measured(run(tmp_path / "b", "local"), BETTER),
+        measured(run(tmp_path / "c", "fedavg"), SIMILAR),
+    ]
+
+
+def test_pairs_are_tested_over_clients_and_corrected(tmp_path: Path) -> None:
+    found = compare(three(tmp_path))
+    pairs = {(pair.first, pair.second): pair for pair in found.pairs if pair.group == "seen"}
+    assert set(pairs) == {(1, 0), (2, 0), (1, 2)}  # the better one first
+    all_above = pairs[1, 0]
+    assert (all_above.clients, all_above.better, all_above.worse, all_above.seeds) == (9, 9, 0, (1,))
+    assert all_above.median == 0.1  # of 0.1 five times: no rounding error may tell equal differences apart
+    whole = [round(100 * (b - w)) for b, w in zip(BETTER, WORSE, strict=True)]
+    assert all_above.p == pytest.approx(stats.wilcoxon(whole, method=stats.PermutationMethod(n_resamples=1e9)).pvalue)
+    assert all_above.p == pytest.approx(2 / 2**9)
+    second = pairs[2, 0]
+    assert second.p is not None
+    assert (all_above.p_holm, second.p_holm) == (pytest.approx(3 * 2 / 2**9), pytest.approx(3 * second.p))
+    assert (pairs[1, 2].better, pairs[1, 2].worse) == (3, 2)
+    assert pairs[1, 2].p_holm == pairs[1, 2].p  # the largest is multiplied by one
+    assert found.marks("seen") == ["", "best", "tied"]
+    assert found.marks("seen", "pooled").count("tied") == 0
+
+
+def test_all_seeds_that_both_have_are_paired(tmp_path: Path) -> None:
+    folders = [run(tmp_path / f"p{seed}", "pefll", seed=seed) for seed in (1, 2, 3)]
+    folders += [run(tmp_path / f"l{seed}", "local", seed=seed) for seed in (2, 3, 4)]
+    pair = next(pair for pair in compare(folders).pairs if pair.group == "seen")
+    assert (pair.seeds, pair.clients) == ((2, 3), 18)
+
+
+def test_clients_of_different_partitions_are_not_paired(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a", "pefll"), measured(run(tmp_path / "b", "local"), BETTER)
+    partition = json.loads((b / "partition.json").read_text())
+    partition["clients"][0]["sha256"] = "f" * 64
+    (b / "partition.json").write_text(json.dumps(partition))
+    found = compare([a, b])
+    assert {pair.why for pair in found.pairs} == {"their partitions differ, though made with the same seed"}
+    assert all(pair.p is None and pair.clients == 0 for pair in found.pairs)
+    assert sorted(found.marks("seen")) == ["", "best"]
+    found = compare([a, run(tmp_path / "c", "local", seed=2)])
+    assert {pair.why for pair in found.pairs} == {"they have no seed in common"}
+
+
+def test_the_fingerprint_is_the_manifests(tmp_path: Path) -> None:
+    from fedloom.data.manifest import read_manifest
+
+    folder = run(tmp_path / "a", "pefll")
+    assert compare([folder]).rows[0].runs[0].partition == read_manifest(folder).fingerprint
+
+
+# Validation
+
+
+def test_settings_are_chosen_on_validation_never_on_test(tmp_path: Path) -> None:
+    values = {0.01: (0.5, WORSE), 0.02: (0.7, WORSE), 0.04: (0.6, BETTER)}
+    for value, (validation, accuracies) in values.items():
+        measured(run(tmp_path / f"lr={value}", "pefll", settings=lr(value)), accuracies, validation)
+    measured(run(tmp_path / "other", "local"), BETTER)
+    found = compare([tmp_path])
+    (choice,) = best_by_validation([tmp_path])
+    assert found.rows[choice.row].details == ("lr 0.02",)
+    assert (choice.candidates, choice.validation, choice.runner_up, choice.edges) == (3, 0.7, 0.6, ())
+    measured(tmp_path / "lr=0.04", BETTER, 0.8)
+    (choice,) = best_by_validation([tmp_path])
+    assert choice.edges == ("algorithm.local.lr",)
+    cells = choices_as_text(compare([tmp_path]))[0]
+    assert " ".join(cells[0].split()) == "PeFLL lr 0.04 (lr at the edge of its grid)"
+    assert cells[1:4] == ("3", "80.0", "70.0")
+
+
+def test_the_choice_is_made_on_the_seeds_that_all_have(tmp_path: Path) -> None:
+    validation = {(0.1, 1): 0.5, (0.1, 2): 0.9, (0.2, 1): 0.6}
+    for (value, seed), accuracy in validation.items():
+        folder = run(tmp_path / f"lr={value},seed={seed}", "pefll", seed=seed, settings=lr(value))
+        measured(folder, BETTER, accuracy)
+    (choice,) = best_by_validation([tmp_path])
+    assert (choice.seeds, choice.validation) == ((1,), 0.6)  # not 0.7, the mean of the other over both
+    shutil.rmtree(tmp_path / "lr=0.1,seed=1")
+    assert best_by_validation([tmp_path]) == ()
+
+
+def test_the_best_round_stands_beside_the_last(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", "pefll", rounds=(0, 100, 200))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    best = lines[1]
+    edit(folder, best={key: best[key] for key in ("round", "seen", "unseen", "global")})
+    (row,) = compare([folder]).rows
+    assert row.validation(best=True) == (best["validation_pooled"], None)
+    assert row.validation(best=False) == (lines[2]["validation_pooled"], None)
+    assert row.at_best("unseen") == (best["unseen"]["accuracy_mean"], None)
+
+
+# Written
+
+
+def test_csv_has_everything_in_full_precision(tmp_path: Path) -> None:
+    found = compare(three(tmp_path))
+    rows = list(csv.DictReader(rows_as_csv(found).splitlines()))
+    assert [row["label"] for row in rows] == ["PeFLL", "Local", "FedAvg + fine-tuning"]
+    assert float(rows[0]["seen_accuracy"]) == statistics.mean(WORSE)
+    assert rows[0]["seen_accuracy_std"] == ""
+    assert (rows[1]["seen_mark"], rows[2]["seen_mark"]) == ("best", "tied")
+    assert rows[0]["algorithm.name"] == "pefll"
+    pairs = list(csv.DictReader(pairs_as_csv(found).splitlines()))
+    assert [float(pair["p"]) for pair in pairs] == [pair.p for pair in found.pairs]
+    assert len(pairs) == 6
+
+
+def test_latex_escapes() -> None:
+    expected = r"a\_b \& 5\% \#1 \{x\} \textasciitilde{}\textasciicircum{} \textbackslash{} \$"
+    assert escaped("a_b & 5% #1 {x} ~^ \\ $") == expected
+
+
+def test_latex_marks_the_best(tmp_path: Path) -> None:
+    text = as_latex(compare(three(tmp_path)))
+    assert f"Local & 1 & \\textbf{{{100 * statistics.mean(BETTER):.1f}}} $\\pm$" in text
+    assert f"FedAvg + fine-tuning & 1 & \\underline{{{100 * statistics.mean(SIMILAR):.1f}}} $\\pm$" in text
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex with booktabs")
+def test_latex_compiles(tmp_path: Path) -> None:
+    folders = [run(tmp_path / "runs" / "a_b", "pefll"), run(tmp_path / "runs" / "c", "pefll")]
+    folders += [run(tmp_path / "runs" / "d", "local", clients=20, unseen=5)]
+    text = as_latex(compare(folders))
+    assert r"PeFLL, a\_b" in text
+    special = escaped("\\ ~ ^ < > | \" ' & % $ # _ { } ± –")
+    document = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{text}{special}\end{{document}}"
+    (tmp_path / "t.tex").write_text(document)
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve runs: more rows than a figure can show."""
+    sweep = tmp_path_factory.mktemp("sweep")
+    for value in (0.01, 0.02, 0.03, 0.04, 0.05):
+        for seed in (1, 2):
+            run(sweep / f"lr={value},seed={seed}", "fedavg", seed=seed, settings=lr(value),
+                predictors=("personal", "global"), new_client=COSTS)  # fmt: skip
+    run(sweep / "pefll-1", "pefll")
+    run(sweep / "pefll-2", "pefll", seed=2)
+    return sweep
+
+
+@pytest.fixture(scope="module")
+def written(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_comparison(compare([many]), tmp_path_factory.mktemp("out") / "comparison").parent
+
+
+def test_a_comparison_on_paper(many: Path, written: Path) -> None:
+    files = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
+    figures = ["figures/accuracy.svg", "figures/clients.svg", "figures/pairs.svg"]
+    assert files == ["compare.csv", "compare.html", "compare.tex", *figures, "pairs.csv"]
+    page = (written / "compare.html").read_text()
+    assert re.findall(r"<h2>(.*?)</h2>", page) == [
+        "Results", "Accuracy over training", "Clients", "Client by client", "Validation", "Settings that differ",
+        "Runs",
+    ]  # fmt: skip
+    assert len(page) < 1_000_000
+    found = compare([many])
+    assert len(found.rows) == 11
+    assert len(next(iter(found.featured.values()))) == 3
+    assert "Shown are 3 of 11 rows" in page
+    assert "does not say that training again would show the same" in page
+    row = found.rows[0].over_seeds("seen")
+    assert row is not None
+    assert row.std is not None
+    assert f"{100 * row.mean:.1f} ± {100 * row.std:.1f}" in page
+
+
+def test_the_page_asks_nobody_for_anything(written: Path) -> None:
+    page = (written / "compare.html").read_text()
+    addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, never fetched
+    assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
+
+
+def test_colours_are_the_pages_and_the_same_in_every_figure(written: Path) -> None:
+    page = (written / "compare.html").read_text()
+    body = page[page.index("<main>") :]
+    assert not any(colour in body for colour in COLOURS.values())
+    assert {f"--{name}" for name in ("m0", "m1", "m2")} <= set(re.findall(r"var\((--m\d)\)", body))
+    ids = re.findall(r' id="([^"]+)"', body)
+    assert len(ids) == len(set(ids))
+    for path in (written / "figures").iterdir():
+        svg = path.read_text()
+        ElementTree.fromstring(svg)
+        assert "var(" not in svg
+
+
+def test_the_same_runs_give_the_same_bytes_in_place_of_the_earlier_ones(many: Path, written: Path) -> None:
+    before = {path: path.read_bytes() for path in written.rglob("*") if path.is_file()}
+    (written / "figures" / "left-over.svg").write_text("of an earlier version")
+    write_comparison(compare([many]), written)
+    assert {path: path.read_bytes() for path in written.rglob("*") if path.is_file()} == before
+    assert [path.name for path in written.parent.iterdir()] == [written.name]
+
+
+def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compare([run(tmp_path / "a", "pefll")])
+    write = Path.write_text
+
+    def full_disk(self: Path, *args: Any, **more: Any) -> int:
+        if self.name == "clients.svg":
+            raise OSError(28, "No space left on device")
+        return write(self, *args, **more)
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(StorageError, match="cannot be written: no space left on device"):
+        write_comparison(found, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", "pefll")
+    with pytest.raises(ExperimentError, match="allowed: a new folder"):
+        write_comparison(compare([folder]), folder)
+    assert (folder / "summary.json").exists()
+
+
+def test_one_run_and_several_blocks_have_pages_too(tmp_path: Path) -> None:
+    alone = run(tmp_path / "alone", "local", rounds=(0,), unseen=0)
+    page = write_comparison(compare([alone]), tmp_path / "one").read_text()
+    assert "<h2>Client by client</h2>" not in page
+    assert "the runs differ in their seeds at most" in page
+    others = [run(tmp_path / f"<{name}>", name, clients=20, unseen=5) for name in ("pefll", "fedavg")]
+    page = write_comparison(compare([alone, *others]), tmp_path / "three").read_text()
+    assert {path.name for path in (tmp_path / "three" / "figures").iterdir()} == {
+        "accuracy-1.svg", "accuracy-2.svg", "clients-1.svg", "clients-2.svg", "pairs-2.svg",
+    }  # fmt: skip
+    assert "&lt;pefll&gt;" in page
+    assert "<pefll>" not in page
+
+
+def test_looks_are_told_apart() -> None:
+    found = looks(map(str, range(20)))
+    assert len(set(found.values())) == 20
+
+
+# The command
+
+
+def command(arguments: Sequence[str | Path], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "80")
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def test_the_command_fits_eighty_columns(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = command([many, "--out", tmp_path / "c"], monkeypatch)
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    table = [line for line in lines if not line.startswith("comparison:")]
+    assert max(map(len, table)) <= 80
+    assert not any("…" in line for line in table)
+    assert sum(line.startswith("FedAvg + fine-tuning") for line in lines) == 6  # five rates, and the choice
+    assert "Best on validation" in done.output
+    assert (tmp_path / "c" / "compare.html").exists()
+
+
+def test_the_command_refuses_before_it_reads(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = command([many, "--out", tmp_path], monkeypatch)
+    assert isinstance(done.exception, ExperimentError)
+    assert done.output == ""
+    assert isinstance(command([tmp_path], monkeypatch).exception, DataError)
+
+
+def test_settings_leave_out_what_changes_no_number(many: Path) -> None:
+    settings: Mapping[str, Any] = compare([many]).rows[0].settings
+    assert not {"name", "seed", "data.root", "runtime.workers"} & set(settings)

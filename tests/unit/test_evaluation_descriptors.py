@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +16,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedloom.evaluation.descriptors import (
+    MAPS,
     average_ranks,
     descriptor_correlation,
     descriptor_document,
-    principal_map,
+    principal_axes,
+    project,
     spearman,
 )
 
@@ -110,7 +116,7 @@ def test_unequal_rows_are_refused() -> None:
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000))
 def test_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int) -> None:
     v = torch.randn(n, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    xy, explained = principal_map(v)
+    xy, explained = project(v, principal_axes(v))
     assert xy.shape == (n, 2)
     eigenvalues = np.sort(np.linalg.eigvalsh(np.cov(v.T.numpy(), ddof=0).reshape(dim, dim)))[::-1] if n > 1 else [0.0]
     expected = [eigenvalues[k] if k < len(eigenvalues) else 0.0 for k in range(2)]
@@ -121,28 +127,80 @@ def test_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int
 
 def test_map_has_a_fixed_sign_and_survives_degenerate_input() -> None:
     v = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.1], [0.5, 1.0, -3.0]])
-    xy, _ = principal_map(v)
-    moved, _ = principal_map(v + 100)
+    xy, _ = project(v, principal_axes(v))
+    moved, _ = project(v + 100, principal_axes(v + 100))
     np.testing.assert_allclose(xy, moved, atol=1e-4, rtol=0)
-    mirrored, _ = principal_map(-v)  # the axes are the same, the points are mirrored
+    mirrored, _ = project(-v, principal_axes(-v))  # the axes are the same, the points are mirrored
     np.testing.assert_allclose(mirrored, -xy, atol=1e-12)
     for degenerate in (torch.zeros(0, 3), torch.ones(4, 3), torch.ones(1, 3)):
-        xy, explained = principal_map(degenerate)
+        xy, explained = project(degenerate, principal_axes(degenerate))
         assert not xy.any()
         assert not explained.any()
 
 
-def test_document_grows_by_round_and_drops_what_a_resumed_run_writes_again() -> None:
-    pi, v = mixes(8, 3), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    seen, ids = torch.arange(8) < 6, [f"client-{i:04d}" for i in range(8)]
-    correlation = descriptor_correlation(v, pi, ~seen)
+def documents(rounds: Sequence[int], v: Sequence[torch.Tensor], **more: Any) -> dict[str, Any]:
+    """The document after evaluations of ``rounds``, in that order, with these descriptors."""
+    n = len(v[0])
+    pi, seen, ids = mixes(n, 3), torch.arange(n) < n - 2, [f"client-{i:04d}" for i in range(n)]
     document = None
-    for round in (0, 50, 100, 50):
-        document = descriptor_document(document, round, correlation, v=v, pi=pi, clients=ids, seen=seen)
+    for round, each in zip(rounds, v, strict=True):
+        correlation = descriptor_correlation(each, pi, ~seen)
+        document = descriptor_document(document, round, correlation, v=each, pi=pi, clients=ids, seen=seen, **more)
+        document = json.loads(json.dumps(document, allow_nan=False))  # as it is read back from its file
     assert document is not None
+    return document
+
+
+def some(count: int, n: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(n, 4, generator=generator) for _ in range(count)]
+
+
+def test_document_grows_by_round_and_drops_what_a_resumed_run_writes_again() -> None:
+    v = some(3)
+    document = documents((0, 50, 100, 50), [v[0], v[1], v[2], v[1]])
+    assert document == documents((0, 50), v[:2])
     assert document["round"] == [0, 50]
-    assert document["spearman"] == [correlation.mean] * 2
-    assert document["map"]["ids"] == ids
-    assert document["map"]["seen"] == seen.tolist()
-    assert document["map"]["class"] == pi.argmax(1).tolist()
-    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert document["clients"]["class"] == mixes(8, 3).argmax(1).tolist()
+    assert document["clients"]["seen"] == [True] * 6 + [False] * 2
+    assert document["clients"]["ids"][7] == "client-0007"
+
+
+def test_all_maps_are_on_the_axes_of_the_last() -> None:
+    v = some(3)
+    document = documents((0, 50, 100), v)
+    centred = (v[2] - v[2].mean(0)).double().numpy()
+    axes = np.linalg.svd(centred, full_matrices=False)[2][:2]
+    axes *= np.sign(axes[np.arange(2), np.abs(axes).argmax(1)])[:, None]
+    for each, kept in zip(v, document["maps"], strict=True):
+        values = each.double().numpy() - each.double().numpy().mean(0)
+        np.testing.assert_allclose(kept["xy"], values @ axes.T, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(kept["explained"], ((values @ axes.T) ** 2).sum(0) / (values**2).sum(), rtol=1e-6)
+        raw = np.frombuffer(base64.b64decode(kept["descriptors"]), dtype="<f4").reshape(8, 4)
+        np.testing.assert_array_equal(raw, each.numpy())
+
+
+@pytest.mark.parametrize("evaluations", [1, 2, 5, 6, 9, 10, 17, 18, 40])
+def test_few_maps_are_kept_the_first_the_last_and_some_between(evaluations: int) -> None:
+    rounds = [10 * i for i in range(evaluations)]
+    kept = [each["round"] for each in documents(rounds, some(evaluations, 4))["maps"]]
+    assert len(kept) <= MAPS
+    assert len(kept) >= min(evaluations, MAPS // 2 + 2)
+    assert kept[0] == 0
+    assert kept[-1] == rounds[-1]
+    assert len({b - a for a, b in itertools.pairwise(kept[:-1])}) <= 1
+
+
+def test_a_resumed_run_keeps_the_maps_of_one_that_was_never_stopped() -> None:
+    v, rounds = some(13, 4), list(range(13))
+    stopped = [*rounds[:10], *rounds[4:]]  # at round 9, back to the checkpoint before round 4
+    assert documents(stopped, [v[r] for r in stopped]) == documents(rounds, v)
+
+
+def test_absent_clients_are_on_no_map() -> None:
+    v = some(2)
+    present = torch.tensor([True, False, *[True] * 6])
+    last = documents((0, 1), v, present=present)["maps"][-1]
+    assert [point is None for point in last["xy"]] == (~present).tolist()
+    expected, _ = project(v[1][present], principal_axes(v[1][present]))
+    np.testing.assert_allclose([point for point in last["xy"] if point], expected, rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import LOSS_CAP, measure
+from fedloom.evaluation.uncertainty import group_uncertainty
 
 
 @dataclass
@@ -48,7 +49,11 @@ def random_split(n: int, classes: int, seed: int, labels: list[int] | None = Non
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10**6))
 def test_matches_numpy_in_both_readings_for_every_batch_size(n: int, batch_size: int, seed: int) -> None:
     test, validation = random_split(n, 4, seed, [1, 3]), random_split(n + 2, 4, seed + 1, [1, 3])
-    counts = measure({"personal": Fixed()}, client([3, 1, 1], test, validation), ["personal"], batch_size=batch_size)
+    data = client([3, 1, 1], test, validation)
+    counts, confusion, *_ = measure({"personal": Fixed()}, data, ["personal"], batch_size=batch_size)
+    expected_confusion = np.zeros((4, 4), dtype=int)
+    np.add.at(expected_confusion, (test.y.numpy(), test.x.numpy().argmax(1)), 1)
+    assert confusion[0].tolist() == expected_confusion.tolist()
     assert counts.shape == (1, 2, 2, 3)
     assert counts.dtype == torch.float64
     for s, split in enumerate((validation, test)):
@@ -72,22 +77,25 @@ def test_predictors_come_in_the_order_of_the_names() -> None:
     test = random_split(20, 4, 0)
     test = Split(test.x, test.x.argmax(1))
     predictors = {"global": Worst(), "personal": Fixed()}
-    counts = measure(predictors, client([0, 1, 2, 3], test), ["personal", "global"], batch_size=7)
+    counts, *_ = measure(predictors, client([0, 1, 2, 3], test), ["personal", "global"], batch_size=7)
     assert counts[:, 1, 0, 0].tolist() == [20, 0]
 
 
 def test_without_labels_there_is_nothing_to_count() -> None:
     labelled, unlabelled = random_split(5, 4, 0), Split(torch.zeros(5, 4), None)
-    assert not measure({"personal": Fixed()}, client([0], unlabelled), ["personal"], batch_size=8).any()
-    counts = measure({"personal": Fixed()}, client(None, labelled), ["personal"], batch_size=8)
+    counts, confusion, *_ = measure({"personal": Fixed()}, client([0], unlabelled), ["personal"], batch_size=8)
+    assert not counts.any()
+    assert not confusion.any()
+    counts, *_ = measure({"personal": Fixed()}, client(None, labelled), ["personal"], batch_size=8)
     assert counts[0, 1, 0, 1] == 5  # unmasked needs labels of the test split only
     assert not counts[0, 1, 1].any()  # no mask without labels of the train split
-    assert not measure({"personal": Fixed()}, client([], labelled), ["personal"], batch_size=8)[0, 1, 1].any()
+    counts, *_ = measure({"personal": Fixed()}, client([], labelled), ["personal"], batch_size=8)
+    assert not counts[0, 1, 1].any()
 
 
 def test_a_label_outside_the_mask_is_wrong_and_costs_the_cap() -> None:
     test = Split(torch.tensor([[0.1, 0.2, 0.6, 0.1]]).log(), torch.tensor([2]))
-    counts = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
+    counts, *_ = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
     assert counts[0, 1, 0].tolist() == pytest.approx([1, 1, -math.log(0.6)])
     assert counts[0, 1, 1].tolist() == [0, 1, LOSS_CAP]
 
@@ -95,13 +103,14 @@ def test_a_label_outside_the_mask_is_wrong_and_costs_the_cap() -> None:
 @pytest.mark.parametrize("row", [[math.nan] * 4, [math.nan, 0.0, 0.0, 0.0], [-math.inf] * 4])
 def test_a_broken_prediction_is_wrong_and_finite(row: list[float]) -> None:
     test = Split(torch.tensor([row]), torch.tensor([1]))
-    counts = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
+    counts, confusion, *_ = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
     assert counts[0, 1].tolist() == [[0, 1, LOSS_CAP], [0, 1, LOSS_CAP]]
+    assert int(confusion.sum()) == (0 if any(math.isnan(value) for value in row) else 1)
 
 
 def test_ties_go_to_the_lowest_class() -> None:
     test = Split(torch.full((4, 4), math.log(0.25)), torch.tensor([0, 1, 2, 3]))
-    counts = measure({"personal": Fixed()}, client([1, 2], test), ["personal"], batch_size=8)
+    counts, *_ = measure({"personal": Fixed()}, client([1, 2], test), ["personal"], batch_size=8)
     assert counts[0, 1, :, 0].tolist() == [1, 1]  # class 0 unmasked, class 1 masked
 
 
@@ -122,3 +131,62 @@ def test_bad_arguments_are_named() -> None:
         measure({"personal": Fixed()}, data, ["personal"], batch_size=0)
     with pytest.raises(ValueError, match="client-0000 has no predictor 'global'"):
         measure({"personal": Fixed()}, data, ["personal", "global"], batch_size=1)
+
+
+def test_calibration_against_a_hand_computation() -> None:
+    """Six predictions: confidences 0.42, 0.42, 0.7, 0.7, 0.7 and 1, of which 1, 2 and 1 are right."""
+    p = torch.tensor([[0.42, 0.3, 0.2, 0.08]] * 2 + [[0.1, 0.7, 0.1, 0.1]] * 3 + [[0.0, 0.0, 0.0, 1.0]])
+    test = Split(p.log(), torch.tensor([0, 2, 1, 1, 0, 3]))
+    found = measure({"personal": Fixed()}, client([0], test), ["personal"], batch_size=4)
+    expected = torch.zeros(1, 15, 3, dtype=torch.float64)
+    expected[0, 6] = torch.tensor([2, 0.84, 1])
+    expected[0, 10] = torch.tensor([3, 2.1, 2])
+    expected[0, 14] = torch.tensor([1, 1.0, 1])
+    torch.testing.assert_close(found.calibration, expected, atol=1e-6, rtol=0)
+    statistics = group_uncertainty(found.calibration, found.uncertainty)
+    assert statistics is not None
+    assert statistics["ece"] == pytest.approx((abs(1 - 0.84) + abs(2 - 2.1) + 0) / 6)
+    nats = [-sum(q * math.log(q) for q in row if q) for row in p.double().tolist()]
+    assert statistics["entropy"] == pytest.approx(sum(nats) / 6)
+    assert statistics["mutual_information"] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10**6))
+def test_calibration_matches_numpy_for_every_batch_size(n: int, batch_size: int, seed: int) -> None:
+    test = random_split(n, 4, seed)
+    found = (
+        measure({"personal": Fixed()}, client([0], test), ["personal"], batch_size=batch_size).calibration[0].numpy()
+    )
+    p = np.exp(test.x.double().numpy())
+    for m in range(15):
+        inside = (p.max(1) > m / 15) & (p.max(1) <= (m + 1) / 15)
+        right = (p.argmax(1) == test.y.numpy())[inside].sum()
+        np.testing.assert_allclose(found[m], [inside.sum(), p.max(1)[inside].sum(), right], atol=1e-9)
+
+
+def test_the_networks_of_an_ensemble_are_averaged_and_their_disagreement_is_mutual_information() -> None:
+    class Two(Fixed):
+        """One network says its input, the other its input with the classes turned around."""
+
+        def draws_log_probabilities(self, x: Tensor) -> Tensor:
+            return torch.stack([x, x.flip(1)])
+
+    test = random_split(30, 4, 3)
+    found = measure({"personal": Two()}, client([0, 1, 2, 3], test), ["personal"], batch_size=7)
+    first = test.x.double().exp().numpy()
+    p = (first + first[:, ::-1]) / 2
+    correct = (p.argmax(1) == test.y.numpy()).sum()
+    loss = -np.log(p[np.arange(30), test.y.numpy()]).sum()
+    np.testing.assert_allclose(found.counts[0, 1, 0].numpy(), [correct, 30, loss], rtol=1e-6)
+    total = -(p * np.log(p)).sum()
+    each = -(first * np.log(first)).sum()
+    np.testing.assert_allclose(found.uncertainty[0].numpy(), [30, total, total - each], rtol=1e-6)
+    assert total - each > 1
+
+
+def test_a_broken_prediction_has_no_confidence() -> None:
+    test = Split(torch.tensor([[math.nan] * 4, [0.0, -math.inf, -math.inf, -math.inf]]), torch.tensor([1, 0]))
+    found = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
+    assert found.uncertainty.tolist() == [[1, 0, 0]]
+    assert found.calibration.sum(1).tolist() == [[1, 1, 1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -20,14 +21,18 @@ from fedloom.evaluation.summary import (
     Evaluation,
     as_csv,
     best,
+    calibration_document,
     client_rows,
+    confusion_document,
     group_statistics,
     groups,
     left_out,
     metrics_line,
     summary,
+    uncertainties,
     validation_pooled,
 )
+from fedloom.evaluation.uncertainty import BINS
 
 KEYS = {
     "clients",
@@ -48,12 +53,18 @@ def evaluation(n: int = 6, predictors: tuple[str, ...] = ("personal", "global"),
     counts = torch.stack([correct, total, torch.rand(total.shape, generator=generator).double() * total], dim=-1)
     seen = torch.arange(n) < n - n // 3
     ids = tuple(f"client-{i:04d}" for i in range(n))
-    return Evaluation(round, ids, seen, torch.ones(n, dtype=torch.bool), predictors, counts)
+    confusion = torch.randint(9, (n, len(predictors), 3, 3), generator=generator)
+    calibration = torch.rand(n, len(predictors), BINS, 3, generator=generator).double()
+    calibration[..., 0] = (9 * calibration[..., 0]).floor()
+    calibration *= calibration[..., :1] > 0
+    uncertainty = torch.rand(n, len(predictors), 3, generator=generator).double()
+    uncertainty[..., 0] = calibration[..., 0].sum(-1)
+    present = torch.ones(n, dtype=torch.bool)
+    return Evaluation(round, ids, seen, present, predictors, counts, confusion, calibration, uncertainty)
 
 
 def altered(e: Evaluation, **changes: Any) -> Evaluation:
-    kept = {name: getattr(e, name) for name in ("round", "clients", "seen", "present", "predictors", "counts")}
-    return Evaluation(**(kept | changes))
+    return dataclasses.replace(e, **changes)
 
 
 counts = st.lists(
@@ -169,6 +180,7 @@ def test_metrics_line_is_json() -> None:
         "seen",
         "unseen",
         "global",
+        "uncertainty",
         "validation_pooled",
         "left_out",
         "train",
@@ -217,6 +229,7 @@ def test_summary_has_the_keys_of_the_design() -> None:
         "unseen",
         "global",
         "best",
+        "uncertainty",
         "communication",
         "duration_s",
         "client_steps_per_s",
@@ -261,3 +274,52 @@ def test_shapes_are_checked() -> None:
         altered(e, predictors=("mine", "global"))
     with pytest.raises(ValueError, match="record 'v'"):
         altered(e, records={"v": torch.zeros(2, 3)})
+
+
+def test_confusion_sums_the_clients_of_each_group_that_answered() -> None:
+    e = evaluation(6)
+    present = torch.tensor([True, False, True, True, True, True])
+    document = confusion_document(altered(e, present=present), ["a", "b", "c"])
+    assert document["round"] == 3
+    assert document["classes"] == ["a", "b", "c"]
+    assert document["personal"]["seen"] == (e.confusion[0, 0] + e.confusion[2, 0] + e.confusion[3, 0]).tolist()
+    assert document["global"]["unseen"] == (e.confusion[4, 1] + e.confusion[5, 1]).tolist()
+    nobody = confusion_document(altered(e, seen=torch.ones(6, dtype=torch.bool)), ["a", "b", "c"])
+    assert nobody["personal"]["unseen"] is None
+    assert confusion_document(evaluation(6, ("personal",)), ["a", "b", "c"])["global"] is None
+
+
+def test_uncertainty_is_over_all_examples_of_the_clients_of_each_group_that_answered() -> None:
+    present = torch.tensor([True, False, True, True, True, True])
+    e = altered(evaluation(6), present=present)
+    for name, rows, p in (("seen", [0, 2, 3], 0), ("unseen", [4, 5], 0), ("global", [0, 2, 3, 4, 5], 1)):
+        bins = sum(e.calibration[i, p].numpy() for i in rows)
+        n = bins[:, 0].sum()
+        expected = {
+            "ece": sum(size / n * abs(right / size - confidence / size) for size, confidence, right in bins if size),
+            "entropy": sum(float(e.uncertainty[i, p, 1]) for i in rows) / n,
+            "mutual_information": sum(float(e.uncertainty[i, p, 2]) for i in rows) / n,
+        }
+        assert uncertainties(e)[name] == pytest.approx(expected)
+    alone = evaluation(6, ("personal",))
+    assert uncertainties(alone)["global"] is None
+    nobody = altered(e, present=torch.zeros(6, dtype=torch.bool))
+    assert uncertainties(nobody) == {"seen": None, "unseen": None, "global": None}
+
+
+def test_the_calibration_document_has_a_row_per_bin() -> None:
+    e = evaluation(6)
+    document = calibration_document(e)
+    assert document["round"] == 3
+    assert document["edges"] == [m / 15 for m in range(16)]
+    size, confidence, right = (e.calibration[4, 1] + e.calibration[5, 1]).T
+    rows = document["global"]["unseen"]
+    assert [row[0] for row in rows] == size.tolist()
+    filled = size > 0
+    found = torch.tensor(rows, dtype=torch.float64)[filled]
+    torch.testing.assert_close(found[:, 1], (confidence / size)[filled])
+    torch.testing.assert_close(found[:, 2], (right / size)[filled])
+    everyone_seen = altered(e, seen=torch.ones(6, dtype=torch.bool))
+    assert calibration_document(everyone_seen)["personal"]["unseen"] is None
+    assert calibration_document(evaluation(6, ("personal",)))["global"] is None
+    json.dumps(document, allow_nan=False)

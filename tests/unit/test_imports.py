@@ -13,12 +13,13 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"errors", "settings"}
+COMMON = {"errors", "plugins", "settings"}
 """Modules that every room may know."""
 
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
+    "plugins": set(),
     "messages": set(),
     "models": set(),
     "data": set(),

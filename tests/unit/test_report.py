@@ -14,7 +14,14 @@ from run_folders import write_run
 from fedloom.errors import DataError, StorageError
 from fedloom.evaluation.report import write_report
 
-SECTIONS = ["Results", "Accuracy", "Clients", "Descriptors", "Time", "Settings", "Data", "Environment"]
+SECTIONS = [
+    "Accuracy", "Results", "Clients", "Confusion", "Descriptors", "Data", "Time", "Settings", "Environment",
+]  # fmt: skip
+FIGURES = [
+    "accuracy-bytes.svg", "accuracy-rounds.svg", "accuracy-steps.svg", "clients.svg", "confusion-seen.svg",
+    "confusion-unseen.svg", "correlation.svg", "descriptors-training.svg", "descriptors.svg", "partition.svg",
+    "time-rounds.svg", "time-total.svg",
+]  # fmt: skip
 
 
 def titles(page: str) -> list[str]:
@@ -27,7 +34,10 @@ def left_out(page: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def pefll(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "pefll")
+    """A whole run with its report."""
+    run = write_run(tmp_path_factory.mktemp("runs") / "pefll")
+    assert write_report(run) == run / "report.html"
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -41,36 +51,139 @@ def small(small_run: Path, tmp_path: Path) -> Path:
 
 
 def test_a_whole_run(pefll: Path) -> None:
-    path = write_report(pefll)
-    page = path.read_text()
-    assert path == pefll / "report.html"
+    page = (pefll / "report.html").read_text()
     assert titles(page) == SECTIONS
     assert left_out(page) == {}
     assert len(page) < 3_000_000
     summary = json.loads((pefll / "summary.json").read_text())
     mean, std = 100 * summary["unseen"]["accuracy_mean"], 100 * summary["unseen"]["accuracy_std"]
     assert f"<td>{mean:.1f} ± {std:.1f}</td>" in page
-    for block in ("Round 400 (last), unmasked", "Round 400 (last), masked", "best by validation"):
+    for block in ("Round 400 (last and best by validation), unmasked", "by validation), masked"):
         assert block in page
     assert "the round of" not in page
-    figures = sorted(p.name for p in (pefll / "figures").iterdir())
-    assert figures == ["accuracy.svg", "clients.svg", "descriptors.svg", "phases.svg"]
+    assert sorted(p.name for p in (pefll / "figures").iterdir()) == FIGURES
+    assert page.count("<figure") == len(FIGURES)
+
+
+def test_the_head_says_how_good_and_at_what_cost(tmp_path: Path) -> None:
+    cost = {"personal": {"client_steps": 20.0, "payload_up": 104, "payload_down": 708_016}}
+    run = write_run(tmp_path / "r", n=20, unseen=5, rounds=(0, 40), new_client=cost)
+    page = write_report(run).read_text()
+    head = page[page.index("<header>") : page.index("</header>")]
+    for group in ("seen", "unseen"):
+        statistics = json.loads((run / "summary.json").read_text())[group]
+        assert f"{100 * statistics['accuracy_mean']:.1f} %" in head
+        assert f"worst decile {100 * statistics['accuracy_worst_decile']:.1f}" in head
+    for fact in (
+        "15 seen and 5 unseen clients",
+        "500 training examples each",
+        "10,000",
+        "166 MB",
+        "20 steps",
+        "708\u00a0kB",
+    ):
+        assert fact in head
+
+
+def test_numbers_of_the_confusion_are_those_of_the_file(small: Path) -> None:
+    document = json.loads((small / "confusion.json").read_text())
+    document["personal"]["seen"][3] = [0, 0, 5, 14, 0, 1, 0, 0, 0, 0]  # in twentieths: 25, 70 and 5 percent
+    (small / "confusion.json").write_text(json.dumps(document))
+    page = write_report(small).read_text()
+    svg = ElementTree.fromstring((small / "figures" / "confusion-seen.svg").read_text())
+    texts = ["".join(node.itertext()).strip() for node in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"25", "70", "5"} <= set(texts)
+    assert set(document["classes"]) <= set(texts)
+    assert re.search(r"<td>Dress → Pullover</td><td>25\.0</td><td>", page)
+
+
+def test_clients_before_and_after(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", algorithm="fedavg", predictors=("personal", "global"), n=6, unseen=2, rounds=(0, 9))
+    lines = (run / "clients.csv").read_text().splitlines()
+    columns = lines[0].split(",")
+    values = [dict(zip(columns, line.split(","), strict=True)) for line in lines[1:]]
+    accuracies = [(0.9, 0.5), (0.5, 0.9), (0.7, 0.7), (0.3, 0.2), (0.8, 0.1), (0.6, 0.55)]
+    for value, (personal, overall) in zip(values, accuracies, strict=True):
+        value |= {"personal_accuracy_unmasked": str(personal), "global_accuracy_unmasked": str(overall)}
+    (run / "clients.csv").write_text("\n".join([lines[0], *(",".join(value.values()) for value in values)]))
+    page = write_report(run).read_text()
+    for said in ("own model better: 4", "global model better: 1"):
+        assert said in page
+    worst, changed = re.findall(r"<h3>(?:Worst|Least).*?</table>", page, re.DOTALL)
+    assert re.findall(r"client-\d+", worst) == ["client-0003"]  # one of six is the worst tenth, rounded up
+    assert re.findall(r"client-\d+", changed) == [f"client-000{i}" for i in (1, 2, 5, 3, 0, 4)][:3] + [
+        f"client-000{i}" for i in (3, 0, 4)
+    ]
+    assert re.findall(r"<td>([+-][\d.]+)</td>", changed) == ["-40.0", "+0.0", "+5.0", "+10.0", "+40.0", "+70.0"]
+
+
+def test_failed_attempts_and_the_rest_are_part_of_the_time(small: Path) -> None:
+    phases = {"descriptors": 1.0, "server": 0.5}
+    journal: list[dict[str, object]] = [
+        {"round": 1, "attempt": 1, "outcome": "too few replies", "phases": {"descriptors": 4.0}, "seconds": 4.0},
+        {"round": 1, "attempt": 2, "outcome": "done", "phases": {"descriptors": 9.0}, "seconds": 9.0},
+        {"round": 1, "attempt": 1, "outcome": "done", "phases": phases, "seconds": 1.5},  # after a resume, once more
+        {"round": 2, "attempt": 1, "outcome": "done", "phases": phases, "seconds": 1.5},
+    ]
+    (small / "journal.jsonl").write_text("\n".join(json.dumps(line) for line in journal))
+    summary = json.loads((small / "summary.json").read_text()) | {"duration_s": 20.0}
+    (small / "summary.json").write_text(json.dumps(summary))
+    write_report(small)
+    svg = (small / "figures" / "time-total.svg").read_text()
+    for label in ("2.00 s (10%)", "1.00 s (5%)", "failed attempts", "4.00 s (20%)", "13 s (65%)"):
+        assert label in svg
+
+
+def test_a_thousand_clients_and_many_classes_stay_small(tmp_path: Path) -> None:
+    names = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+    run = write_run(tmp_path / "r", n=1000, unseen=20, rounds=(0, 5, 9), class_names=names, equal=False)
+    page = write_report(run).read_text()
+    assert left_out(page) == {}
+    assert len(page.encode()) < 1_500_000
+    assert "Each column shows the mean of 4 neighbours" in page
+    labels = (run / "figures" / "confusion-seen.svg").read_text()
+    assert all(f">{name}</text>" in labels for name in names)
+
+
+def test_signs_that_cannot_be_seen_or_mean_something_elsewhere(tmp_path: Path) -> None:
+    names = (" ", "\n", "$", "&", "<", "^", "_", "\\", "%", "q")
+    run = write_run(tmp_path / "r", n=6, unseen=2, rounds=(0, 1), class_names=names)
+    page = write_report(run).read_text()
+    assert left_out(page) == {}
+    for path in (run / "figures").iterdir():
+        ElementTree.fromstring(path.read_text())
+    texts = ElementTree.fromstring((run / "figures" / "confusion-seen.svg").read_text()).itertext()
+    assert {"␣", "⏎", "$", "&", "<", "\\"} <= {text.strip() for text in texts}
+    assert "<td>␣ → ⏎</td>" in page
+
+
+def test_data_without_labels(small: Path) -> None:
+    manifest = json.loads((small / "partition.json").read_text())
+    for client in manifest["clients"]:
+        client["class_counts"]["train"] = [0] * 10
+    (small / "partition.json").write_text(json.dumps(manifest))
+    page = write_report(small).read_text()
+    assert left_out(page) == {}
+    assert "The training examples have no labels." in page
 
 
 def test_the_page_asks_nobody_for_anything(pefll: Path) -> None:
-    page = write_report(pefll).read_text()
+    page = (pefll / "report.html").read_text()
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, never fetched
     assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
 
 
 def test_figures_take_the_colours_of_the_page_and_stand_alone(pefll: Path) -> None:
-    page = write_report(pefll).read_text()
+    page = (pefll / "report.html").read_text()
     body = page[page.index("<main>") :]
     assert "currentColor" in body
-    for colour in ("#24292f", "#0072b2", "#d55e00"):
+    for colour in ("#24292f", "#0072b2", "#d55e00", "#fefefe"):
         assert colour not in body
     assert not re.search(r"#000000(?!; stroke-opacity: 0\b)", body)
+    ids = re.findall(r' id="([^"]+)"', body)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"(?:url\(|href=\")#([^)\"]+)", body)) == set(ids)
     for path in (pefll / "figures").iterdir():
         svg = path.read_text()
         ElementTree.fromstring(svg)
@@ -83,7 +196,6 @@ def test_figures_take_the_colours_of_the_page_and_stand_alone(pefll: Path) -> No
 
 def test_the_same_files_give_the_same_bytes(pefll: Path) -> None:
     written = [*sorted((pefll / "figures").iterdir()), pefll / "report.html"]
-    write_report(pefll)
     first = [path.read_bytes() for path in written]
     write_report(pefll)
     assert [path.read_bytes() for path in written] == first
@@ -96,8 +208,9 @@ def test_a_method_with_a_global_model_and_a_mask(tmp_path: Path) -> None:
     page = write_report(run).read_text()
     assert "Descriptors" not in titles(page)
     assert "all clients, global model" in page
-    assert page.index("Round 2 (last), masked") < page.index("Round 2 (last), unmasked")
+    assert page.index("by validation), masked") < page.index("by validation), unmasked")
     assert "test accuracy (masked, last evaluation)" in page
+    assert {"confusion-global.svg", "personalization.svg"} <= {path.name for path in (run / "figures").iterdir()}
 
 
 def test_a_run_without_training_or_unseen_clients(tmp_path: Path) -> None:
@@ -105,6 +218,7 @@ def test_a_run_without_training_or_unseen_clients(tmp_path: Path) -> None:
     page = write_report(run).read_text()
     assert left_out(page) == {}
     assert "unseen clients, own model</td><td>–</td>" in page
+    assert "Only round 0 was evaluated" in page
 
 
 def test_descriptors_without_unseen_clients(tmp_path: Path) -> None:
@@ -129,7 +243,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text("name: x\n")
     page = write_report(tmp_path).read_text()
     missing = left_out(page)
-    assert set(missing) == {"Results", "Accuracy", "Clients", "Time", "Data", "Environment"}
+    assert set(missing) == {"Results", "Accuracy", "Clients", "Confusion", "Time", "Data", "Environment"}
     assert missing["Results"] == "metrics.jsonl: is not there"
     assert str(tmp_path) not in page
     assert "environment.json: is not there" in missing["Environment"]
@@ -142,6 +256,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
         ("clients.csv", {"Clients"}),
         ("partition.json", {"Data", "Descriptors"}),
         ("descriptors.json", {"Descriptors"}),
+        ("confusion.json", {"Confusion"}),
         ("journal.jsonl", {"Time"}),
         ("environment.json", {"Environment"}),
         ("summary.json", set()),

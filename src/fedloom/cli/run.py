@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,10 +59,22 @@ def run(
     ] = None,
     resume: Resume = False,
     replay: ReplayRun = None,
+    seeds: Annotated[str | None, typer.Option(help="Run once with each seed: 1,2,3 or 1-3.", metavar="N,N,...")] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(help="Run with each of these values; repeat it for more keys.", metavar="KEY=VALUE,VALUE,..."),
+    ] = None,
 ) -> None:
-    """Run an experiment on this machine."""
+    """Run an experiment on this machine; with --seeds or --grid, at every point, and compare."""
     overrides = [*(set_ or ()), *([f"runtime.workers={workers}"] if workers is not None else ())]
-    _conduct(experiment, overrides, out, resume, replay, listen=None, wait_s=WORKERS_COME_S)
+    if seeds is None and not grid:
+        _conduct(experiment, overrides, out, resume, replay, listen=None, wait_s=WORKERS_COME_S)
+        return
+    if replay is not None:
+        from fedloom.errors import ExperimentError
+
+        raise ExperimentError("--replay: found with --seeds or --grid; allowed: with a single run")
+    _sweep(experiment, overrides, out, resume, seeds, grid or ())
 
 
 def aggregator(
@@ -78,19 +90,68 @@ def aggregator(
     _conduct(experiment, set_ or (), out, resume, replay, listen=listen, wait_s=wait)
 
 
+def _sweep(
+    path: Path, overrides: Sequence[str], out: Path | None, resume: bool, seeds: str | None, grid: Sequence[str]
+) -> None:
+    """Run every point that is not finished yet; one that fails does not keep the others from running."""
+    from fedloom.cli import sweep
+    from fedloom.errors import ExperimentError, InterruptedRun, QuorumError
+    from fedloom.federation.folder import RunFolder
+
+    points = sweep.points(path, overrides, seeds, grid)
+    first = points[0].experiment
+    folder = out or first.runs / f"{first.name}-sweep"
+    if (folder / "experiment.yaml").exists():
+        raise ExperimentError(f"--out: found {folder}, which is a run; allowed: a sweep's folder, or a new one")
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        raise ExperimentError(
+            f"{folder}: found a sweep there already", hint="go on with --resume, or choose another folder with --out"
+        )
+    for point in points:  # all folders fit before anything runs
+        _check_folder(RunFolder(folder / point.name), point.experiment, resume)
+    failures: list[QuorumError] = []
+    for number, point in enumerate(points, start=1):
+        where = f"run {number} of {len(points)}, {point.name}"
+        if sweep.finished(folder / point.name, point.experiment):
+            typer.echo(f"{where}: finished before", err=True)
+            continue
+        typer.echo(f"{where}", err=True)
+        try:
+            _conduct(
+                path,
+                point.overrides,
+                folder / point.name,
+                resume,
+                None,
+                listen=None,
+                wait_s=WORKERS_COME_S,
+                table=False,
+            )
+        except QuorumError as error:  # as after a step size that is too large: a result, too
+            typer.echo(f"{where}: failed: {error}", err=True)
+            failures.append(error)
+        except InterruptedRun as error:
+            raise InterruptedRun(f"{error} ({where}; {number - 1} done)") from error
+    if len(failures) < len(points):
+        sweep.conclude(folder)
+    if failures:
+        raise QuorumError(f"{len(failures)} of {len(points)} runs failed; the first: {failures[0]}")
+
+
 def _conduct(
     path: Path,
-    overrides: Any,
+    overrides: Sequence[str],
     out: Path | None,
     resume: bool,
     replay: Path | None,
     *,
     listen: str | None,
     wait_s: float,
+    table: bool = True,
 ) -> None:
     from fedloom import experiment as experiments
     from fedloom.cli import compose
-    from fedloom.cli.watch import Watch, log_to, results
+    from fedloom.cli.watch import Watch, logged_to, results
     from fedloom.federation.folder import RunFolder
     from fedloom.federation.journal import Journal, Replay
 
@@ -110,7 +171,7 @@ def _conduct(
         """Make the run's folder, once nothing but the work itself can fail."""
         held.enter_context(folder.held())
         folder.make(e.resolved_yaml())
-        log_to(folder.logs / "aggregator.jsonl", alone=True)
+        held.enter_context(logged_to(folder.logs / "aggregator.jsonl", alone=True))
         folder.write("partition.json", dataset.manifest.to_json())
         folder.write_json("environment.json", compose.fingerprint(e))
 
@@ -130,10 +191,11 @@ def _conduct(
             final = loop.run()
         summary = compose.conclude(these, loop, final, before + time.perf_counter() - started)
     _report(folder)
-    from rich.console import Console
+    if table:
+        from rich.console import Console
 
-    Console().print(results(summary))
-    typer.echo(f"report: {folder.path / 'report.html'}")
+        Console().print(results(summary))
+        typer.echo(f"report: {folder.path / 'report.html'}")
 
 
 @contextmanager
@@ -155,7 +217,7 @@ def _carried(
         prepare()
         with _stopping(stop, watch, lambda: None, training := threading.Event()):
             training.set()
-            yield compose.in_process(these, dataset)
+            yield compose.in_process(these, dataset, folder)
         return
 
     import uuid
@@ -188,7 +250,7 @@ def _carried(
         log.info("serving on %s", address)
         with _stopping(stop, watch, abort, training):
             if listen is None:
-                workers = Workers(e.runtime.workers, address, dataset.folder, folder.logs, e.runtime, abort)
+                workers = Workers(e.runtime.workers, address, dataset.folder, folder, e.runtime, abort)
             else:
                 watch.say(f"waiting for: fedloom worker --aggregator {address} --partition {dataset.folder}")
             try:

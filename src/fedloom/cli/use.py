@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,13 +62,13 @@ def personalize(
 ) -> None:
     """Give clients, seen or never seen, their own models, and save them."""
     import safetensors.torch
-    import torch
 
     from fedloom.algorithms.base import Group, Predictors
     from fedloom.cli import compose
     from fedloom.errors import ExperimentError
+    from fedloom.evaluation.measure import nothing_measured
     from fedloom.federation.folder import write_atomically
-    from fedloom.messages import Message, Metrics
+    from fedloom.messages import Message
 
     if out.exists():
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
@@ -87,10 +88,9 @@ def personalize(
             content = safetensors.torch.save(contiguous, metadata={"fedloom": about})
             write_atomically(out / f"{client.id}.safetensors", content)
             saved.append(client.id)
-        shape = (len(predictors), *loop.counts_shape)
-        return Metrics(torch.zeros(shape, dtype=torch.float64))
+        return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
 
-    loop.carrier = compose.in_process(these, dataset, save)
+    loop.carrier = compose.in_process(these, dataset, loop.folder, save)
     lost = loop.personalize(wanted)
     typer.echo(f"{len(saved)} models in {out}")
     for client, reason in lost.items():
@@ -109,18 +109,53 @@ def report(run: Run) -> None:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", metavar="RUN...")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of finished runs, or folders that hold some.", metavar="RUN...")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write compare.html, .csv, .tex and figures to this folder.", metavar="DIR"),
+    ] = None,
 ) -> None:
     """Show side by side what each client would get; runs that differ in the seed alone are merged."""
+    show_comparison(runs, out)
+    if out is not None:
+        typer.echo(f"comparison: {out / 'compare.html'}")
+
+
+def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
+    """Show what finished runs found, and write it to a folder that is new or an earlier comparison's."""
     from rich.console import Console
+    from rich.text import Text
 
     from fedloom.cli.watch import narrow
-    from fedloom.evaluation.compare import HEADINGS, as_text, comparison_table
+    from fedloom.evaluation.compare import compare
+    from fedloom.evaluation.compare_report import check_out, write_comparison
+    from fedloom.evaluation.compare_tables import CHOICE_HEADINGS, HEADINGS, as_text, choices_as_text, spread_note
 
-    table = narrow("What each client would get (test accuracy, %)", HEADINGS)
-    for cells in as_text(comparison_table(runs)):
-        table.add_row(*cells)
-    Console().print(table)
+    if out is not None:
+        check_out(out)
+    comparison = compare(runs)
+    console = Console()
+    for notice in comparison.notices:
+        typer.echo(notice, err=True)
+    several = len(comparison.blocks) > 1
+    styles = {"best": "bold", "tied": "underline"}
+    for title, lines in as_text(comparison).items():
+        about = f"What each client would get (test accuracy, %, {spread_note(comparison)})"
+        table = narrow(f"{about}\n{title}" if several else about, HEADINGS)
+        for cells in lines:
+            table.add_row(*(Text(cell.text, styles.get(cell.mark, "")) for cell in cells))
+        console.print(table)
+    if console.is_terminal and len(comparison.rows) > 1:
+        typer.echo("bold: best; underlined: not told from it by a paired test over clients")
+    if comparison.chosen:
+        table = narrow("\nBest on validation (accuracy, %)", CHOICE_HEADINGS)
+        for line in choices_as_text(comparison):
+            table.add_row(*map(Text, line))
+        console.print(table)
+    if out is not None:
+        write_comparison(comparison, out)
 
 
 def _restored(run: Path, which: str, partition: Path | None) -> tuple[Parts, Any, FederatedDataset]:
@@ -132,6 +167,7 @@ def _restored(run: Path, which: str, partition: Path | None) -> tuple[Parts, Any
     from fedloom.errors import DataError, ExperimentError
     from fedloom.federation.checkpoint import check_fits
     from fedloom.federation.folder import RunFolder
+    from fedloom.federation.journal import Journal
 
     if which not in ("last", "best") and not which.isdecimal():
         raise ExperimentError(f"--checkpoint: found {which!r}, allowed: last, best or a round")
@@ -152,12 +188,17 @@ def _restored(run: Path, which: str, partition: Path | None) -> tuple[Parts, Any
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
     dataset = FederatedDataset(dataset.folder, manifest)
     compose.use_device("cpu", e.runtime.threads)
-    these = compose.parts(e, dataset.manifest, clients=len(trained_on.clients))
+    roster = trained_on.roster
+    if partition is not None:  # a client of another partition is another client, whatever its name: '/' is in no id
+        roster = tuple(f"trained/{client}" for client in roster)
+    these = compose.parts(e, dataset.manifest, clients=len(trained_on.clients), roster=roster)
     loop = compose.loop(
-        these, compose.in_process(these, dataset), folder, Watch(0), threading.Event(), keep_descriptors=False
+        these, compose.in_process(these, dataset, folder), folder, Watch(0), threading.Event(), keep_descriptors=False
     )
     checkpoint = loop.checkpoints.load(int(which) if which.isdecimal() else which)
     check_fits(checkpoint, loop.server.state(), these.algorithm.name, these.algorithm.version)
     loop.server.load(checkpoint.state)
     loop.round = checkpoint.round
+    if partition is None:  # a client of another partition is another client, whatever its name
+        loop.journal = Journal.read(folder)
     return these, loop, dataset

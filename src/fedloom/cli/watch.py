@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -151,10 +152,18 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def log_to(path: Path, *, alone: bool = False) -> None:
+@contextmanager
+def logged_to(path: Path, *, alone: bool = False) -> Iterator[None]:
     """Write FedLoom's log to a file of JSON lines too, or to it alone."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(JsonLines())
     logger = logging.getLogger("fedloom")
+    propagated = logger.propagate
     logger.addHandler(handler)
-    logger.propagate = not alone
+    logger.propagate = propagated and not alone
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
+        handler.close()

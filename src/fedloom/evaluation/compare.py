@@ -1,16 +1,19 @@
-"""What each client would get: finished runs side by side, one row for each kind of model (``fedloom compare``)."""
+"""Finished runs side by side: what a client would get, what it costs, and which differences are more than chance."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fedloom import experiment
-from fedloom.errors import DataError
-from fedloom.evaluation.run_folder import EXPERIMENT, RunFolder, human_bytes, is_masked
+from fedloom.evaluation.runs import GROUPS, PREDICTORS, NewClient, Result, Run, read_run, run_folders_in
+from fedloom.evaluation.significance import holm, signed_rank_test
 
 METHODS = {
     ("pefll", "personal"): "PeFLL",
@@ -20,142 +23,440 @@ METHODS = {
 }
 """What a table calls the predictors of a method; others are called by algorithm and predictor."""
 
-HEADINGS = (
-    "what a client gets", "seen", "worst decile", "unseen", "worst decile", "client steps", "receives", "sends",
-)  # fmt: skip
-"""Columns of :func:`as_text`."""
+FEATURED = 8
+"""Largest number of rows of a block that are all shown in figures."""
 
-Groups = dict[str, dict[str, Any] | None]
+LEVEL = 0.05
+"""A corrected p-value below it counts as a difference."""
+
+
+class Spread(NamedTuple):
+    """Mean over seeds, and standard deviation of a sample (ddof = 1); None for one seed."""
+
+    mean: float
+    std: float | None
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One finished run: its settings without name and seed, and its summary."""
+class Row:
+    """One predictor under one setting: its runs differ in the seed alone.
 
-    folder: Path
-    settings: str
-    summary: dict[str, Any]
+    Attributes
+    ----------
+    method
+        What a table calls it.
+    details
+        The settings that tell it from rows of the same method, ``key value`` each.
+    block
+        Which rows were measured on the same kind of data, in the same reading; best is best within a block.
+    """
+
+    method: str
+    details: tuple[str, ...]
+    block: str
+    predictor: str
+    runs: tuple[Run, ...]
+
+    @property
+    def label(self) -> str:
+        """Method and details on one line."""
+        return ", ".join((self.method, *self.details))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """By dotted key, those of all its runs."""
+        return self.runs[0].settings
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """One per run."""
+        return tuple(run.results[self.predictor] for run in self.runs)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """One per run."""
+        return tuple(run.seed for run in self.runs)
+
+    @property
+    def new_client(self) -> NewClient:
+        """Costs of a new client, means over seeds."""
+        columns = zip(*(result.new_client for result in self.results), strict=True)
+        return NewClient(*(_mean(column) for column in columns))
+
+    def over_seeds(self, group: str, statistic: str = "accuracy") -> Spread | None:
+        """A statistic of :class:`Measured` over seeds; None unless every run has it."""
+        found = [result.groups[group] for result in self.results]
+        return spread(None if one is None else getattr(one, statistic) for one in found)
+
+    def of_runs(self, quantity: str) -> Spread | None:
+        """A number of :class:`Run`, as ``duration_s``, over seeds."""
+        return spread(getattr(run, quantity) for run in self.runs)
+
+    def training(self, quantity: str) -> Spread | None:
+        """A number of the last :class:`Point`, as ``client_steps``, over seeds."""
+        return spread(getattr(result.curve[-1], quantity) for result in self.results)
+
+    def validation(self, *, best: bool) -> Spread | None:
+        """Pooled validation accuracy of the last round, or of the best."""
+        points = [result.best if best else result.curve[-1] for result in self.results]
+        return spread(None if point is None else point.validation for point in points)
+
+    def at_best(self, group: str) -> Spread | None:
+        """Mean test accuracy of the round that is best by validation."""
+        return spread(None if result.best is None else result.best.accuracy[group] for result in self.results)
 
 
-def comparison_table(run_folders: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Rows of the comparison: one for each (settings, predictor), in the order of the folders.
+@dataclass(frozen=True)
+class Pair:
+    """Two rows of a block, client by client; ``first`` and ``second`` are their places in the table, the better first.
 
-    Runs that differ in name and seed alone are merged. (If two of them have the same seed too, as a run and its
+    Attributes
+    ----------
+    seeds
+        In which both were measured on the same partition.
+    clients, better, worse
+        Pairs of accuracies, over all those seeds; where the first is above the second, and below.
+    median
+        Of the differences, first less second; None without pairs.
+    p, p_holm
+        Of the signed-rank test, plain and corrected over all pairs of this group; None without pairs.
+    why
+        Why the two cannot be compared; empty where they can.
+    """
+
+    first: int
+    second: int
+    group: str
+    seeds: tuple[int, ...] = ()
+    clients: int = 0
+    better: int = 0
+    worse: int = 0
+    median: float | None = None
+    p: float | None = None
+    p_holm: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The setting of a method with the highest validation accuracy.
+
+    Attributes
+    ----------
+    row
+        Its place in the table.
+    candidates
+        How many settings there were.
+    seeds
+        Over which the means are taken: those that every candidate has.
+    validation
+        Pooled validation accuracy of seen clients in the last round, mean over these seeds.
+    runner_up
+        That of the second best.
+    edges
+        Settings in which the chosen value is the lowest or highest of three or more that were tried.
+    """
+
+    row: int
+    candidates: int
+    seeds: tuple[int, ...]
+    validation: float
+    runner_up: float
+    edges: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of the table, the rows of a block next to each other, and what is to be said about the runs."""
+
+    rows: tuple[Row, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def several_seeds(self) -> bool:
+        """Whether ± is over seeds: some row has more than one. Else it is over clients."""
+        return any(len(row.runs) > 1 for row in self.rows)
+
+    @cached_property
+    def blocks(self) -> dict[str, list[int]]:
+        """Places of the rows of each block."""
+        found: dict[str, list[int]] = {}
+        for i, row in enumerate(self.rows):
+            found.setdefault(row.block, []).append(i)
+        return found
+
+    @cached_property
+    def differing(self) -> tuple[str, ...]:
+        """Dotted keys of the settings that are not the same in all rows."""
+        return differing([row.settings for row in self.rows])
+
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """All pairs of rows within a block, for seen and for unseen clients; Holm's correction is within each group."""
+        found = []
+        for group in GROUPS:
+            pairs = [
+                _paired(self.rows, i, j, group)
+                for members in self.blocks.values()
+                for i in members
+                for j in members
+                if i < j
+            ]
+            tested = [pair for pair in pairs if pair.p is not None]
+            corrected = iter(holm([pair.p for pair in tested if pair.p is not None]))
+            found += [pair if pair.p is None else replace(pair, p_holm=next(corrected)) for pair in pairs]
+        return tuple(found)
+
+    @cached_property
+    def chosen(self) -> tuple[Choice, ...]:
+        """For each method with several settings in a block, the setting that validation chooses; never test."""
+        methods: dict[tuple[str, str], list[int]] = {}
+        for i, row in enumerate(self.rows):
+            if row.predictor == "personal" or "personal" not in _shown_predictors(row.runs):
+                methods.setdefault((row.block, row.runs[0].algorithm), []).append(i)
+        several = [rows for rows in methods.values() if differing([self.rows[i].settings for i in rows])]
+        return tuple(choice for rows in several if (choice := self._choice(rows)) is not None)
+
+    @cached_property
+    def featured(self) -> dict[str, list[int]]:
+        """Places of the rows of each block that figures show.
+
+        All, or where they are more than :data:`FEATURED`, of each method the settings that validation chooses.
+        """
+        chosen = [self.rows[choice.row] for choice in self.chosen]
+        settings = {(row.block, row.runs[0].algorithm): row.settings for row in chosen}
+        return {
+            block: [
+                i
+                for i in members
+                if len(members) <= FEATURED
+                or settings.get((block, self.rows[i].runs[0].algorithm), self.rows[i].settings) == self.rows[i].settings
+            ]
+            for block, members in self.blocks.items()
+        }
+
+    def _choice(self, candidates: Sequence[int]) -> Choice | None:
+        seeds = set.intersection(*(set(self.rows[i].seeds) for i in candidates))
+        means: dict[int, float] = {}
+        for i in candidates:
+            row = self.rows[i]
+            last = [r.curve[-1].validation for run, r in zip(row.runs, row.results, strict=True) if run.seed in seeds]
+            mean = _mean(last)
+            if mean is None:  # no seed in common, or nothing to validate on
+                return None
+            means[i] = mean
+        first, second, *_ = sorted(candidates, key=lambda i: -means[i])
+        edges = _edges(self.rows[first].settings, [self.rows[i].settings for i in candidates])
+        return Choice(first, len(candidates), tuple(sorted(seeds)), means[first], means[second], edges)
+
+    def marks(self, group: str, statistic: str = "accuracy") -> list[str]:
+        """For each row ``best`` of its block, ``tied`` with it, or nothing.
+
+        Tied is a row whose accuracy the test cannot tell from that of the best (:data:`LEVEL`); only mean accuracies
+        are tested. A row alone in its block is not marked.
+        """
+        marks = [""] * len(self.rows)
+        for members in self.blocks.values():
+            values = {i: s.mean for i in members if (s := self.rows[i].over_seeds(group, statistic)) is not None}
+            if len(values) < 2:
+                continue
+            best = [i for i, value in values.items() if value == max(values.values())]
+            for i in best:
+                marks[i] = "best"
+            for pair in self.pairs if statistic == "accuracy" else ():
+                if pair.group == group and pair.first in best and pair.p_holm is not None and pair.p_holm >= LEVEL:
+                    marks[pair.second] = marks[pair.second] or "tied"
+        return marks
+
+
+def compare(run_folders: Sequence[str | Path]) -> Comparison:
+    """Read finished runs and put them side by side.
+
+    A folder that is no run but holds runs, as that of a sweep, stands for the finished runs in it. Runs that differ in
+    name and seed alone make one row for each predictor. (If two of them have the same seed too, as a run and its
     replay, they are listed apart: merging would count one result twice.) A personal predictor whose statistics are
     those of the global one, as FedAvg's without fine-tuning, has no row of its own.
-
-    Returns
-    -------
-    list of dict
-        ``method``, ``algorithm``, ``predictor``, ``dataset``, ``model``, ``rounds``, ``masked`` (whether accuracies are
-        those under the label mask), ``runs`` (folder names), ``seeds``; ``seen`` and ``unseen``, each None or
-        {``clients``, ``accuracy_mean``, ``accuracy_std``, ``accuracy_worst_decile``, ``accuracy_pooled``,
-        ``accuracy_mean_std``}: means over seeds of the summaries' values (``accuracy_std`` is over clients), and in
-        ``accuracy_mean_std`` the standard deviation of ``accuracy_mean`` over seeds (of a sample, ddof = 1; None for
-        one seed); and what a new client costs, None where the method did not say: ``client_steps`` (its own gradient
-        steps), ``payload_down`` and ``payload_up`` (bytes it receives and sends).
 
     Raises
     ------
     DataError
-        If a folder is not that of a finished run.
+        If a folder is not that of a finished run and holds none either, or a file of a run is missing or damaged.
     ExperimentError
         If the experiment of a run cannot be read.
     """
-    merged: dict[str, list[_Run]] = {}
-    for folder in run_folders:
-        run = _read(Path(folder))
-        merged.setdefault(run.settings, []).append(run)
+    folders, notices = run_folders_in(run_folders)
+    merged: dict[str, list[Run]] = {}
+    for folder in folders:
+        run = read_run(folder)
+        merged.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
     rows = []
     for runs in merged.values():
-        seeds = [run.summary["seed"] for run in runs]
+        seeds = [run.seed for run in runs]
         for group in [runs] if len(set(seeds)) == len(seeds) else [[run] for run in runs]:
-            rows += _rows(group)
-    return rows
-
-
-def as_text(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows of :func:`comparison_table` as cells under :data:`HEADINGS`.
-
-    Accuracies are in percent: mean ± standard deviation over seeds where there are several, else over clients. Rows
-    that would read the same get the names of their runs.
-    """
-    names = [row["method"] for row in rows]
-    cells: list[tuple[str, ...]] = []
-    for row in rows:
-        name = row["method"]
-        if names.count(name) > 1:
-            name = f"{name} ({', '.join(row['runs'])})"
-        cells.append(
-            (
-                name,
-                *_accuracy(row["seen"]),
-                *_accuracy(row["unseen"]),
-                "–" if row["client_steps"] is None else f"{row['client_steps']:g}",
-                human_bytes(row["payload_down"]),
-                human_bytes(row["payload_up"]),
-            )
+            rows += [
+                Row(
+                    METHODS.get((group[0].algorithm, predictor), f"{group[0].algorithm} ({predictor})"),
+                    (),
+                    _block(group[0]),
+                    predictor,
+                    tuple(group),
+                )
+                for predictor in _shown_predictors(group)
+            ]
+    blocks = list(dict.fromkeys(row.block for row in rows))
+    rows = [row for block in blocks for row in _told_apart([row for row in rows if row.block == block])]
+    unlike = differing([run.environment for row in rows for run in row.runs])
+    if unlike:
+        notices.append(f"The runs were made in different environments ({', '.join(unlike)}): compare times with care.")
+    if any(len({row.seeds for row in rows if row.block == block}) > 1 for block in blocks):
+        notices.append("Not all rows have the same seeds: their means are over different partitions.")
+    if len(blocks) > 1:
+        notices.append(
+            "The runs are of different data: each block of the table has its own best, and clients of different "
+            "blocks are never paired."
         )
-    return cells
+    return Comparison(tuple(rows), tuple(notices))
 
 
-def _read(folder: Path) -> _Run:
-    run = RunFolder.open(folder)
-    if not (folder / "summary.json").exists():
-        raise DataError(f"{folder}: has no summary.json, the run is not finished", hint="fedloom run ... --resume")
-    summary = run.json("summary.json")
-    missing = [key for key in ("algorithm", "dataset", "model", "seed", "rounds", "seen", "unseen", "global")
-               if key not in summary]  # fmt: skip
-    if missing:
-        raise DataError(f"{folder / 'summary.json'}: has no key {missing[0]!r}")
-    settings = experiment.load(folder / EXPERIMENT).model_copy(update={"name": "", "seed": 0})
-    return _Run(folder, settings.shared_json(), summary)
+def best_by_validation(run_folders: Sequence[str | Path]) -> tuple[Choice, ...]:
+    """For each method that was run with several settings, the one that validation chooses.
+
+    The measure is pooled validation accuracy of the seen clients' own predictors in the last round, the round that
+    tables report; its mean over the seeds that every candidate has. The first of equal ones is chosen.
+
+    Raises
+    ------
+    DataError, ExperimentError
+        As :func:`compare`.
+    """
+    return compare(run_folders).chosen
 
 
-def _rows(runs: Sequence[_Run]) -> list[dict[str, Any]]:
-    """Rows of one run, or of several seeds: the global predictor's, then the personal one's."""
-    first = runs[0].summary
-    groups: dict[str, list[Groups]] = {}
-    if first["global"] is not None:
-        groups["global"] = [{key: run.summary["global"][key] for key in ("seen", "unseen")} for run in runs]
-    personal = [{key: run.summary[key] for key in ("seen", "unseen")} for run in runs]
-    if personal != groups.get("global"):
-        groups["personal"] = personal
-    algorithm = first["algorithm"]
-    costs = first.get(algorithm, {}).get("new_client", {})
-    return [
-        {
-            "method": METHODS.get((algorithm, predictor), f"{algorithm} ({predictor})"),
-            "algorithm": algorithm,
-            "predictor": predictor,
-            "dataset": first["dataset"],
-            "model": first["model"],
-            "rounds": first["rounds"],
-            "masked": any(is_masked(group) for group in found[0].values() if group is not None),
-            "runs": [run.folder.resolve().name for run in runs],
-            "seeds": [run.summary["seed"] for run in runs],
-            "seen": _over_seeds([one["seen"] for one in found]),
-            "unseen": _over_seeds([one["unseen"] for one in found]),
-            **{key: costs.get(predictor, {}).get(key) for key in ("client_steps", "payload_down", "payload_up")},
-        }
-        for predictor, found in groups.items()
-    ]
+def differing(settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Dotted keys whose value, or presence, is not the same everywhere."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return tuple(key for key in keys if len({json.dumps(one[key]) if key in one else "" for one in settings}) > 1)
 
 
-def _over_seeds(groups: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Means over seeds of a group's statistics; None unless every seed has them."""
-    known = [group for group in groups if group is not None]
-    if not known or len(known) < len(groups):
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The shortest ends of dotted keys that tell them apart; a name or scheme goes by what it is the name of."""
+    stems = {key: re.sub(r"\.(name|scheme)$", "", key).split(".") for key in keys}
+    found = {}
+    for key, steps in stems.items():
+        length = 1
+        while length < len(steps) and any(o != key and stems[o][-length:] == steps[-length:] for o in stems):
+            length += 1
+        found[key] = ".".join(steps[-length:])
+    return found
+
+
+def shown_value(value: Any) -> str:
+    """A setting as a person writes it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean and sample standard deviation; None if there are no values, or one is missing."""
+    known = list(values)
+    mean = _mean(known)
+    if mean is None:
         return None
-    n = len(known)
-    keys = ("clients", "accuracy_mean", "accuracy_std", "accuracy_worst_decile", "accuracy_pooled")
-    means = {key: math.fsum(group[key] for group in known) / n for key in keys}
-    squares = math.fsum((group["accuracy_mean"] - means["accuracy_mean"]) ** 2 for group in known)
-    return means | {"accuracy_mean_std": math.sqrt(squares / (n - 1)) if n > 1 else None}
+    squares = math.fsum((value - mean) ** 2 for value in known if value is not None)
+    return Spread(mean, math.sqrt(squares / (len(known) - 1)) if len(known) > 1 else None)
 
 
-def _accuracy(group: Mapping[str, Any] | None) -> tuple[str, str]:
-    if group is None:
-        return "–", "–"
-    spread = group["accuracy_std"] if group["accuracy_mean_std"] is None else group["accuracy_mean_std"]
-    return f"{100 * group['accuracy_mean']:.1f} ± {100 * spread:.1f}", f"{100 * group['accuracy_worst_decile']:.1f}"
+def differences(first: Row, second: Row, group: str) -> tuple[tuple[int, ...], list[float]]:
+    """Seeds in which two rows have the same partition, and first less second accuracy of each of its clients."""
+    others = {(run.seed, run.partition): run.results[second.predictor] for run in second.runs}
+    seeds, found = [], []
+    for run, result in zip(first.runs, first.results, strict=True):
+        if (run.seed, run.partition) not in others:
+            continue
+        seeds.append(run.seed)
+        theirs = others[run.seed, run.partition].clients[group]
+        for client, (right, examples) in result.clients[group].items():
+            if client in theirs:
+                right_2, examples_2 = theirs[client]
+                # One division of whole numbers: differences that are equal are equal floats.
+                found.append((right * examples_2 - right_2 * examples) / (examples * examples_2))
+    return tuple(seeds), found
+
+
+def _edges(chosen: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Keys of which the chosen value is the lowest or highest of three numbers or more."""
+    found = []
+    for key in differing(tried):
+        values = (settings.get(key) for settings in tried)
+        numbers = {value for value in values if isinstance(value, int | float) and not isinstance(value, bool)}
+        if len(numbers) > 2 and chosen.get(key) in (min(numbers), max(numbers)):
+            found.append(key)
+    return tuple(found)
+
+
+def _paired(rows: Sequence[Row], i: int, j: int, group: str) -> Pair:
+    first, second = (j, i) if _accuracy(rows[j], group) > _accuracy(rows[i], group) else (i, j)
+    a, b = rows[first], rows[second]
+    for row in (a, b):
+        if row.over_seeds(group) is None:
+            return Pair(first, second, group, why=f"{row.label} has no result for {group} clients")
+    seeds, found = differences(a, b, group)
+    if not found:
+        common = set(a.seeds) & set(b.seeds)
+        why = "their partitions differ, though made with the same seed" if common else "they have no seed in common"
+        return Pair(first, second, group, why=why)
+    return Pair(
+        first,
+        second,
+        group,
+        seeds,
+        len(found),
+        sum(d > 0 for d in found),
+        sum(d < 0 for d in found),
+        statistics.median(found),
+        signed_rank_test(found),
+    )
+
+
+def _accuracy(row: Row, group: str) -> float:
+    found = row.over_seeds(group)
+    return -1.0 if found is None else found.mean
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return math.fsum(known) / len(known) if known and len(known) == len(found) else None
+
+
+def _shown_predictors(runs: Sequence[Run]) -> list[str]:
+    """The global predictor where there is one, and the personal one where it is another."""
+    shown = [p for p in PREDICTORS if all(p in run.results for run in runs)]
+    if len(shown) == 2 and all(run.results["global"].groups == run.results["personal"].groups for run in runs):
+        return ["global"]
+    return shown
+
+
+def _block(run: Run) -> str:
+    data = {key: value for key, value in run.settings.items() if key.startswith("data.")}
+    return json.dumps([run.dataset, data, run.masked], sort_keys=True)
+
+
+def _told_apart(rows: Sequence[Row]) -> list[Row]:
+    """Rows of a block with the settings that tell those of one method apart; at last, the names of their runs.
+
+    The model is told to all rows where it is not the same for all.
+    """
+    models = [key for key in differing([row.settings for row in rows]) if key.startswith("model.")]
+    found = []
+    for row in rows:
+        keys = [*models, *differing([other.settings for other in rows if other.method == row.method])]
+        short = short_names(tuple(dict.fromkeys(keys)))
+        details = tuple(
+            f"{name} {shown_value(row.settings[key])}" for key, name in short.items() if key in row.settings
+        )
+        found.append(replace(row, details=details))
+    labels = [row.label for row in found]
+    return [
+        replace(row, details=(*row.details, *(run.name for run in row.runs))) if labels.count(row.label) > 1 else row
+        for row in found
+    ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+MAPS = 5
+"""Rounds of which a run keeps a map of its descriptors."""
 
 TIE_DECIMALS = 6
 """Distances of class proportions that agree to so many decimals are ties.
@@ -115,8 +120,8 @@ def descriptor_correlation(
     return DescriptorCorrelation(coefficients[defined], targets[defined], int((~defined).sum()))
 
 
-def principal_map(v: Tensor) -> tuple[Tensor, Tensor]:
-    """Project descriptors on their first two principal components.
+def principal_axes(v: Tensor) -> Tensor:
+    """First two principal components of descriptors.
 
     The sign of a component is fixed by making its entry of largest magnitude (the first, on ties) positive.
 
@@ -127,25 +132,41 @@ def principal_map(v: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns
     -------
-    tuple
-        ``[n, 2]`` float64 coordinates, centred, and ``[2]`` fractions of the variance; zero for components that do
-        not exist (l = 1, n < 3 or equal descriptors).
+    Tensor
+        ``[2, l]`` float64, orthonormal rows; zeros where there is no such component (l = 1, n < 3, equal descriptors).
     """
-    n = len(v)
-    xy, explained = torch.zeros(n, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    if n == 0:
-        return xy, explained
+    axes = torch.zeros(2, v.shape[1], dtype=torch.float64)
+    if len(v) == 0:
+        return axes
     centred = v.double() - v.double().mean(0)
     _, s, components = torch.linalg.svd(centred, full_matrices=False)
-    variance = s.square()
     for k in range(min(2, len(s))):
-        if s[k] <= torch.finfo(torch.float64).eps * max(centred.shape) * s[0]:
-            continue
-        axis = components[k]
-        axis = axis * axis[axis.abs().argmax()].sign()
-        xy[:, k] = centred @ axis
-        explained[k] = variance[k] / variance.sum()
-    return xy, explained
+        if s[k] > torch.finfo(torch.float64).eps * max(centred.shape) * s[0]:
+            axes[k] = components[k] * components[k][components[k].abs().argmax()].sign()
+    return axes
+
+
+def project(v: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+    """Coordinates of descriptors on two axes, and the share of their variance that these show.
+
+    Parameters
+    ----------
+    v
+        ``[n, l]``.
+    axes
+        ``[2, l]``, of :func:`principal_axes`, of these descriptors or of others.
+
+    Returns
+    -------
+    tuple
+        ``[n, 2]`` float64 coordinates, centred, and ``[2]`` fractions of the variance; zero for equal descriptors.
+    """
+    if len(v) == 0:
+        return torch.zeros(0, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    centred = v.double() - v.double().mean(0)
+    xy = centred @ axes.double().T
+    total = centred.square().sum()
+    return xy, xy.square().sum(0) / total if total > 0 else torch.zeros(2, dtype=torch.float64)
 
 
 def descriptor_document(
@@ -159,7 +180,12 @@ def descriptor_document(
     seen: Tensor,
     present: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Add a round to the content of ``descriptors.json``, and replace its map by that of this round.
+    """Add a round to the content of ``descriptors.json``.
+
+    Maps are kept of the first evaluated round, of the last, and of at most three in between: those whose place in the
+    list of evaluated rounds is a multiple of the smallest power of two that leaves so few. That depends on how many
+    there are alone, so a resumed run ends with the maps of one that was never stopped. All maps are drawn on the
+    principal axes of the *last* one, which makes them comparable; for that the descriptors themselves are kept too.
 
     Parameters
     ----------
@@ -173,8 +199,10 @@ def descriptor_document(
     -------
     dict
         ``round``, ``spearman``, ``spearman_std``, ``excluded``: lists, one entry per evaluated round (null where no
-        unseen client has a coefficient); ``map``: {``round``, ``ids``, ``xy`` [[x, y]], ``explained`` [2], ``class``
-        (majority class, the lowest on ties), ``seen``}, of the clients present.
+        unseen client has a coefficient); ``clients`` {``ids``, ``class`` (majority class, the lowest on ties),
+        ``seen``}; ``maps``, ascending: {``round``, ``explained`` [2] (of the variance of this round's descriptors),
+        ``xy`` (per client [x, y] around the mean, or null for one that was absent), ``descriptors`` (base64 of
+        ``[n, l]`` float32, little-endian, zero rows for absent clients)}.
     """
     kept = [i for i, r in enumerate(before["round"]) if r < round] if before else []
     new = {
@@ -186,17 +214,45 @@ def descriptor_document(
     document: dict[str, Any] = {
         key: [*(before[key][i] for i in kept), value] if before else [value] for key, value in new.items()
     }
-    rows = torch.arange(len(v)) if present is None else present.nonzero().squeeze(1)
-    xy, explained = principal_map(v[rows])
-    document["map"] = {
-        "round": round,
-        "ids": [clients[i] for i in rows.tolist()],
-        "xy": xy.tolist(),
-        "explained": explained.tolist(),
-        "class": pi[rows].argmax(1).tolist() if len(rows) else [],
-        "seen": seen[rows].bool().tolist(),
+    document["clients"] = {
+        "ids": list(clients),
+        "class": pi.argmax(1).tolist() if len(pi) else [],
+        "seen": seen.bool().tolist(),
     }
+    present = torch.ones(len(v), dtype=torch.bool) if present is None else present.bool()
+    axes = principal_axes(v[present])
+    rounds = _mapped(document["round"])
+    earlier = [m for m in before["maps"] if m["round"] in rounds and m["round"] < round] if before else []
+    document["maps"] = [_map(m["round"], *_unpacked(m), axes) for m in earlier]
+    document["maps"].append(_map(round, v, present, axes))
     return document
+
+
+def _mapped(rounds: Sequence[int]) -> list[int]:
+    """The rounds, of those evaluated, of which a map is kept."""
+    stride = 1
+    while stride * (MAPS - 1) < len(rounds) - 1:
+        stride *= 2
+    return [*rounds[:-1:stride], rounds[-1]]
+
+
+def _map(round: int, v: Tensor, present: Tensor, axes: Tensor) -> dict[str, Any]:
+    xy, explained = project(v[present], axes)
+    points = iter([[float(f"{x:.5g}") for x in point] for point in xy.tolist()])
+    kept = (v * present[:, None]).float().contiguous().numpy().astype("<f4")
+    return {
+        "round": round,
+        "explained": explained.tolist(),
+        "xy": [next(points) if here else None for here in present.tolist()],
+        "descriptors": base64.b64encode(kept.tobytes()).decode("ascii"),
+    }
+
+
+def _unpacked(kept: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Descriptors ``[n, l]`` and presence ``[n]`` of a map."""
+    values = np.frombuffer(base64.b64decode(kept["descriptors"]), dtype="<f4").astype(np.float32)
+    present = torch.tensor([point is not None for point in kept["xy"]], dtype=torch.bool)
+    return torch.from_numpy(values).view(len(present), -1), present
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:

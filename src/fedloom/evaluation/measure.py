@@ -1,16 +1,18 @@
-"""What a client measures of its predictors. Only these counts travel, never examples, labels or predictions."""
+"""What a client measures of its predictors. Only these counts travel, never examples."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedloom.data.federated import ClientData, Split
+from fedloom.data.federated import ClientData
+from fedloom.evaluation.uncertainty import BINS, Ensemble, averaged, calibration_counts, uncertainty_counts
+from fedloom.messages import Metrics
 
 if TYPE_CHECKING:
     from fedloom.algorithms.base import Predictor
@@ -30,10 +32,66 @@ LOSS_CAP = -math.log(torch.finfo(torch.float32).tiny)
 _log = logging.getLogger("fedloom.evaluation")
 
 
+class Measured(NamedTuple):
+    """What one client measured of P predictors; the fields of :class:`~fedloom.messages.Metrics` for one client.
+
+    Attributes
+    ----------
+    counts
+        ``[P, S, R, 3]`` float64; axes names, ``SPLITS``, ``READINGS``, (correct, total, loss). Predictions tied for the
+        highest probability go to the lowest class.
+    confusion
+        ``[P, C, C]`` int64: examples of the test split by class (row) and predicted class (column), unmasked.
+    calibration
+        ``[P, BINS, 3]`` float64: (examples, summed confidence, right) of the test split by confidence, unmasked.
+    uncertainty
+        ``[P, 3]`` float64: (examples, summed entropy, summed mutual information) of the test split, unmasked, nats.
+
+    A prediction that is NaN is in the counts alone.
+    """
+
+    counts: Tensor
+    confusion: Tensor
+    calibration: Tensor
+    uncertainty: Tensor
+
+
+def metrics(
+    predictors: Sequence[Mapping[str, Predictor]],
+    clients: Sequence[ClientData],
+    names: Sequence[str],
+    *,
+    batch_size: int,
+) -> Metrics:
+    """:func:`measure` for several clients, as the message that they answer an evaluation with."""
+    pairs = zip(predictors, clients, strict=True)
+    measured = [measure(named, client, names, batch_size=batch_size) for named, client in pairs]
+    return Metrics(*(torch.stack(rows) for rows in zip(*measured, strict=True)))
+
+
+def shapes(predictors: int, classes: int) -> dict[str, tuple[int, ...]]:
+    """Trailing shapes of the fields of :class:`~fedloom.messages.Metrics`, for P predictors and C classes."""
+    return {
+        "counts": (predictors, len(SPLITS), len(READINGS), 3),
+        "confusion": (predictors, classes, classes),
+        "calibration": (predictors, BINS, 3),
+        "uncertainty": (predictors, 3),
+    }
+
+
+def nothing_measured(clients: int, predictors: int, classes: int) -> Metrics:
+    """What clients answer that got predictors and measured nothing."""
+    zeros = {
+        name: torch.zeros(clients, *shape, dtype=torch.int64 if name == "confusion" else torch.float64)
+        for name, shape in shapes(predictors, classes).items()
+    }
+    return Metrics(**zeros)
+
+
 def measure(
     predictors: Mapping[str, Predictor], client: ClientData, names: Sequence[str], *, batch_size: int
-) -> Tensor:
-    """Count what each predictor gets right on a client's validation and test data.
+) -> Measured:
+    """Count what each predictor gets right on a client's validation and test data, and how sure it is on the latter.
 
     The masked reading sets the log-probability of every class absent from the client's train split to -inf and
     renormalizes; it is had from the same forward pass. Where a reading cannot be had, its total is 0: a split
@@ -54,12 +112,6 @@ def measure(
     batch_size
         Examples per forward pass.
 
-    Returns
-    -------
-    Tensor
-        ``[P, S, R, 3]`` float64 on the CPU; axes ``names``, ``SPLITS``, ``READINGS``, (correct, total, loss).
-        Predictions tied for the highest probability go to the lowest class.
-
     Raises
     ------
     ValueError
@@ -71,29 +123,38 @@ def measure(
     if missing:
         raise ValueError(f"client {client.id} has no predictor {missing[0]!r} (it has: {', '.join(predictors)})")
     mask = None if client.train.y is None or len(client.train) == 0 else client.present
-    counts = torch.zeros(len(names), len(SPLITS), len(READINGS), 3, dtype=torch.float64)
     with torch.no_grad():
-        for p, name in enumerate(names):
-            for s, split in enumerate((client.validation, client.test)):
-                counts[p, s] = _count(predictors[name], split, mask, batch_size)
-                if not bool(counts[p, s].isfinite().all()):  # a predictor broke its contract in a way not foreseen here
-                    raise ArithmeticError(f"client {client.id}: the counts of {name!r} are not finite")
-    return counts
+        rows = [_measure(predictors[name], client, mask, batch_size) for name in names]
+    for name, row in zip(names, rows, strict=True):
+        if not all(bool(tensor.isfinite().all()) for tensor in row):  # a predictor broke its contract in an unknown way
+            raise ArithmeticError(f"client {client.id}: what was measured of {name!r} is not finite")
+    return Measured(*(torch.stack(tensors) for tensors in zip(*rows, strict=True)))
 
 
-def _count(predictor: Predictor, split: Split, mask: Tensor | None, batch_size: int) -> Tensor:
-    """Counts of one predictor on one split, ``[R, 3]``."""
-    counts = torch.zeros(len(READINGS), 3, dtype=torch.float64)
-    if split.y is None:
-        return counts
-    for start in range(0, len(split), batch_size):
-        y = split.y[start : start + batch_size]
-        log_p = predictor.log_probabilities(split.x[start : start + batch_size]).double()
-        counts[0] += _score(log_p, y)
-        if mask is not None:
-            absent = ~mask.to(log_p.device)
-            counts[1] += _score(log_p.masked_fill(absent, -math.inf).log_softmax(1), y)
-    return counts
+def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batch_size: int) -> Measured:
+    """:func:`measure` for one predictor: its rows of the result."""
+    counts, confusion, calibration, uncertainty = (
+        t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()
+    )
+    for s, split in enumerate((client.validation, client.test)):
+        if split.y is None:
+            continue
+        for start in range(0, len(split), batch_size):
+            x, y = split.x[start : start + batch_size], split.y[start : start + batch_size]
+            draws = predictor.draws_log_probabilities(x) if isinstance(predictor, Ensemble) else None
+            log_p = (predictor.log_probabilities(x) if draws is None else averaged(draws)).double()
+            counts[s, 0] += _score(log_p, y)
+            if mask is not None:
+                absent = ~mask.to(log_p.device)
+                counts[s, 1] += _score(log_p.masked_fill(absent, -math.inf).log_softmax(1), y)
+            if split is client.test:
+                whole = ~log_p.isnan().any(1)
+                log_p, y = log_p[whole], y[whole]
+                pairs = torch.bincount(y * client.classes + log_p.argmax(1), minlength=client.classes**2)
+                confusion += pairs.view(client.classes, client.classes).cpu()
+                calibration += calibration_counts(log_p, y)
+                uncertainty += uncertainty_counts(log_p, None if draws is None else draws[:, whole])
+    return Measured(counts, confusion, calibration, uncertainty)
 
 
 def _score(log_p: Tensor, y: Tensor) -> Tensor:

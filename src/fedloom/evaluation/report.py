@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from fedloom.evaluation.run_folder import RunFolder, human_bytes, is_masked
 
 DASH = "–"
 
+NAMED = 10
+"""Rows of a small table at most."""
+
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the results table; ``mark`` is the group whose colour it has, empty for a part of one."""
+    """A line of a table; ``mark`` is the group whose colour it has, empty for a part of one."""
 
     label: str
     cells: tuple[str, ...]
@@ -43,17 +47,40 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A section of the page: a figure (and its file's name), the table, pairs, or text; or why it is left out."""
+class Panel:
+    """A figure: the name of its file, the SVG, and whether it has a line of the page to itself."""
+
+    name: str
+    svg: str
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A small table among figures; ``wide`` if it has a line of the page to itself."""
 
     title: str
-    text: str = ""
-    svg: str = ""
+    headings: tuple[str, ...]
+    rows: tuple[Row, ...]
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page, its parts in the order in which they are shown; or why it is left out.
+
+    ``panels`` and ``tables`` share a grid of so many ``columns``, as wide as the page.
+    """
+
+    title: str
+    panels: tuple[Panel, ...] = ()
+    tables: tuple[Table, ...] = ()
+    columns: int = 1
     blocks: tuple[Block, ...] = ()
+    text: str = ""
     pairs: tuple[tuple[str, str], ...] = ()
     pre: str = ""
     absent: str = ""
-    figure: str = ""
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -88,17 +115,17 @@ def write_report(run_folder: str | Path) -> Path:
         ) from error
 
     sections = [
-        _section("Results", run, _results),
         _section("Accuracy", run, _accuracy),
-        _section("Clients", run, _distribution),
+        _section("Results", run, _results),
+        _section("Clients", run, _clients),
+        _section("Confusion", run, _confusion),
+        _section("Data", run, _partition),
         _section("Time", run, _phases),
         _section("Settings", run, _settings),
-        _section("Data", run, _partition),
         _section("Environment", run, _environment),
     ]
     if (run.path / "descriptors.json").exists():  # only some methods have descriptors
-        sections.insert(3, _section("Descriptors", run, _descriptors))
-    title, subtitle, notices, facts = _head(run)
+        sections.insert(4, _section("Descriptors", run, _descriptors))
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fedloom.evaluation"),
         autoescape=True,
@@ -106,13 +133,10 @@ def write_report(run_folder: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = [_inlined(section, figures.inline) for section in sections]
-    page = environment.get_template("report.html.j2").render(
-        title=title, subtitle=subtitle, notices=notices, facts=facts, sections=shown
-    )
-    for section in sections:
-        if section.figure:
-            _write(run.path / "figures" / f"{section.figure}.svg", section.svg)
+    environment.filters["inline"] = _inlined(figures.inline)
+    page = environment.get_template("report.html.j2").render(head=_head(run), sections=sections)
+    for panel in (panel for section in sections for panel in section.panels):
+        _write(run.path / "figures" / f"{panel.name}.svg", panel.svg)
     _write(run.path / "report.html", page)
     return run.path / "report.html"
 
@@ -132,8 +156,19 @@ def _within(run: RunFolder, error: DataError) -> str:
     return str(error).replace(f"{run.path}/", "")
 
 
-def _head(run: RunFolder) -> tuple[str, str, list[str], list[Fact]]:
-    """Title, subtitle, notices and the numbers of the head of the page."""
+@dataclass(frozen=True)
+class Head:
+    """What the first screen says: which method on which data, how good it is, and at what cost."""
+
+    title: str
+    subtitle: str
+    data: str
+    notices: tuple[str, ...]
+    quality: tuple[Fact, ...] = ()
+    cost: tuple[Fact, ...] = ()
+
+
+def _head(run: RunFolder) -> Head:
     notices: list[str] = []
     try:
         lines = run.metrics()
@@ -149,11 +184,19 @@ def _head(run: RunFolder) -> tuple[str, str, list[str], list[Fact]]:
     except (DataError, KeyError, TypeError, AttributeError):  # the sections made from this file say what is wrong
         last = None
     try:
+        manifest = run.manifest()
+        scheme = manifest.scheme["scheme"]
+        data = f"{len(manifest.roster)} seen and {len(manifest.unseen)} unseen clients, scheme {scheme}, "
+        data += f"{_range([client.train for client in manifest.clients])} training examples each"
+    except (DataError, KeyError):
+        data = ""
+    try:
         summary = run.json("summary.json")
-        facts = _facts(summary)
-        seed = f"seed {summary['seed']}"
-        subtitle = f"{summary['algorithm']} · {summary['dataset']} · {summary['model']} · {seed}"
-        return str(summary["name"]), subtitle, notices, facts
+        names = (summary["algorithm"], summary["dataset"], summary["model"], f"seed {summary['seed']}")
+        steps = None if last is None else last.get("client_steps")
+        return Head(
+            str(summary["name"]), " · ".join(names), data, tuple(notices), _quality(summary), _cost(summary, steps)
+        )
     except (DataError, KeyError, TypeError, ValueError) as error:
         why = (
             _within(run, error)
@@ -161,30 +204,38 @@ def _head(run: RunFolder) -> tuple[str, str, list[str], list[Fact]]:
             else f"summary.json is not what FedLoom writes ({error!r})"
         )
         upto = "" if last is None else f"; the results are those of round {last['round']}"
-        notices.insert(0, f"This run is not finished: {why}{upto}.")
-        return run.path.resolve().name, "unfinished run", notices, []
+        unfinished = f"This run is not finished: {why}{upto}."
+        return Head(run.path.resolve().name, "unfinished run", data, (unfinished, *notices))
 
 
-def _facts(summary: Mapping[str, Any]) -> list[Fact]:
-    """The numbers of the head of the page."""
+def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
     facts = []
     for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
         group = summary[key]
         if group is not None:
-            note = f"accuracy, ± {_percent(group['accuracy_std'])}, {group['clients']} clients"
-            facts.append(Fact(label, f"{_percent(group['accuracy_mean'])} %", note, key))
-    traffic = summary["communication"]
+            note = f"± {_percent(group['accuracy_std'])} over {group['clients']} clients; "
+            note += f"worst decile {_percent(group['accuracy_worst_decile'])}"
+            facts.append(Fact(f"{label}, test accuracy", f"{_percent(group['accuracy_mean'])} %", note, key))
+    return tuple(facts)
+
+
+def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, ...]:
     per_round = f"{summary['clients_per_round']} clients a round" if summary["clients_per_round"] else ""
-    facts.append(Fact("rounds", str(summary["rounds"]), per_round))
-    both = int(traffic["payload_up"]) + int(traffic["payload_down"])
+    facts = [Fact("rounds", str(summary["rounds"]), per_round)]
+    speed = summary["client_steps_per_s"]
+    if client_steps is not None:
+        facts.append(Fact("client steps", f"{client_steps:,}", f"{speed:.0f} a second" if speed is not None else ""))
+    traffic = summary["communication"]
     wire = (traffic["wire_up"], traffic["wire_down"])
     note = "in process, no wire" if None in wire else f"{human_bytes(int(wire[0]) + int(wire[1]))} on the wire"
-    facts.append(Fact("communication", human_bytes(both), note))
-    speed = summary["client_steps_per_s"]
-    facts.append(
-        Fact("duration", _duration(summary["duration_s"]), f"{speed:.0f} client steps/s" if speed is not None else "")
-    )
-    return facts
+    facts.append(Fact("tensors sent", human_bytes(int(traffic["payload_up"]) + int(traffic["payload_down"])), note))
+    facts.append(Fact("duration", _duration(summary["duration_s"])))
+    newcomer = summary.get(summary["algorithm"], {}).get("new_client", {}).get("personal")
+    if newcomer is not None:
+        down, up = (human_bytes(newcomer[key]).replace(" ", "\u00a0") for key in ("payload_down", "payload_up"))
+        moved = f"receives {down}, sends {up}"
+        facts.append(Fact("a new client", f"{newcomer['client_steps']:g} steps", moved))
+    return tuple(facts)
 
 
 def _results(run: RunFolder) -> Section:
@@ -195,14 +246,13 @@ def _results(run: RunFolder) -> Section:
     last = lines[-1]
     masked = any(is_masked(last[key]) for key in ("seen", "unseen", "global") if last[key] is not None)
     main, other = ("masked", "unmasked") if masked else ("unmasked", "masked")
-    blocks = [Block(f"Round {last['round']} (last), {main}", _rows(last))]
+    chosen = _best(run, lines)
+    which = "last and best by validation" if chosen is not None and chosen["round"] == last["round"] else "last"
+    blocks = [Block(f"Round {last['round']} ({which}), {main}", _rows(last))]
     read_otherwise = _other_reading(last, other)
     if any(group is not None for group in read_otherwise.values()):
-        blocks.append(Block(f"Round {last['round']} (last), {other}", _rows(read_otherwise)))
-    from fedloom.evaluation.summary import best  # torch: only needed here
-
-    chosen = best(lines)
-    if chosen is not None:
+        blocks.append(Block(f"Round {last['round']} ({which}), {other}", _rows(read_otherwise)))
+    if chosen is not None and chosen["round"] != last["round"]:
         blocks.append(Block(f"Round {chosen['round']} (best by validation), {main}", _rows(chosen)))
     text = (
         "Each client counts once in mean, std (population) and worst; worst decile is the mean of the worst tenth "
@@ -210,7 +260,18 @@ def _results(run: RunFolder) -> Section:
         "data can be predicted. Loss: mean over clients, in nats. The best round has the highest pooled validation "
         "accuracy of seen clients, the earliest on ties; test data play no part in choosing it."
     )
-    return Section("Results", text=text, blocks=tuple(blocks))
+    return Section("Results", blocks=tuple(blocks), text=text)
+
+
+def _best(run: RunFolder, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The best round: of a finished run as its summary has it, so that no torch is needed."""
+    try:
+        found: Mapping[str, Any] | None = run.json("summary.json")["best"]
+        return found
+    except (DataError, KeyError):
+        from fedloom.evaluation.summary import best
+
+        return best(lines)
 
 
 def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:
@@ -255,54 +316,176 @@ def _accuracy(run: RunFolder) -> Section:
     lines = run.metrics().objects
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
-    svg = figures.accuracy(lines)
+    if len(lines) == 1:
+        return Section("Accuracy", text=f"Only round {lines[0]['round']} was evaluated, so there is no curve.")
+    panels = [Panel("accuracy-rounds", figures.accuracy(lines, "rounds"))]
+    for over in ("bytes", "steps"):
+        if figures.spends(lines, over):
+            panels.append(Panel(f"accuracy-{over}", figures.accuracy(lines, over)))
     text = (
         "Mean over clients of each client's test accuracy; the band is ± one standard deviation over clients. "
-        "Communication counts the tensors of training, both directions, each client's copy on its own."
+        "Bytes are those of the tensors of training, both directions, each client's copy on its own; steps are those "
+        "of all clients' local training."
     )
-    return Section("Accuracy", text=text, svg=svg, figure="accuracy")
+    return Section("Accuracy", tuple(panels), columns=3, text=text)
 
 
-def _distribution(run: RunFolder) -> Section:
-    from fedloom.evaluation import figures
-
+def _reading(run: RunFolder) -> str:
+    """The reading that comes first, ``masked`` or ``unmasked``."""
     lines = run.metrics().objects
     groups = [lines[-1][key] for key in ("seen", "unseen") if lines[-1][key] is not None] if lines else []
-    reading = "masked" if any(is_masked(group) for group in groups) else "unmasked"
-    svg = figures.distribution(run.clients(), reading)
+    return "masked" if any(is_masked(group) for group in groups) else "unmasked"
+
+
+def _clients(run: RunFolder) -> Section:
+    from fedloom.evaluation import figures
+
+    rows, reading = run.clients(), _reading(run)
+    panels = [Panel("clients", figures.distribution(rows, reading))]
     text = (
-        f"Part of the clients whose test accuracy ({reading}, last evaluation) is at or below a value: right is better."
+        f"Each client's test accuracy ({reading}, last evaluation). Distribution: the part of the clients at or below "
+        "an accuracy, so right is better; the thick foot of a line is the worst decile."
     )
-    return Section("Clients", text=text, svg=svg, figure="clients")
+    tables = [_worst(rows, reading, _class_names(run))]
+    if f"global_accuracy_{reading}" in rows[0]:
+        panels.append(Panel("personalization", figures.before_after(rows, reading)))
+        tables.append(_changed(rows, reading))
+        text += " Before and after: above the diagonal, a client's own model is better on its test data."
+    return Section("Clients", tuple(panels), tuple(tables), columns=2, text=text)
+
+
+def _worst(rows: Sequence[Mapping[str, str]], reading: str, names: Mapping[str, str]) -> Table:
+    """The clients that are served worst, and what they have."""
+    column = f"personal_accuracy_{reading}"
+    measured = sorted((row for row in rows if row[column]), key=lambda row: (float(row[column]), row["id"]))
+    shown = [
+        _client(row, row["train"], _classes(row["labels"].split(), names), _percent(float(row[column])))
+        for row in measured[: min(NAMED, math.ceil(len(measured) / 10))]
+    ]
+    return Table("Worst served", ("client", "examples", "classes", "own, %"), tuple(shown))
+
+
+def _changed(rows: Sequence[Mapping[str, str]], reading: str) -> Table:
+    """The clients that lose most by personalization, and those that gain most."""
+    columns = (f"global_accuracy_{reading}", f"personal_accuracy_{reading}")
+    measured = [row for row in rows if all(row[column] for column in columns)]
+    both = [(row, float(row[columns[0]]), float(row[columns[1]])) for row in measured]
+    both.sort(key=lambda each: (each[2] - each[1], each[0]["id"]))
+    half = min(NAMED // 2, len(both) // 2)
+    shown = [
+        _client(row, _percent(before), _percent(after), f"{100 * (after - before):+.1f}")
+        for row, before, after in both[:half] + both[len(both) - half :]
+    ]
+    return Table("Least and most gained", ("client", "global, %", "own, %", "gain"), tuple(shown))
+
+
+def _client(row: Mapping[str, str], *cells: str) -> Row:
+    return Row(row["id"], cells, "seen" if row["seen"] == "true" else "unseen")
+
+
+def _classes(labels: Sequence[str], names: Mapping[str, str]) -> str:
+    """The classes of a client as long as they are few, else how many."""
+    return ", ".join(names.get(label, label) for label in labels) if len(labels) <= 2 else f"{len(labels)} classes"
+
+
+def _class_names(run: RunFolder) -> dict[str, str]:
+    """What classes are called, by number; empty where the partition cannot be read."""
+    try:
+        return {str(k): name for k, name in enumerate(run.manifest().class_names)}
+    except DataError:
+        return {}
+
+
+def _confusion(run: RunFolder) -> Section:
+    from fedloom.evaluation import figures
+
+    document = run.json("confusion.json")
+    names = document["classes"]
+    counts: dict[str, tuple[str, Sequence[Sequence[int]]]] = {}
+    for group in ("seen", "unseen"):
+        if document["personal"][group] is not None:
+            counts[group] = (f"{group.capitalize()} clients, own model", document["personal"][group])
+    if document["global"] is not None:
+        groups = [each for each in document["global"].values() if each is not None]
+        summed = [[sum(cells) for cells in zip(*lines, strict=True)] for lines in zip(*groups, strict=True)]
+        counts["global"] = ("All clients, global model", summed)
+    wide = figures.confusion_width(names) == figures.FULL
+    panels = tuple(
+        Panel(f"confusion-{key}", figures.confusion(each, names, title), wide) for key, (title, each) in counts.items()
+    )
+    text = (
+        f"Test split, unmasked, round {document['round']}. Each row is a class and sums to 100 %; colour is the square "
+        "root of the share, so that rare mistakes can be seen."
+    )
+    labels = [figures.shown(name) for name in names]
+    table = _mistakes([each for _, each in counts.values()], list(counts), labels, wide=wide or len(panels) % 2 == 0)
+    return Section("Confusion", panels, (table,), columns=2, text=text)
+
+
+def _mistakes(
+    counts: Sequence[Sequence[Sequence[int]]], headings: Sequence[str], names: Sequence[str], *, wide: bool
+) -> Table:
+    """What the first group gets wrong most often, and how often the others do, in percent of the class."""
+    wrong = [(n, i, j) for i, row in enumerate(counts[0]) for j, n in enumerate(row) if i != j and n]
+    most = sorted(wrong, key=lambda each: (-each[0], each[1], each[2]))[: 6 if wide else NAMED]
+    shown = []
+    for _, i, j in most:
+        parts = [(each[i][j], sum(each[i])) for each in counts]
+        shown.append(Row(f"{names[i]} → {names[j]}", tuple(_percent(n / of) if of else DASH for n, of in parts)))
+    return Table(
+        f"Most frequent mistakes of {headings[0]} clients", ("class → predicted, %", *headings), tuple(shown), wide
+    )
 
 
 def _descriptors(run: RunFolder) -> Section:
     from fedloom.evaluation import figures
 
     document = run.json("descriptors.json")
-    svg = figures.descriptors(document, run.manifest().class_names)
+    panels = [
+        Panel("descriptors", figures.descriptor_map(document, run.manifest().class_names)),
+        Panel("correlation", figures.correlation(document)),
+    ]
+    if len(document["maps"]) > 1:
+        panels.append(Panel("descriptors-training", figures.descriptor_maps(document), wide=True))
     excluded = document["excluded"][-1]
     text = (
-        "Left: one point per client, coloured by its most frequent class, on the first two principal components. "
-        "Right: for each unseen client, Spearman's coefficient between its descriptor's distances and its class "
-        "mix's distances to all clients; mean and ± one standard deviation over unseen clients. The dotted line "
-        "is the value at the first evaluation: an untrained embedding network that sees labels already correlates."
+        "Maps: one point per client, coloured by its most frequent class, diamonds for unseen clients. All are drawn "
+        f"on the two principal axes of round {document['maps'][-1]['round']}, each around its own mean; the small ones "
+        "on one scale. Rank correlation: for each unseen client, Spearman's coefficient between its descriptor's "
+        "distances and its class mix's distances to all clients; mean and ± one standard deviation over unseen "
+        "clients. The dotted line is the value at the first evaluation: an untrained embedding network that sees "
+        "labels already correlates."
         + (f" {excluded} unseen client(s) without a coefficient (all distances equal)." if excluded else "")
     )
-    return Section("Descriptors", text=text, svg=svg, figure="descriptors")
+    return Section("Descriptors", tuple(panels), columns=2, text=text)
 
 
 def _phases(run: RunFolder) -> Section:
     from fedloom.evaluation import figures
 
     found = run.lines("journal.jsonl")
-    done = [line for line in found.objects if line.get("outcome", "done") == "done"]  # not the failed attempts
-    timed = [line["phases"] for line in done if line.get("phases")]
-    if not timed:
+    rounds = {line["round"]: line for line in found.objects if "phases" in line}  # a round done again counts once
+    failed = sum(line["seconds"] for line in found.objects if line.get("outcome", "done") != "done")
+    done = {number: line for number, line in sorted(rounds.items()) if line.get("outcome", "done") == "done"}
+    phases = [line["phases"] for line in done.values()]
+    if not any(phases):
         raise DataError(f"{run.path / 'journal.jsonl'}: has no round with phase times")
-    svg = figures.phases(timed)
-    text = f"Where the aggregator's time goes, mean over {len(timed)} rounds."
-    return Section("Time", text=text, svg=svg, figure="phases")
+    others = {"failed attempts": failed} if failed else {}
+    try:
+        rest = run.json("summary.json")["duration_s"] - failed - sum(sum(phase.values()) for phase in phases)
+    except (DataError, KeyError):  # not finished: nobody knows yet
+        rest = 0.0
+    if rest > 0:
+        others["evaluation and rest"] = rest
+    panels = (
+        Panel("time-rounds", figures.phases_over_rounds(list(done), phases)),
+        Panel("time-total", figures.phases_total(phases, others)),
+    )
+    text = (
+        f"Where the aggregator's time went in {len(phases)} rounds. A phase that is named after a message lasts from "
+        "sending it to the last reply."
+    )
+    return Section("Time", panels, columns=2, text=text)
 
 
 def _settings(run: RunFolder) -> Section:
@@ -310,19 +493,37 @@ def _settings(run: RunFolder) -> Section:
 
 
 def _partition(run: RunFolder) -> Section:
+    from fedloom.evaluation import figures
+
     manifest = run.manifest()
     scheme = {key: value for key, value in manifest.scheme.items() if value is not None}
-    classes = [sum(1 for count in client.class_counts["train"] if count) for client in manifest.clients]
+    train = [client.class_counts["train"] for client in manifest.clients]
     pairs = (
         ("data set", f"{manifest.dataset}, {manifest.classes} classes, inputs {_shape(manifest.input_shape)}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
         ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in sorted(scheme.items(), key=_scheme_first))),
         ("training examples per client", _range([client.train for client in manifest.clients])),
-        ("classes per client", _range(classes)),
-        ("examples", ", ".join(f"{sum(c.size(s) for c in manifest.clients)} {s}" for s in _SPLITS)),
+        ("classes per client", _range([sum(1 for count in counts if count) for counts in train])),
+        ("examples", ", ".join(f"{sum(c.size(s) for c in manifest.clients):,} {s}" for s in _SPLITS)),
         ("fingerprint", manifest.fingerprint),
     )
-    return Section("Data", pairs=pairs)
+    if not any(map(sum, train)):
+        return Section("Data", text="The training examples have no labels.", pairs=pairs)
+    mixes = {
+        group: [counts for client, counts in zip(manifest.clients, train, strict=True) if client.seen is seen]
+        for group, seen in (("seen", True), ("unseen", False))
+    }
+    text = (
+        "Training data: a column per client, ordered by most frequent class; the colour is the square root of the "
+        "class's share."
+    )
+    if len(set(map(sum, train))) > 1:
+        text += " Above it, its number of examples."
+    together = math.ceil(len(train) / figures.MANY_CLIENTS)
+    if together > 1:
+        text += f" Each column shows the mean of {together} neighbours."
+    panel = Panel("partition", figures.partition(mixes, manifest.class_names), wide=True)
+    return Section("Data", (panel,), text=text, pairs=pairs)
 
 
 def _scheme_first(item: tuple[str, Any]) -> tuple[bool, str]:
@@ -355,15 +556,15 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return pairs
 
 
-def _inlined(section: Section, inline: Callable[[str], str]) -> Section:
-    """The section with its figure ready for the page."""
-    if not section.svg:
-        return section
-    from markupsafe import Markup
+def _inlined(inline: Callable[[str, str], str]) -> Callable[[Panel, str], str]:
+    """The filter that makes a figure part of the page."""
+    from markupsafe import Markup, escape
 
-    label = json.dumps(section.title)
-    svg = inline(section.svg).replace("<svg ", f"<svg role='img' aria-label={label} ", 1)
-    return Section(section.title, section.text, Markup(svg), figure=section.figure)
+    def as_markup(panel: Panel, title: str) -> str:
+        label = escape(f"{title}: {panel.name}")
+        return Markup(inline(panel.svg, panel.name).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))
+
+    return as_markup
 
 
 def _write(path: Path, text: str) -> None:

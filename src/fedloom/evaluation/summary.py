@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fedloom.data.manifest import ClientEntry
-from fedloom.evaluation.measure import CORRECT, LOSS, READINGS, SPLITS, TOTAL
+from fedloom.evaluation.measure import CORRECT, LOSS, READINGS, SPLITS, TOTAL, shapes
+from fedloom.evaluation.uncertainty import calibration_rows, edges, group_uncertainty
 
 Statistics: TypeAlias = dict[str, Any]
 """Statistics of a group of clients: JSON values, see :func:`group_statistics`."""
@@ -49,6 +50,10 @@ class Evaluation:
         P names, ``personal`` first and ``global`` where the method has one.
     counts
         ``[n, P, S, R, 3]`` float64, see ``measure``; zero in the rows of absent clients.
+    confusion
+        ``[n, P, C, C]`` int64, see ``measure``.
+    calibration, uncertainty
+        ``[n, P, BINS, 3]`` and ``[n, P, 3]`` float64, see ``measure``; zero in the rows of absent clients.
     records
         What the server half recorded, one row per client: ``[n, ...]``.
     """
@@ -59,6 +64,9 @@ class Evaluation:
     present: Tensor
     predictors: tuple[str, ...]
     counts: Tensor
+    confusion: Tensor
+    calibration: Tensor
+    uncertainty: Tensor
     records: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,14 +80,11 @@ class Evaluation:
         if "personal" not in self.predictors:
             raise ValueError(f"predictors: found {', '.join(self.predictors)}, needed: personal")
         n = len(self.clients)
-        shapes = {
-            "seen": (self.seen, (n,)),
-            "present": (self.present, (n,)),
-            "counts": (self.counts, (n, len(self.predictors), len(SPLITS), len(READINGS), 3)),
-        }
-        for name, (tensor, shape) in shapes.items():
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, allowed: {shape}")
+        measured = shapes(len(self.predictors), self.confusion.shape[-1])
+        for name, trailing in {"seen": (), "present": (), **measured}.items():
+            found, allowed = tuple(getattr(self, name).shape), (n, *trailing)
+            if found != allowed:
+                raise ValueError(f"{name} has shape {found}, allowed: {allowed}")
         for name, tensor in self.records.items():
             if tensor.shape[:1] != (n,):
                 raise ValueError(f"record {name!r} has shape {tuple(tensor.shape)}, allowed: ({n}, ...)")
@@ -163,6 +168,25 @@ def groups(evaluation: Evaluation, *, label_mask: bool) -> dict[str, Statistics 
     return both("personal") | {"global": overall}
 
 
+def uncertainties(evaluation: Evaluation) -> dict[str, dict[str, float] | None]:
+    """``seen`` and ``unseen`` of the personal predictor, ``global`` of the global one: see ``group_uncertainty``."""
+    everyone = torch.ones_like(evaluation.seen)
+    wanted = {
+        "seen": ("personal", evaluation.seen),
+        "unseen": ("personal", ~evaluation.seen),
+        "global": ("global", everyone),
+    }
+    return {name: _uncertainty(evaluation, predictor, group) for name, (predictor, group) in wanted.items()}
+
+
+def _uncertainty(evaluation: Evaluation, predictor: str, group: Tensor) -> dict[str, float] | None:
+    """Of one predictor over the clients in ``group`` ``[n]`` bool that answered; None where there are none."""
+    if predictor not in evaluation.predictors:
+        return None
+    p, members = evaluation.predictors.index(predictor), group & evaluation.present
+    return group_uncertainty(evaluation.calibration[members, p], evaluation.uncertainty[members, p])
+
+
 def validation_pooled(evaluation: Evaluation, *, label_mask: bool) -> float | None:
     """Pooled validation accuracy of the seen clients' personal predictors; None without validation examples."""
     counts = evaluation.of("personal", "validation", "masked" if label_mask else "unmasked")[evaluation.seen]
@@ -205,6 +229,7 @@ def metrics_line(
     line = {
         "round": evaluation.round,
         **groups(evaluation, label_mask=label_mask),
+        "uncertainty": uncertainties(evaluation),
         "validation_pooled": validation_pooled(evaluation, label_mask=label_mask),
         "left_out": left_out(evaluation, label_mask=label_mask),
         "train": {"loss": train_loss},
@@ -252,7 +277,7 @@ def summary(
     training_s: float,
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Object of ``summary.json``: DESIGN §7, key by key.
+    """Object of ``summary.json``: DESIGN §7, key by key, and ``uncertainty``.
 
     Parameters
     ----------
@@ -284,6 +309,7 @@ def summary(
         "clients_per_round": clients_per_round,
         **groups(final, label_mask=label_mask),
         "best": best(history),
+        "uncertainty": uncertainties(final),
         "communication": asdict(communication),
         "duration_s": duration_s,
         "client_steps_per_s": client_steps / training_s if client_steps and training_s > 0 else None,
@@ -328,6 +354,42 @@ def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def confusion_document(evaluation: Evaluation, class_names: Sequence[str]) -> dict[str, Any]:
+    """Content of ``confusion.json``: which class the clients took for which, test split, unmasked.
+
+    ``round``, ``classes``, and for each predictor (None where the method has none) ``seen`` and ``unseen``: sums over
+    the group's clients, a row per class and a column per predicted class, None for a group without clients.
+    """
+    document: dict[str, Any] = {
+        "round": evaluation.round,
+        "classes": list(class_names),
+        "personal": None,
+        "global": None,
+    }
+    for p, predictor in enumerate(evaluation.predictors):
+        document[predictor] = {}
+        for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen)):
+            members = evaluation.confusion[group & evaluation.present, p]
+            document[predictor][name] = members.sum(0).tolist() if len(members) else None
+    return document
+
+
+def calibration_document(evaluation: Evaluation) -> dict[str, Any]:
+    """Content of ``calibration.json``: how often the clients were right, by how sure they were; test split, unmasked.
+
+    ``round``; ``edges``, the borders of the bins; and for each predictor (None where the method has none) ``seen`` and
+    ``unseen``: for each bin the examples of the group, their mean confidence and their accuracy. None for a group
+    without examples.
+    """
+    document: dict[str, Any] = {"round": evaluation.round, "edges": edges(), "personal": None, "global": None}
+    for p, predictor in enumerate(evaluation.predictors):
+        document[predictor] = {
+            name: calibration_rows(evaluation.calibration[group & evaluation.present, p])
+            for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen))
+        }
+    return document
 
 
 def _extended(line: dict[str, Any], extra: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:

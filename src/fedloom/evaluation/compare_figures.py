@@ -1,0 +1,233 @@
+"""The figures of a comparison: one colour, line and marker for each method, the same in all of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from fedloom.evaluation.compare import Row, Spread, differences, spread
+from fedloom.evaluation.figures import FULL, INK, as_svg
+from fedloom.evaluation.runs import GROUPS
+
+COLOURS = {
+    "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",
+    "m4": "#e69f00", "m5": "#56b4e9", "m6": "#7f3c8d", "m7": "#8c6d31",
+}  # fmt: skip
+"""By the names of the page's CSS variables: Okabe and Ito's colours, and two more as dark as the first."""
+
+DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1.5, 1.5), (6, 2, 1.5, 2), (10, 3), (3, 1.5, 1.5, 1.5, 1.5, 1.5))
+MARKERS = "os^DvPX"
+
+_SPENT = (("rounds", "round"), ("communication", "GB sent and received"), ("client steps", "client steps"))
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a method is drawn; after eight methods colours repeat, with other lines and markers."""
+
+    name: str
+    dash: tuple[float, ...]
+    marker: str
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Arguments of ``plot``."""
+        return {"color": COLOURS[self.name], "linestyle": (0, self.dash) if self.dash else "-"}
+
+    @property
+    def svg_dash(self) -> str:
+        """The dashes of a line of width 2."""
+        return " ".join(f"{2 * length:g}" for length in self.dash)
+
+
+def looks(labels: Iterable[str]) -> dict[str, Look]:
+    """A look for each label, in their order."""
+    distinct = list(dict.fromkeys(labels))
+    return {
+        label: Look(f"m{i % len(COLOURS)}", DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
+        for i, label in enumerate(distinct)
+    }
+
+
+@as_svg
+def accuracy(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+    """Mean test accuracy over rounds, over bytes and over client steps, seen clients above unseen ones.
+
+    Lines are means over seeds, bands ± one standard deviation over them. A method that was evaluated once, as one
+    without rounds, is a level line. The scale starts a little below the lowest accuracy of a trained round, so that an
+    untrained model's may lie below the figure.
+    """
+    shown = _groups(rows)
+    figure = Figure(figsize=(FULL, 0.8 + 2.1 * len(shown)), layout="constrained")
+    grid = figure.subplots(len(shown), len(_SPENT), sharex="col", sharey="row", squeeze=False)
+    for group, line in zip(shown, grid, strict=True):
+        lowest = 1.0
+        for row in rows:
+            curve = _curve(row, group)
+            if not curve:
+                continue
+            means = [point.mean for _, point in curve]
+            lowest = min(lowest, *(means[1:] or means))
+            for k, axes in enumerate(line):
+                _draw_curve(axes, [(x[k], point) for x, point in curve], styles[row.label], row.label)
+        line[0].set_ylabel(f"{group} clients")
+        line[0].set_ylim(max(0.0, min(0.95, lowest) - 0.05), 1.0)
+        line[0].yaxis.set_major_formatter(_PERCENT)
+    for top, bottom, (title, label) in zip(grid[0], grid[-1], _SPENT, strict=True):
+        top.set_title(f"Accuracy over {title}")
+        bottom.set_xlabel(label)
+        bottom.set_xlim(left=0)
+        bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=title != "communication"))
+        bottom.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+    _legend(figure, grid[0][0], grid[-1][0])
+    return figure
+
+
+@as_svg
+def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+    """Empirical distribution of the clients' test accuracy in the last round, all seeds together."""
+    shown = _groups(rows)
+    figure = Figure(figsize=(FULL, 3.1), layout="constrained")
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for group, axes in zip(shown, panels, strict=True):
+        lowest = 1.0
+        for row in rows:
+            found = sorted(r / n for result in row.results for r, n in result.clients[group].values())
+            if found:
+                lowest = min(lowest, found[0])
+                x, y = _steps(found)
+                axes.plot([*x, 1.0], [*y, 1.0], **styles[row.label].line, label=row.label)
+        axes.set(title=f"{group.capitalize()} clients", xlabel="test accuracy of the client", ylim=(0, 1.01))
+        axes.set_xlim(max(0.0, lowest - 0.02), 1.005)
+        axes.xaxis.set_major_formatter(_PERCENT)
+        axes.yaxis.set_major_formatter(_PERCENT)
+        axes.grid(visible=True, axis="x")
+    panels[0].set_ylabel("clients at or below")
+    _legend(figure, *panels)
+    return figure
+
+
+def best_of(rows: Sequence[Row], group: str) -> Row | None:
+    """The row of highest mean accuracy; None if no row has one."""
+    measured = [(s.mean, -i) for i, row in enumerate(rows) if (s := row.over_seeds(group)) is not None]
+    return rows[-max(measured)[1]] if measured else None
+
+
+def has_pairs(rows: Sequence[Row]) -> bool:
+    """Whether :func:`pairs` has anything to show: some row has clients in common with the best."""
+    return bool(_panels(rows))
+
+
+@as_svg
+def pairs(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+    """Client by client, how far each method is above or below the one of highest mean accuracy; sorted.
+
+    Where a line crosses zero is the share of clients for which the best on average is not the better one.
+    """
+    panels = _panels(rows)
+    figure = Figure(figsize=(FULL, 3.2), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (group, best, lines) in zip(grid, panels, strict=True):
+        axes.axhline(0, color=INK, linewidth=0.8)
+        for label, found in lines.items():
+            x, y = _steps(sorted(found))
+            axes.plot(y, x, **styles[label].line, label=label)
+        title = textwrap.fill(f"{group.capitalize()} clients, against {best.label}", 56)
+        axes.set(title=title, xlabel="clients, sorted", xlim=(0, 1))
+        axes.xaxis.set_major_formatter(_PERCENT)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:+.10g}" if v else "0"))
+    grid[0].set_ylabel("accuracy less the best's, points")
+    _legend(figure, *grid)
+    return figure
+
+
+def inline(svg: str, name: str) -> str:
+    """Make an SVG part of a page: ids of its own, the page's text colour, and its palette from CSS variables."""
+    svg = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{name}-", svg).replace(INK, "currentColor")
+    for variable, colour in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{variable})")
+    return svg
+
+
+_PERCENT = FuncFormatter(lambda v, _: f"{100 * v:.10g}%")
+
+
+def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]]:
+    """For each group, the best row, and by label the others' differences to it, client by client."""
+    found = []
+    for group in GROUPS:
+        best = best_of(rows, group)
+        if best is not None:
+            lines = {row.label: differences(row, best, group)[1] for row in rows if row is not best}
+            lines = {label: values for label, values in lines.items() if values}
+            if lines:
+                found.append((group, best, lines))
+    return found
+
+
+def _groups(rows: Sequence[Row]) -> list[str]:
+    """The groups for which some row has a result."""
+    return [group for group in GROUPS if any(row.over_seeds(group) is not None for row in rows)]
+
+
+def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], Spread]]:
+    """(round, GB, client steps) and accuracy of the rounds that every seed has evaluated: means over seeds."""
+    by_round = [{point.round: point for point in result.curve} for result in row.results]
+    found: list[tuple[tuple[float, float, float], Spread]] = []
+    for number in sorted(set.intersection(*(set(points) for points in by_round))):
+        points = [points[number] for points in by_round]
+        accuracy = spread(point.accuracy[group] for point in points)
+        if accuracy is not None:
+            n = len(points)
+            x = (number, sum(p.payload for p in points) / n / 1e9, sum(p.client_steps for p in points) / n)
+            found.append((x, accuracy))
+    return found
+
+
+def _draw_curve(axes: Axes, curve: Sequence[tuple[float, Spread]], look: Look, label: str) -> None:
+    x = [x for x, _ in curve]
+    mean = [point.mean for _, point in curve]
+    std = [point.std or 0.0 for _, point in curve]
+    if len(curve) == 1:
+        if std[0]:
+            axes.axhspan(mean[0] - std[0], mean[0] + std[0], color=COLOURS[look.name], alpha=0.13, linewidth=0)
+        axes.axhline(mean[0], **look.line, label=label)
+        return
+    if any(std):
+        low = [m - s for m, s in zip(mean, std, strict=True)]
+        high = [m + s for m, s in zip(mean, std, strict=True)]
+        axes.fill_between(x, low, high, color=COLOURS[look.name], alpha=0.13, linewidth=0)
+    every = max(1, len(x) // 12)
+    axes.plot(x, mean, **look.line, marker=look.marker, markersize=3.2, markevery=every, label=label)
+
+
+def _steps(ascending: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Corners of the staircase of sorted values: two for each distinct value, however many clients have it."""
+    x: list[float] = []
+    y: list[float] = []
+    below = 0
+    for value, same in itertools.groupby(ascending):
+        above = below + sum(1 for _ in same)
+        x += [value, value]
+        y += [below / len(ascending), above / len(ascending)]
+        below = above
+    return x, y
+
+
+def _legend(figure: Figure, *panels: Axes) -> None:
+    """One legend for all panels, below them."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    width = max((len(label) for label in handles), default=0) + 6
+    columns = max(1, min(len(handles), 120 // width))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, handlelength=3.4)

@@ -1,0 +1,478 @@
+"""A comparison as a folder: ``compare.html`` on one self-contained page, CSV, LaTeX and figures."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedloom.errors import ExperimentError, StorageError
+from fedloom.evaluation.compare import LEVEL, Comparison, Pair, Row, Spread, shown_value
+from fedloom.evaluation.compare_tables import (
+    DASH,
+    Cell,
+    accuracy_cell,
+    as_latex,
+    block_title,
+    cost_cells,
+    edge_note,
+    pairs_as_csv,
+    percent,
+    rows_as_csv,
+)
+from fedloom.evaluation.run_folder import human_bytes
+from fedloom.evaluation.runs import GROUPS
+
+if TYPE_CHECKING:
+    from fedloom.evaluation.compare_figures import Look
+
+PAGE = "compare.html"
+
+MANY_PAIRS = 15
+"""Beyond so many pairs of a group, the page shows those with the best row; ``pairs.csv`` has them all."""
+
+WHAT_THE_TEST_SAYS = (
+    "A small p says that, among clients like these, one method is better more often or by more than chance would have "
+    "it; it does not say that training again would show the same, because the clients of a federation share its "
+    "training, and seeds are few."
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table; ``look`` names the colour of its method, ``dash`` its line in the figures (SVG)."""
+
+    cells: tuple[Cell, ...]
+    look: str = ""
+    dash: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page: headings, with those of groups of columns above, and lines in titled blocks."""
+
+    headings: tuple[str, ...]
+    blocks: tuple[tuple[str, tuple[Line, ...]], ...]
+    above: tuple[tuple[str, int], ...] = ()
+    left: int = 1
+    """How many columns are text."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A figure (with the name of its file) or a table, and what is to be said of it."""
+
+    title: str = ""
+    figure: str = ""
+    svg: str = ""
+    table: Table | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page."""
+
+    title: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """The best of a group, for the head of the page."""
+
+    label: str
+    value: str
+    note: str
+    look: str
+
+
+def check_out(out: Path) -> None:
+    """Check that a comparison may be written to a folder: a new one, or that of an earlier comparison.
+
+    Raises
+    ------
+    ExperimentError
+        If something else is there.
+    """
+    if out.exists() and not (out / PAGE).is_file():
+        raise ExperimentError(
+            f"--out: found {out}, which exists; allowed: a new folder, or one with a {PAGE} to replace"
+        )
+
+
+def write_comparison(comparison: Comparison, out: str | Path) -> Path:
+    """Write ``compare.html``, ``compare.csv``, ``pairs.csv``, ``compare.tex`` and ``figures/*.svg``.
+
+    The folder appears whole or not at all; that of an earlier comparison is replaced. The same runs give the same
+    bytes.
+
+    Returns
+    -------
+    Path
+        Of ``compare.html``.
+
+    Raises
+    ------
+    ExperimentError
+        If matplotlib or jinja2 is not installed, or ``out`` is something else than a comparison.
+    StorageError
+        If it cannot be written.
+    """
+    out = Path(out)
+    check_out(out)
+    try:
+        import jinja2
+        from markupsafe import Markup
+
+        from fedloom.evaluation import compare_figures
+    except ModuleNotFoundError as error:
+        raise ExperimentError(
+            f"a comparison on paper needs the package {error.name}, which is not installed",
+            hint="pip install 'fedloom[report]', or compare without --out",
+        ) from error
+
+    sections = _sections(comparison)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fedloom.evaluation"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["inline"] = lambda part: Markup(compare_figures.inline(part.svg, part.figure))
+    methods = list(dict.fromkeys(row.method for row in comparison.rows))
+    page = environment.get_template("compare.html.j2").render(
+        title=f"{', '.join(methods[:-1])} and {methods[-1]}" if len(methods) > 1 else methods[0],
+        subtitle=_subtitle(comparison),
+        notices=comparison.notices,
+        facts=_facts(comparison),
+        sections=sections,
+    )
+    with _whole(out) as folder:
+        (folder / "figures").mkdir()
+        files = {PAGE: page, "compare.csv": rows_as_csv(comparison), "compare.tex": as_latex(comparison)}
+        files["pairs.csv"] = pairs_as_csv(comparison)
+        files |= {f"figures/{part.figure}.svg": part.svg for s in sections for part in s.parts if part.figure}
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    return out / PAGE
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of ``out`` when it is full."""
+    part, old = (out.absolute().with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
+    try:
+        part.mkdir(parents=True)
+        yield part
+        if out.exists():
+            out.rename(old)
+        part.rename(out)
+    except OSError as error:
+        raise StorageError(f"{out}: cannot be written: {(error.strerror or str(error)).lower()}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _subtitle(comparison: Comparison) -> str:
+    runs = {run.path: run for row in comparison.rows for run in row.runs}.values()
+    parts = (", ".join(dict.fromkeys(getattr(run, what) for run in runs)) for what in ("dataset", "model"))
+    seeds = sorted({run.seed for run in runs})
+    return " · ".join([*parts, f"{len(runs)} runs", f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"])
+
+
+def _facts(comparison: Comparison) -> list[Fact]:
+    """Who is best, where all rows can be compared."""
+    from fedloom.evaluation.compare_figures import best_of
+
+    if len(comparison.blocks) > 1 or len(comparison.rows) < 2:
+        return []
+    looks = _looks(comparison)
+    facts = []
+    for group in GROUPS:
+        best = best_of(comparison.rows, group)
+        if best is not None:
+            tied = [r.label for r, m in zip(comparison.rows, comparison.marks(group), strict=True) if m == "tied"]
+            note = f"{best.label}. " + (f"Not told from it: {'; '.join(tied)}." if tied else "")
+            look = looks[best.label].name if best.label in looks else ""
+            facts.append(Fact(f"best, {group} clients", f"{accuracy_cell(comparison, best, group)} %", note, look))
+    return facts
+
+
+def _sections(comparison: Comparison) -> list[Section]:
+    sections = [
+        Section("Results", (_results(comparison), _costs(comparison))),
+        Section("Accuracy over training", _figures(comparison, "accuracy")),
+        Section("Clients", _figures(comparison, "clients")),
+        Section("Client by client", (*_figures(comparison, "pairs"), *_pairs(comparison))),
+        Section("Validation", (_validation(comparison), *_chosen(comparison))),
+        Section("Settings that differ", (_settings(comparison),)),
+        Section("Runs", (_runs(comparison),)),
+    ]
+    return [section for section in sections if section.parts]
+
+
+def _results(comparison: Comparison) -> Part:
+    columns = ("accuracy", "worst_decile", "pooled", "other")
+    marks = {(g, c): comparison.marks(g, c) for g in GROUPS for c in columns}
+
+    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+        found = [Cell(row.label), Cell(str(len(row.seeds)))]
+        for group in GROUPS:
+            found.append(Cell(accuracy_cell(comparison, row, group), marks[group, "accuracy"][i]))
+            for column in columns[1:]:
+                value = row.over_seeds(group, column)
+                found.append(Cell(DASH if value is None else f"{100 * value.mean:.1f}", marks[group, column][i]))
+        return tuple(found)
+
+    other = "unmasked" if all(row.runs[0].masked for row in comparison.rows) else "masked"
+    if any(row.runs[0].masked for row in comparison.rows) and other == "masked":
+        other = "other reading"
+    headings = ("test accuracy, %", "seeds", *("mean", "worst decile", "pooled", other) * 2)
+    over = "seeds" if comparison.several_seeds else "clients"
+    text = (
+        f"Last round. Mean over clients, each counting once; ± one standard deviation over {over}. Worst decile: mean "
+        "of the worst tenth of clients. Pooled: right predictions over examples. Masked: only labels of the client's "
+        "own training data can be predicted. Bold: best of its column. Underlined: the paired test over clients cannot "
+        f"tell it from the best ({100 * LEVEL:g} %, see “Client by client”)."
+    )
+    table = Table(headings, _by_block(comparison, cells), above=(("", 2), ("seen clients", 4), ("unseen clients", 4)))
+    return Part(table=table, text=text)
+
+
+def _costs(comparison: Comparison) -> Part:
+    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+        up, down, time = (row.of_runs(key) for key in ("payload_up", "payload_down", "duration_s"))
+        wire_up, wire_down = row.of_runs("wire_up"), row.of_runs("wire_down")
+        wire = DASH if wire_up is None or wire_down is None else human_bytes(round(wire_up.mean + wire_down.mean))
+        steps, rounds = row.training("client_steps"), row.training("round")
+        texts = [
+            *cost_cells(row),
+            DASH if rounds is None else f"{rounds.mean:g}",
+            DASH if up is None or down is None else human_bytes(round(up.mean + down.mean)),
+            wire,
+            DASH if steps is None else f"{steps.mean:,.0f}",
+            DASH if time is None else _clock(time.mean),
+        ]
+        return (Cell(row.label), *map(Cell, texts))
+
+    headings = ("cost", "steps", "receives", "sends", "rounds", "tensors", "on the wire", "client steps", "time")
+    text = (
+        "A new client: its own gradient steps, and the bytes it receives and sends, for its first model. Training: "
+        "all clients together, both directions, mean over seeds; tensors as the papers count them, each client's copy "
+        "on its own; the wire as measured, none in process. Time is that of the whole run, evaluations included."
+    )
+    table = Table(headings, _by_block(comparison, cells), above=(("", 1), ("a new client", 3), ("training", 5)))
+    return Part(title="Cost", table=table, text=text)
+
+
+def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
+    """The figure of each block."""
+    from fedloom.evaluation import compare_figures
+
+    texts = {
+        "accuracy": "Mean test accuracy over clients; mean over seeds, band ± one standard deviation over them where "
+        "there are several. A method without rounds is a level line. An untrained model may lie below the figure. "
+        "Communication: tensor bytes of all clients, both directions.",
+        "clients": "Part of the clients whose test accuracy in the last round is at or below a value: right is better.",
+        "pairs": "Each client's accuracy less what it has under the method of best mean, sorted. Left of where a line "
+        "reaches zero are the clients whom the best on average serves better.",
+    }
+    draw = {
+        "accuracy": compare_figures.accuracy,
+        "clients": compare_figures.clients,
+        "pairs": compare_figures.pairs,
+    }[name]
+    looks = _looks(comparison)
+    parts = []
+    for number, (block, featured) in enumerate(comparison.featured.items(), start=1):
+        rows = [comparison.rows[i] for i in featured]
+        if name == "pairs" and not compare_figures.has_pairs(rows):
+            continue
+        several = len(comparison.blocks) > 1
+        text = ""
+        if len(featured) < len(comparison.blocks[block]):
+            text = (
+                f"Shown are {len(featured)} of {len(comparison.blocks[block])} rows: of each method the settings that "
+                "validation chooses."
+            )
+        title = block_title(comparison, block) if several else ""
+        parts.append(Part(title, f"{name}-{number}" if several else name, draw(rows, looks), text=text))
+    if parts:  # one explanation for all of them, below the last
+        parts[-1] = replace(parts[-1], text=f"{texts[name]} {parts[-1].text}".rstrip())
+    return tuple(parts)
+
+
+def _pairs(comparison: Comparison) -> tuple[Part, ...]:
+    if not comparison.pairs:
+        return ()
+    blocks = []
+    left_out = 0
+    for group in GROUPS:
+        for block, featured in comparison.featured.items():
+            pairs = [p for p in comparison.pairs if p.group == group and p.first in featured and p.second in featured]
+            if len(pairs) > MANY_PAIRS:
+                best = max(featured, key=lambda i: _mean(comparison.rows[i].over_seeds(group)))
+                kept = [pair for pair in pairs if best in (pair.first, pair.second)]
+                left_out += len(pairs) - len(kept)
+                pairs = kept
+            title = f"{group} clients" + (f", {block_title(comparison, block)}" if len(comparison.blocks) > 1 else "")
+            if pairs:
+                blocks.append((title, tuple(Line(_pair_cells(comparison, pair)) for pair in pairs)))
+    tested = {group: sum(p.group == group and p.p is not None for p in comparison.pairs) for group in GROUPS}
+    text = (
+        "Accuracy of the first less that of the second, for each client that both have, all seeds together. p: "
+        "two-sided Wilcoxon signed-rank test (equal pairs ranked as Pratt does), with Holm's correction over "
+        f"all pairs tested of a group ({tested['seen']} seen, {tested['unseen']} unseen). {WHAT_THE_TEST_SAYS}"
+        + (f" {left_out} pairs without the best of their group are in pairs.csv." if left_out else "")
+    )
+    if not any(tested.values()):
+        text = "Only rows that were measured on the same clients can be compared client by client."
+    headings = ("first", "second", "pairs", "first better", "equal", "second better", "median difference", "p (Holm)")
+    return (Part(table=Table(headings, tuple(blocks), left=2), text=text),)
+
+
+def _pair_cells(comparison: Comparison, pair: Pair) -> tuple[Cell, ...]:
+    names = Cell(comparison.rows[pair.first].label), Cell(comparison.rows[pair.second].label)
+    if pair.median is None or pair.p_holm is None:
+        return (*names, Cell(f"not comparable: {pair.why}", "wide"))
+    equal = pair.clients - pair.better - pair.worse
+    p = "< 0.001" if pair.p_holm < 0.001 else f"{pair.p_holm:.3f}"
+    counts = (str(n) for n in (pair.clients, pair.better, equal, pair.worse))
+    return (
+        *names,
+        *map(Cell, counts),
+        Cell(f"{100 * pair.median:+.1f}" if pair.median else "0"),
+        Cell(p, "best" if pair.p_holm < LEVEL else ""),
+    )
+
+
+def _validation(comparison: Comparison) -> Part:
+    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+        rounds = ["–" if result.best is None else str(result.best.round) for result in row.results]
+        last = [percent(row.over_seeds(group)) for group in GROUPS]
+        at_best = [percent(row.at_best(group)) for group in GROUPS]
+        shown = ", ".join(rounds) if len(rounds) <= 4 else f"{len(set(rounds))} rounds"
+        texts = (percent(row.validation(best=False)), *last, shown, percent(row.validation(best=True)), *at_best)
+        return (Cell(row.label), *map(Cell, texts))
+
+    names = ("validation", "seen", "unseen")
+    text = (
+        "Validation: pooled accuracy of the clients' own predictors on the validation data of seen clients. The best "
+        "round is that of highest validation accuracy, the earliest on ties; test data play no part in choosing it. "
+        "Reporting the round of best test accuracy would flatter every method; the last round and this one do not."
+    )
+    table = Table(
+        ("accuracy, %", *names, "round", *names),
+        _by_block(comparison, cells),
+        above=(("", 1), ("last round", 3), ("best round by validation", 4)),
+    )
+    return Part("Last round, and best round by validation", table=table, text=text)
+
+
+def _chosen(comparison: Comparison) -> tuple[Part, ...]:
+    if not comparison.chosen:
+        return ()
+    looks = _looks(comparison)
+    lines: dict[str, list[Line]] = {}
+    for choice in comparison.chosen:
+        row = comparison.rows[choice.row]
+        tests = [percent(row.over_seeds(group)) for group in GROUPS]
+        texts = (
+            str(choice.candidates),
+            ", ".join(map(str, choice.seeds)),
+            f"{100 * choice.validation:.1f}",
+            f"{100 * choice.runner_up:.1f}",
+            *tests,
+            edge_note(choice.edges) if choice.edges else "",
+        )
+        look = looks[row.label]
+        title = block_title(comparison, row.block) if len(comparison.blocks) > 1 else ""
+        lines.setdefault(title, []).append(Line((Cell(row.label), *map(Cell, texts)), look.name, look.svg_dash))
+    text = (
+        "Of the settings a method was run with, the one of highest validation accuracy in the last round: mean over "
+        "the seeds that all its settings have. Its test accuracy is shown, and had no part in the choice."
+    )
+    headings = ("settings", "of", "seeds", "validation", "second best", "test, seen", "test, unseen", "note")
+    table = Table(headings, tuple((title, tuple(found)) for title, found in lines.items()))
+    return (Part("Chosen on validation", table=table, text=text),)
+
+
+def _settings(comparison: Comparison) -> Part:
+    """The keys that differ, down, and what each method was run with, across."""
+    if not comparison.differing:
+        return Part(text="None: the runs differ in their seeds at most.")
+    methods: dict[tuple[str, str], list[Row]] = {}
+    for row in comparison.rows:
+        methods.setdefault((row.block, row.runs[0].algorithm), []).append(row)
+    several = len(comparison.blocks) > 1
+    headings = ["key"]
+    for (block, _), rows in methods.items():
+        names = ", ".join(dict.fromkeys(row.method for row in rows))
+        headings.append(f"{names} ({block_title(comparison, block)})" if several else names)
+    lines = []
+    for key in comparison.differing:
+        found = [[shown_value(r.settings[key]) for r in rows if key in r.settings] for rows in methods.values()]
+        lines.append(Line((Cell(key), *(Cell(", ".join(dict.fromkeys(values)) or DASH) for values in found))))
+    text = "What else a method was run with, its row says; a dash where it has no such setting."
+    return Part(table=Table(tuple(headings), (("", tuple(lines)),)), text=text)
+
+
+def _runs(comparison: Comparison) -> Part:
+    lines: dict[Path, Line] = {}
+    for row in comparison.rows:
+        for run in row.runs:
+            texts = (
+                run.name,
+                row.label,
+                str(run.seed),
+                run.partition[:12],
+                _clock(run.duration_s),
+                str(run.environment.get("torch", DASH)),
+                str(run.environment.get("device", DASH)),
+            )
+            lines.setdefault(run.path, Line(tuple(map(Cell, texts))))
+    headings = ("run", "settings", "seed", "partition", "time", "torch", "device")
+    text = "Partition: first digits of its fingerprint. Clients are paired where it is the same."
+    return Part(table=Table(headings, (("", tuple(lines.values())),), left=2), text=text)
+
+
+def _by_block(
+    comparison: Comparison, cells: Callable[[int, Row], tuple[Cell, ...]]
+) -> tuple[tuple[str, tuple[Line, ...]], ...]:
+    """A line for each row, in blocks that are titled where there are several."""
+    looks = _looks(comparison)
+    blocks = []
+    for block, members in comparison.blocks.items():
+        lines = []
+        for i in members:
+            row = comparison.rows[i]
+            look = looks.get(row.label) if i in comparison.featured[block] else None
+            lines.append(Line(cells(i, row), look.name, look.svg_dash) if look else Line(cells(i, row)))
+        blocks.append((block_title(comparison, block) if len(comparison.blocks) > 1 else "", tuple(lines)))
+    return tuple(blocks)
+
+
+def _looks(comparison: Comparison) -> dict[str, Look]:
+    """The looks of the rows that figures show."""
+    from fedloom.evaluation.compare_figures import looks
+
+    return looks(comparison.rows[i].label for featured in comparison.featured.values() for i in featured)
+
+
+def _mean(value: Spread | None) -> float:
+    return -1.0 if value is None else value.mean
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"

@@ -1,0 +1,283 @@
+"""A comparison as tables: cells for a terminal or a page, CSV, and LaTeX."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedloom.evaluation.compare import LEVEL, Comparison, Row, Spread, differing, short_names, shown_value
+from fedloom.evaluation.run_folder import human_bytes
+from fedloom.evaluation.runs import GROUPS
+from fedloom.evaluation.summary import as_csv
+
+DASH = "–"
+
+NARROW = 22
+"""Columns of a terminal that the details of a method may take."""
+
+HEADINGS = (
+    "what a client gets", "seen", "worst decile", "unseen", "worst decile", "client steps", "receives", "sends",
+)  # fmt: skip
+"""Columns of :func:`as_text`."""
+
+CHOICE_HEADINGS = ("chosen on validation", "of", "validation", "second", "seen", "unseen")
+"""Columns of :func:`choices_as_text`."""
+
+
+class Cell(NamedTuple):
+    """Text, and whether it is the ``best`` of its column or ``tied`` with it."""
+
+    text: str
+    mark: str = ""
+
+
+def as_text(comparison: Comparison) -> dict[str, list[tuple[Cell, ...]]]:
+    """Rows of cells under :data:`HEADINGS` for each block, by its title.
+
+    Accuracies are in percent; see :func:`spread_note` for what stands behind ±. Details are on lines of their own.
+    """
+    accuracies = _accuracy_cells(comparison, ("accuracy", "worst_decile"))
+    return {
+        block_title(comparison, block): [
+            (
+                Cell(_narrow(comparison.rows[i].method, *comparison.rows[i].details)),
+                *accuracies[i],
+                *(Cell(text) for text in cost_cells(comparison.rows[i])),
+            )
+            for i in members
+        ]
+        for block, members in comparison.blocks.items()
+    }
+
+
+def choices_as_text(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Rows under :data:`CHOICE_HEADINGS`: what validation chooses for each method, and its test accuracy."""
+    found = []
+    for choice in comparison.chosen:
+        row = comparison.rows[choice.row]
+        tests = [percent(row.over_seeds(group)) for group in GROUPS]
+        name = _narrow(row.method, *row.details, *(f"({edge_note([key])})" for key in choice.edges))
+        found.append(
+            (name, str(choice.candidates), f"{100 * choice.validation:.1f}", f"{100 * choice.runner_up:.1f}", *tests)
+        )
+    return found
+
+
+def edge_note(keys: Sequence[str]) -> str:
+    """That a chosen value is at the edge of what was tried."""
+    return f"{', '.join(key.rpartition('.')[2] for key in keys)} at the edge of its grid"
+
+
+def spread_note(comparison: Comparison) -> str:
+    """What stands behind ±."""
+    return "± over seeds" if comparison.several_seeds else "± over clients"
+
+
+def accuracy_cell(comparison: Comparison, row: Row, group: str) -> str:
+    """Mean test accuracy in percent ± its standard deviation: over seeds, or over clients if no row has several."""
+    found = row.over_seeds(group)
+    if found is None or comparison.several_seeds:
+        return percent(found)
+    over_clients = row.over_seeds(group, "accuracy_std")
+    return percent(Spread(found.mean, None if over_clients is None else over_clients.mean))
+
+
+def percent(value: Spread | None) -> str:
+    """Percent with one decimal, ± where there is a standard deviation; a dash for None."""
+    if value is None:
+        return DASH
+    return f"{100 * value.mean:.1f}" + (f" ± {100 * value.std:.1f}" if value.std is not None else "")
+
+
+def cost_cells(row: Row) -> tuple[str, str, str]:
+    """What a new client does: gradient steps, bytes received, bytes sent."""
+    steps, down, up = row.new_client
+    return DASH if steps is None else f"{steps:g}", _bytes(down), _bytes(up)
+
+
+def block_title(comparison: Comparison, block: str) -> str:
+    """The data of a block, and what tells it from that of the others."""
+    first = {b: comparison.rows[members[0]] for b, members in comparison.blocks.items()}
+    keys = differing([{k: v for k, v in row.settings.items() if k.startswith("data.")} for row in first.values()])
+    keys = tuple(key for key in keys if key != "data.dataset")
+    row = first[block]
+    told = [f"{n} {shown_value(row.settings[k])}" for k, n in short_names(keys).items() if k in row.settings]
+    return ", ".join([row.runs[0].dataset, *told, *(["masked"] if row.runs[0].masked else [])])
+
+
+def rows_as_csv(comparison: Comparison) -> str:
+    """One line for each row: every statistic, fractions in full precision; empty where not known.
+
+    ``_std`` is over seeds, ``_over_clients`` the mean over seeds of the standard deviation over clients.
+    """
+    lines: list[dict[str, object]] = []
+    for i, row in enumerate(comparison.rows):
+        run = row.runs[0]
+        line: dict[str, object] = {
+            "label": row.label,
+            "method": row.method,
+            "algorithm": run.algorithm,
+            "predictor": row.predictor,
+            "dataset": run.dataset,
+            "model": run.model,
+            "reading": "masked" if run.masked else "unmasked",
+            **{key: shown_value(row.settings[key]) if key in row.settings else None for key in comparison.differing},
+            "n_seeds": len(row.seeds),
+            "seeds": " ".join(map(str, row.seeds)),
+            "runs": " ".join(one.name for one in row.runs),
+        }
+        for group in GROUPS:
+            line |= _columns(f"{group}_accuracy", row.over_seeds(group))
+            line[f"{group}_accuracy_over_clients"] = _first(row.over_seeds(group, "accuracy_std"))
+            line[f"{group}_clients"] = _first(row.over_seeds(group, "clients"))
+            line |= _columns(f"{group}_worst_decile", row.over_seeds(group, "worst_decile"))
+            line |= _columns(f"{group}_pooled", row.over_seeds(group, "pooled"))
+            line |= _columns(f"{group}_{'unmasked' if run.masked else 'masked'}", row.over_seeds(group, "other"))
+            line[f"{group}_mark"] = comparison.marks(group)[i]
+        line |= _columns("validation_last", row.validation(best=False))
+        line |= _columns("validation_best", row.validation(best=True))
+        line["best_rounds"] = " ".join("" if r.best is None else str(r.best.round) for r in row.results)
+        for group in GROUPS:
+            line |= _columns(f"{group}_at_best", row.at_best(group))
+        line |= {f"new_client_{key}": value for key, value in row.new_client._asdict().items()}
+        line["rounds"] = _first(row.training("round"))
+        line["client_steps"] = _first(row.training("client_steps"))
+        line |= {key: _first(row.of_runs(key)) for key in ("payload_up", "payload_down", "wire_up", "wire_down")}
+        line |= _columns("duration_s", row.of_runs("duration_s"))
+        lines.append(line)
+    # Rows of different readings have different columns: all of them, in the order of their first use.
+    keys = dict.fromkeys(key for line in lines for key in line)
+    return as_csv([{key: _text(line.get(key)) for key in keys} for line in lines])
+
+
+def pairs_as_csv(comparison: Comparison) -> str:
+    """One line for each pair of rows of a block and group of clients."""
+    return as_csv(
+        [
+            {
+                "group": pair.group,
+                "first": comparison.rows[pair.first].label,
+                "second": comparison.rows[pair.second].label,
+                "data": block_title(comparison, comparison.rows[pair.first].block),
+                "seeds": " ".join(map(str, pair.seeds)),
+                "clients": str(pair.clients),
+                "first_better": str(pair.better),
+                "equal": str(pair.clients - pair.better - pair.worse),
+                "second_better": str(pair.worse),
+                "median_difference": _text(pair.median),
+                "p": _text(pair.p),
+                "p_holm": _text(pair.p_holm),
+                "not_comparable": pair.why,
+            }
+            for pair in comparison.pairs
+        ]
+    )
+
+
+def as_latex(comparison: Comparison) -> str:
+    r"""A ``table`` for a document that uses the package ``booktabs``: best in bold, tied with it underlined."""
+    accuracies = _accuracy_cells(comparison, ("accuracy", "worst_decile"))
+    body = []
+    for block, members in comparison.blocks.items():
+        if len(comparison.blocks) > 1:
+            body.append(
+                rf"\midrule\multicolumn{{9}}{{@{{}}l}}{{\emph{{{escaped(block_title(comparison, block))}}}}} \\"
+            )
+        body.append(r"\midrule")
+        for i in members:
+            row = comparison.rows[i]
+            cells = [escaped(row.label), str(len(row.seeds)), *map(_latex, accuracies[i])]
+            cells += [escaped(text) for text in cost_cells(row)]
+            body.append(" & ".join(cells) + r" \\")
+    return "\n".join(
+        [
+            r"% needs \usepackage{booktabs}",
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{_caption(comparison)}}}",
+            r"\begin{tabular}{@{}lrrrrrrrr@{}}",
+            r"\toprule",
+            r"& & \multicolumn{2}{c}{seen clients} & \multicolumn{2}{c}{unseen clients}"
+            r" & \multicolumn{3}{c}{new client} \\",
+            r"\cmidrule(lr){3-4}\cmidrule(lr){5-6}\cmidrule(l){7-9}",
+            r"what a client gets & seeds & mean & worst decile & mean & worst decile & steps & receives & sends \\",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def escaped(text: str) -> str:
+    """Text as LaTeX."""
+    special = {
+        **{c: rf"\{c}" for c in "&%$#_{}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "\\": r"\textbackslash{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        '"': "''",
+        "±": r"$\pm$",
+        "–": "--",
+    }
+    return "".join(special.get(c, c) for c in text)
+
+
+def _latex(cell: Cell) -> str:
+    mean, plus_minus, std = cell.text.partition(" ± ")
+    command = {"best": r"\textbf", "tied": r"\underline"}.get(cell.mark)
+    shown = escaped(mean) if command is None else f"{command}{{{escaped(mean)}}}"
+    return rf"{shown} $\pm$ {std}" if plus_minus else shown
+
+
+def _caption(comparison: Comparison) -> str:
+    return (
+        f"Test accuracy in percent, mean over clients, {escaped(spread_note(comparison))}. Bold: best; underlined: not "
+        "told from the best by a paired test over clients (Wilcoxon's signed ranks, Holm's correction, "
+        rf"{100 * LEVEL:g}\,\%)."
+    )
+
+
+def _accuracy_cells(comparison: Comparison, statistics: Sequence[str]) -> list[list[Cell]]:
+    """For each row, the statistics of seen clients and then those of unseen ones."""
+    cells: list[list[Cell]] = [[] for _ in comparison.rows]
+    for group in GROUPS:
+        for statistic in statistics:
+            for row, mark, line in zip(comparison.rows, comparison.marks(group, statistic), cells, strict=True):
+                if statistic == "accuracy":
+                    text = accuracy_cell(comparison, row, group)
+                else:
+                    found = row.over_seeds(group, statistic)
+                    text = DASH if found is None else f"{100 * found.mean:.1f}"
+                line.append(Cell(text, mark))
+    return cells
+
+
+def _narrow(method: str, *details: str) -> str:
+    """A method and its details on lines that leave room for the other columns of a terminal."""
+    wrap = textwrap.TextWrapper(NARROW, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join([method, *(line for detail in details for line in wrap.wrap(detail))])
+
+
+def _columns(name: str, value: Spread | None) -> dict[str, object]:
+    return {name: None if value is None else value.mean, f"{name}_std": None if value is None else value.std}
+
+
+def _first(value: Spread | None) -> float | None:
+    return None if value is None else value.mean
+
+
+def _bytes(count: float | None) -> str:
+    return human_bytes(None if count is None else round(count))
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,266 @@
+"""Finished runs read whole, each in one piece that is sound: what ``compare`` starts from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom import experiment
+from fedloom.errors import DataError
+from fedloom.evaluation.run_folder import EXPERIMENT, RunFolder, is_masked
+
+GROUPS = ("seen", "unseen")
+PREDICTORS = ("global", "personal")
+RESUME = "go on with it: fedloom run ... --resume"
+
+
+class Measured(NamedTuple):
+    """Statistics of a group of clients in one run: fractions, see ``evaluation.summary.group_statistics``.
+
+    ``other`` is the mean accuracy in the reading (masked, unmasked) that is not reported first.
+    """
+
+    clients: int
+    accuracy: float
+    accuracy_std: float
+    worst_decile: float
+    pooled: float
+    other: float | None
+
+
+class Point(NamedTuple):
+    """An evaluated round: what training had cost by then, and mean test accuracy over seen and unseen clients."""
+
+    round: int
+    payload: int
+    client_steps: int
+    validation: float | None
+    accuracy: Mapping[str, float | None]
+
+
+class NewClient(NamedTuple):
+    """What a client that has just come does for its model: gradient steps, bytes received and sent; None if unknown."""
+
+    client_steps: float | None
+    payload_down: float | None
+    payload_up: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one predictor reached in one run.
+
+    Attributes
+    ----------
+    groups
+        Statistics of the last round, by ``seen`` and ``unseen``; None where there is nothing measured.
+    clients
+        By group: right predictions and examples of each client in the last round, by id.
+    curve
+        Evaluated rounds, ascending.
+    best
+        The point of highest validation accuracy (``summary.best``), None without validation.
+    new_client
+        What the predictor costs a new client.
+    """
+
+    groups: Mapping[str, Measured | None]
+    clients: Mapping[str, Mapping[str, tuple[int, int]]]
+    curve: tuple[Point, ...]
+    best: Point | None
+    new_client: NewClient
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, read whole: ``settings`` by dotted key, ``partition`` by its fingerprint."""
+
+    path: Path
+    seed: int
+    algorithm: str
+    dataset: str
+    model: str
+    masked: bool
+    settings: Mapping[str, Any]
+    partition: str
+    environment: Mapping[str, Any]
+    payload_up: int
+    payload_down: int
+    wire_up: int | None
+    wire_down: int | None
+    duration_s: float
+    results: Mapping[str, Result]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.path.name
+
+
+def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
+    """Folders of finished runs among or directly below the given ones, each once, and what was left out.
+
+    Raises
+    ------
+    DataError
+        If one is neither a finished run nor holds one.
+    """
+    found: dict[Path, Path] = {}
+    notices: list[str] = []
+    for path in map(Path, paths):
+        if (path / EXPERIMENT).is_file():
+            if not (path / "summary.json").exists():
+                raise DataError(
+                    f"{path}: has no summary.json, the run is not finished",
+                    hint="go on with it: fedloom run ... --resume",
+                )
+            found.setdefault(path.resolve(), path)
+            continue
+        below = sorted(path.iterdir(), key=_naturally) if path.is_dir() else []
+        inside = [one for one in below if (one / EXPERIMENT).is_file()]
+        if not inside:
+            what = "no such folder" if not path.is_dir() else f"a folder with no {EXPERIMENT}, and no runs in it"
+            raise DataError(
+                f"{path}: found {what}, expected the folder of a finished run, or one that holds such folders",
+                hint="fedloom run EXPERIMENT",
+            )
+        unfinished = [one for one in inside if not (one / "summary.json").exists()]
+        if len(unfinished) == len(inside):
+            raise DataError(f"{path}: none of its {len(inside)} runs is finished", hint=RESUME)
+        if unfinished:
+            names = ", ".join(one.name for one in unfinished)
+            notices.append(f"{path.resolve().name}: left out {len(unfinished)} unfinished run(s): {names}.")
+        for one in inside:
+            if one not in unfinished:
+                found.setdefault(one.resolve(), one)
+    return list(found.values()), notices
+
+
+def read_run(folder: Path) -> Run:
+    """Read a finished run.
+
+    Raises
+    ------
+    DataError
+        If a file of it is missing or damaged.
+    ExperimentError
+        If its experiment cannot be read.
+    """
+    files = RunFolder.open(folder)
+    e = experiment.load(folder / EXPERIMENT)
+    summary = files.json("summary.json")
+    partition = files.json("partition.json")
+    environment = files.json("environment.json")
+    history = files.metrics().objects
+    clients = files.clients()
+    if not history:
+        raise DataError(f"{folder / 'metrics.jsonl'}: has no evaluated round")
+    try:
+        measured = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
+        masked = any(is_masked(group) for group in measured)
+        predictors = [p for p in PREDICTORS if p == "personal" or summary["global"] is not None]
+        traffic = summary["communication"]
+        return Run(
+            path=folder.resolve(),
+            seed=int(summary["seed"]),
+            algorithm=str(summary["algorithm"]),
+            dataset=str(summary["dataset"]),
+            model=str(summary["model"]),
+            masked=masked,
+            settings=_flat({k: v for k, v in json.loads(e.shared_json()).items() if k not in ("name", "seed")}),
+            partition=hashlib.sha256(_canonical(partition)).hexdigest(),  # = Manifest.fingerprint, of any version
+            environment=environment,
+            payload_up=int(traffic["payload_up"]),
+            payload_down=int(traffic["payload_down"]),
+            wire_up=None if traffic["wire_up"] is None else int(traffic["wire_up"]),
+            wire_down=None if traffic["wire_down"] is None else int(traffic["wire_down"]),
+            duration_s=float(summary["duration_s"]),
+            results={p: _result(summary, history, clients, p, masked) for p in predictors},
+        )
+    except KeyError as error:
+        raise DataError(f"{folder}: a file of this run has no key {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{folder}: a file of this run is not what FedLoom writes ({error})") from error
+
+
+def _result(
+    summary: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]],
+    clients: Sequence[Mapping[str, str]],
+    predictor: str,
+    masked: bool,
+) -> Result:
+    other, column = (
+        ("unmasked", f"{predictor}_accuracy_masked") if masked else ("masked", f"{predictor}_accuracy_unmasked")
+    )
+    curve = tuple(_point(line, predictor) for line in history)
+    best = summary["best"]
+    costs = summary.get(summary["algorithm"], {}).get("new_client", {}).get(predictor, {})
+    tested: dict[str, dict[str, tuple[int, int]]] = {group: {} for group in GROUPS}
+    for row in clients:
+        if row.get(column):
+            examples = int(row["test"])
+            tested["seen" if row["seen"] == "true" else "unseen"][row["id"]] = (
+                round(float(row[column]) * examples),  # the file has six digits: the count is had back whole
+                examples,
+            )
+    return Result(
+        groups={group: _measured(_of(summary, predictor)[group], other) for group in GROUPS},
+        clients=tested,
+        curve=curve,
+        best=None if best is None else next(point for point in curve if point.round == best["round"]),
+        new_client=NewClient(*(costs.get(key) for key in NewClient._fields)),
+    )
+
+
+def _of(groups: Mapping[str, Any], predictor: str) -> Mapping[str, Any]:
+    """``seen`` and ``unseen`` of a predictor, in a summary or a line of metrics."""
+    found: Mapping[str, Any] = groups if predictor == "personal" else groups["global"]
+    return found
+
+
+def _measured(group: Mapping[str, Any] | None, other: str) -> Measured | None:
+    if group is None:
+        return None
+    return Measured(
+        clients=int(group["clients"]),
+        accuracy=float(group["accuracy_mean"]),
+        accuracy_std=float(group["accuracy_std"]),
+        worst_decile=float(group["accuracy_worst_decile"]),
+        pooled=float(group["accuracy_pooled"]),
+        other=None if group[other] is None else float(group[other]["accuracy_mean"]),
+    )
+
+
+def _point(line: Mapping[str, Any], predictor: str) -> Point:
+    groups = _of(line, predictor)
+    return Point(
+        int(line["round"]),
+        int(line["communication"]["payload_up"]) + int(line["communication"]["payload_down"]),
+        int(line["client_steps"]),
+        line["validation_pooled"],
+        {g: None if groups[g] is None else float(groups[g]["accuracy_mean"]) for g in GROUPS},
+    )
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= _flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
+    return found
+
+
+def _naturally(path: Path) -> list[tuple[float, str]]:
+    """Sort key of a name: numbers in it by size."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", path.name)
+    return [(float(part), "") if i % 2 else (-1.0, part) for i, part in enumerate(parts)]

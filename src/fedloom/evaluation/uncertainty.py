@@ -1,0 +1,130 @@
+"""How sure predictors are, and whether they should be: calibration, predictive entropy, mutual information.
+
+Calibration needs nothing but class probabilities, so that every method has it. Mutual information needs a predictor
+that is a distribution over networks (papers/003, Appendix B.2); of one network it is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+BINS = 15
+"""Bins of the highest class probability: bin m of 1 ... 15 is ((m - 1)/15, m/15]."""
+
+EXAMPLES, CONFIDENCE, RIGHT = range(3)
+"""Last axis of calibration: examples in the bin, their summed confidence, how many were predicted right."""
+
+ENTROPY, INFORMATION = 1, 2
+"""Last axis of uncertainty, after ``EXAMPLES``: summed predictive entropy and mutual information, nats."""
+
+
+@runtime_checkable
+class Ensemble(Protocol):
+    """A predictor that averages the probabilities of several networks."""
+
+    def draws_log_probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [S, b, C]``, each network's prediction."""
+
+
+def averaged(draws: Tensor) -> Tensor:
+    """Log of the mean probability, ``[S, b, C] -> [b, C]``."""
+    return draws.logsumexp(0) - math.log(len(draws))
+
+
+def calibration_counts(log_p: Tensor, y: Tensor) -> Tensor:
+    """Sort predictions into bins of confidence (C. Guo et al., On calibration of modern neural networks, ICML 2017).
+
+    Parameters
+    ----------
+    log_p
+        ``[b, C]`` log-probabilities, none NaN; ties go to the lowest class.
+    y
+        ``[b]`` labels.
+
+    Returns
+    -------
+    Tensor
+        ``[BINS, 3]`` float64 on the CPU: examples, summed confidence, right predictions.
+    """
+    confidence, predicted = log_p.double().exp().max(1)
+    bins = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
+    found = torch.zeros(BINS, 3, dtype=torch.float64)
+    values = torch.stack([torch.ones_like(confidence), confidence, (predicted == y).double()], dim=1)
+    return found.index_add_(0, bins.cpu(), values.cpu())
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """−Σ_c p_c log p_c in nats, ``[..., C] -> [...]``; a class of probability zero adds nothing."""
+    return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+
+
+def uncertainty_counts(log_p: Tensor, draws: Tensor | None) -> Tensor:
+    """Sum entropy and mutual information over examples.
+
+    The mutual information between the prediction and the network is H(mean_s p_s) - mean_s H(p_s): what of the
+    entropy is disagreement between networks.
+
+    Parameters
+    ----------
+    log_p
+        ``[b, C]`` log-probabilities, none NaN.
+    draws
+        ``[S, b, C]`` those of the networks that were averaged; None for a single network.
+
+    Returns
+    -------
+    Tensor
+        ``[3]`` float64 on the CPU: examples, entropy, mutual information.
+    """
+    total = entropy(log_p.double())
+    information = torch.zeros_like(total) if draws is None else total - entropy(draws.double()).mean(0)
+    return torch.stack([total.new_tensor(len(total)), total.sum(), information.clamp(min=0).sum()]).cpu()
+
+
+def group_uncertainty(calibration: Tensor, uncertainty: Tensor) -> dict[str, float] | None:
+    """Statistics of a group of clients, over all their test examples together.
+
+    Parameters
+    ----------
+    calibration, uncertainty
+        ``[m, BINS, 3]`` and ``[m, 3]``, see :func:`calibration_counts` and :func:`uncertainty_counts`.
+
+    Returns
+    -------
+    dict or None
+        ``ece``, the expected calibration error Σ_m (n_m/n) |right_m/n_m - confidence_m/n_m|; ``entropy`` and
+        ``mutual_information``, means in nats. None without examples.
+    """
+    bins, sums = calibration.sum(0), uncertainty.sum(0)
+    examples = float(sums[EXAMPLES])
+    if examples == 0:
+        return None
+    return {
+        "ece": float((bins[:, RIGHT] - bins[:, CONFIDENCE]).abs().sum()) / examples,
+        "entropy": float(sums[ENTROPY]) / examples,
+        "mutual_information": float(sums[INFORMATION]) / examples,
+    }
+
+
+def calibration_rows(calibration: Tensor) -> list[list[float]] | None:
+    """``[m, BINS, 3]`` of a group as rows ``[examples, mean confidence, accuracy]``, one per bin; None if empty.
+
+    A bin without examples is ``[0, 0, 0]``.
+    """
+    bins = calibration.sum(0)
+    examples = bins[:, EXAMPLES]
+    if not bool(examples.any()):
+        return None
+    means = bins[:, [CONFIDENCE, RIGHT]] / examples.clamp(min=1)[:, None]
+    rows: Sequence[Sequence[float]] = torch.cat([examples[:, None], means], dim=1).tolist()
+    return [[int(n), confidence, accuracy] for n, confidence, accuracy in rows]
+
+
+def edges() -> list[float]:
+    """The BINS + 1 borders of the bins."""
+    return [m / BINS for m in range(BINS + 1)]

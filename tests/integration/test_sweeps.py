@@ -1,0 +1,73 @@
+"""``fedloom run --seeds --grid`` on real data: folders named by their settings, ending in the comparison."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "data" / "datasets" / "vowel"
+    folder.mkdir(parents=True)
+    shutil.copy(REPOSITORY / "tests" / "fixtures" / "Vowel.rda", folder)
+    return tmp_path / "data"
+
+
+def sweep(root: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "fedloom",
+        "run",
+        str(REPOSITORY / "experiments" / "vowel.yaml"),
+        "--out",
+        str(out),
+    ]
+    command += ["--set", f"data.root={root}", "--set", "federation.rounds=2", "--set", "evaluation.every=2"]
+    command += ["--set", "algorithm.personalize_steps=5", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    first = sweep(root, out, "--seeds", "1,2")
+    assert first.returncode == 0, first.stderr
+    summaries = {path.parent.name: path.read_text() for path in out.glob("*/summary.json")}
+    assert set(summaries) == {"seed=1", "seed=2"}
+    assert {json.loads(text)["seed"] for text in summaries.values()} == {1, 2}
+    assert (out / "comparison" / "compare.html").exists()
+    assert "FedAvg + fine-tuning" in first.stdout
+
+    again = sweep(root, out, "--seeds", "1,2")
+    assert again.returncode == 2
+    assert "found a sweep there already" in again.stderr
+
+    more = sweep(root, out, "--seeds", "1-3", "--resume")
+    assert more.returncode == 0, more.stderr
+    assert more.stderr.count("finished before") == 2
+    assert {path.parent.name: path.read_text() for path in out.glob("*/summary.json")}.items() >= summaries.items()
+
+    wild = sweep(root, tmp_path / "wild", "--grid", "algorithm.local.lr=1e30,0.03", "--set", "federation.attempts=1")
+    assert wild.returncode == 5, wild.stderr
+    assert "lr=1.0e+30: failed" in wild.stderr
+    assert "1 of 2 runs failed" in wild.stderr
+    assert (tmp_path / "wild" / "lr=0.03" / "summary.json").exists()
+    assert (tmp_path / "wild" / "comparison" / "compare.csv").exists()
+
+
+def test_nothing_runs_if_a_point_is_not_allowed(root: Path, tmp_path: Path) -> None:
+    refused = sweep(root, tmp_path / "sweep", "--grid", "algorithm.local.lr=0.1,-1")
+    assert refused.returncode == 2
+    assert "at algorithm.local.lr=-1: " in refused.stderr
+    assert not (tmp_path / "sweep").exists()
+    replay = sweep(root, tmp_path / "sweep", "--seeds", "1", "--replay", str(tmp_path))
+    assert replay.returncode == 2
+    assert "--replay: found with --seeds or --grid" in replay.stderr

@@ -1,0 +1,91 @@
+"""The points of a sweep: which runs, under which names, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedloom.cli.sweep import LONGEST_NAME, Point, points
+from fedloom.errors import ExperimentError
+from fedloom.experiment import as_yaml, grid_values, load
+
+FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
+
+
+def made(seeds: str | None = None, *grid: str) -> list[Point]:
+    return points(FILE, (), seeds, grid)
+
+
+def test_the_product_with_the_seeds_of_a_setting_next_to_each_other() -> None:
+    found = made("1,3-4", "algorithm.local.lr=0.01,3e-2", "federation.rounds=5")
+    assert [point.name for point in found] == [
+        f"lr={lr},rounds=5,seed={seed}" for lr in ("0.01", "0.03") for seed in (1, 3, 4)
+    ]
+    assert found[4].experiment.seed == 3
+    assert found[4].experiment == load(FILE, found[4].overrides)
+    assert "algorithm.local.lr=0.03" in found[4].overrides
+
+
+def test_labels_are_the_shortest_ends_that_differ() -> None:
+    names = [
+        p.name for p in made(None, "data.partition.min_examples=10", "model.hidden=[8],[16]", "evaluation.every=7")
+    ]
+    assert names[0].startswith("min_examples=10,hidden=_8_,every=7-")  # brackets make no good name: a hash tells apart
+    assert len(set(names)) == 2
+    several = made(None, "algorithm.local.batch_size=4", "evaluation.batch_size=64")
+    assert several[0].name == "local.batch_size=4,evaluation.batch_size=64"
+
+
+def test_methods_are_called_by_their_names() -> None:
+    fedavg = "{name: fedavg, local: {epochs: 1, lr: 0.1}}"
+    names = [
+        p.name for p in made(None, f"algorithm={fedavg},{{name: fedavg}},{{name: pefll, embedding: {{network: mlp}}}}")
+    ]
+    assert [name.split("-")[0] for name in names] == ["algorithm=_fedavg_", "algorithm=_fedavg_", "algorithm=_pefll_"]
+    assert len(set(names)) == 3
+
+
+def test_a_name_is_never_too_long_and_does_not_depend_on_the_rest_of_the_grid() -> None:
+    long = ",".join(str(i / 1e9) for i in range(100))
+    name = made(None, f"model={{name: mlp, hidden: [{', '.join(['32'] * 60)}]}}", "federation.rounds=1,2")[0].name
+    assert len(name) <= LONGEST_NAME
+    assert made(None, "algorithm.local.lr=0.1,0.2")[0].name == made(None, "algorithm.local.lr=0.1")[0].name
+    assert len(long) > LONGEST_NAME
+
+
+@pytest.mark.parametrize(
+    ("seeds", "grid", "said"),
+    [
+        ("", [], "--seeds: found ''"),
+        ("1,x", [], "allowed: numbers separated by commas"),
+        ("3-1", [], "at least one, each once"),
+        ("1,1", [], "each once"),
+        (None, ["lr"], "allowed: KEY=VALUE,VALUE"),
+        (None, ["=1,2"], "allowed: KEY=VALUE,VALUE"),
+        (None, ["seed="], "found no value"),
+        (None, ["federation.rounds=1,1"], "found 1 twice"),
+        (None, ["federation.rounds=1", "federation.rounds=2"], "found twice"),
+        ("1", ["seed=2,3"], "found with --seeds"),
+        (None, ["federation.rounds=[1"], "not YAML"),
+        (None, ["federation.rounds=5,-1"], "at federation.rounds=-1: "),
+        (None, ["federation.round=5"], "did you mean rounds?"),
+        ("1,2", ["federation.clients_per_round=5,50"], "at federation.clients_per_round=50, seed=1: "),
+    ],
+)
+def test_what_is_refused(seeds: str | None, grid: list[str], said: str, tmp_path: Path) -> None:
+    text = FILE.read_text().replace("{scheme: natural}", "{scheme: natural, clients: 15}")
+    (tmp_path / "e.yaml").write_text(text)
+    with pytest.raises(ExperimentError) as refused:
+        points(tmp_path / "e.yaml", (), seeds, grid)
+    assert said in str(refused.value)
+
+
+@settings(deadline=None)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
+def test_any_value_survives_a_grid(value: object) -> None:
+    key, values = grid_values(f"name={as_yaml(value)}")
+    assert key == "name"
+    assert values == [as_yaml(value)]
