@@ -1,0 +1,60 @@
+"""Measurements of people, in a CSV file of one's own: the columns ``person`` and ``label``, then nine features."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.data.sources import Official, Owners, Pool, Source
+from fedloom.data.sources.base import OwnFiles
+from fedloom.errors import DataError
+
+CLASS_NAMES = tuple(f"vowel-{i}" for i in range(11))
+FEATURES = 9
+
+
+def read(contents: Mapping[str, bytes]) -> Official:
+    """Return the rows as examples, owned by persons. The first half of each person's rows is for training."""
+    inputs, labels, owners, first = [], [], [], []
+    table = list(csv.DictReader(io.StringIO(contents["people.csv"].decode())))
+    rows = Counter(row["person"] for row in table)
+    names, met = sorted(rows), Counter[str]()
+    for number, row in enumerate(table, start=2):
+        person, label = row.pop("person"), row.pop("label")
+        if label not in CLASS_NAMES:
+            raise DataError(f"people.csv, line {number}: found label {label!r}; allowed: {', '.join(CLASS_NAMES)}")
+        try:
+            inputs.append([float(value) for value in row.values()])
+        except ValueError as error:
+            raise DataError(f"people.csv, line {number}: {error}; allowed: numbers") from error
+        labels.append(CLASS_NAMES.index(label))
+        owners.append(names.index(person))
+        first.append(met[person] < rows[person] // 2)
+        met[person] += 1
+    x, y, whose = np.array(inputs, dtype=np.float32), np.array(labels), np.array(owners)
+    train, test = (Pool(x[part], y[part], whose[part]) for part in (np.array(first), ~np.array(first)))
+    return Official(train, test, Owners(tuple(names), divided=True))
+
+
+def names(folder: Path) -> tuple[str, ...]:
+    """The files in a folder that belong to this source."""
+    return ("people.csv",) if (folder / "people.csv").exists() else ()
+
+
+PEOPLE = Source(
+    name="people",
+    title="People",
+    class_names=CLASS_NAMES,
+    input_shape=(FEATURES,),
+    licence="your own",
+    files=(),
+    ways=(),
+    read=read,
+    kind="features",
+    own=OwnFiles("people.csv with the columns person, label and nine features", names),
+)

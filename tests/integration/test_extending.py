@@ -1,0 +1,113 @@
+"""The worked examples of docs/extending.md: a method, a data source and a model of a package beside FedLoom."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedloom.data.sources.vowel import VOWEL
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "docs" / "examples"
+EXPERIMENT = """\
+name: mine
+data: {dataset: people, root: DATA, partition: {scheme: natural}, unseen_fraction: 0.2, validation_fraction: 0.33}
+model: {name: tanh, hidden: 16}
+algorithm: {name: fedsgd, lr: 0.3}
+federation: {rounds: 60, clients_per_round: 6}
+evaluation: {every: 30}
+runtime: {workers: 1}
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The examples as an installed package: its code and its entry points on the path, as an installer leaves them."""
+    site = tmp_path / "site"
+    about = site / "fedloom_extras-0.1.dist-info"
+    about.mkdir(parents=True)
+    (site / "fedloom_extras").symlink_to(EXAMPLES / "fedloom_extras")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fedloom-extras\nVersion: 0.1\n")
+    points = tomllib.loads((EXAMPLES / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in points.items()]
+    (about / "entry_points.txt").write_text("\n".join(lines))
+    return os.environ | {"PYTHONPATH": str(site)}
+
+
+@pytest.fixture
+def people(tmp_path: Path) -> Path:
+    """Real measurements of people in the example's own format: Vowel's."""
+    pools = VOWEL.read({"Vowel.rda": (REPOSITORY / "tests" / "fixtures" / "Vowel.rda").read_bytes()})
+    folder = tmp_path / "brought"
+    folder.mkdir()
+    with (folder / "people.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["person", "label", *(f"f{i}" for i in range(9))])
+        for pool in (pools.train, pools.test):
+            assert pools.owners is not None
+            assert pool.owners is not None
+            for x, y, owner in zip(pool.inputs, pool.labels, pool.owners, strict=True):
+                writer.writerow([pools.owners.names[owner], f"vowel-{y}", *x.tolist()])
+    return folder
+
+
+def fedloom(environment: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedloom", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_the_examples_train_in_worker_processes(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "data", tmp_path / "run"
+    fetched = fedloom(environment, "data", "fetch", "people", "--from", people, "--root", data)
+    assert fetched.returncode == 0, fetched.stderr
+    assert "15 owners" in fetched.stdout
+    (tmp_path / "mine.yaml").write_text(EXPERIMENT.replace("DATA", str(data)))
+    done = fedloom(environment, "run", tmp_path / "mine.yaml", "--out", out)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["algorithm"], summary["model"], summary["dataset"]) == ("fedsgd", "tanh", "people")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert summary["global"]["accuracy_mean"] > lines[0]["global"]["accuracy_mean"] + 0.1  # of eleven classes
+    assert summary["unseen"]["clients"] == 3
+
+
+def test_a_faulty_file_of_the_example_is_refused(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
+    text = (people / "people.csv").read_text().replace("vowel-3", "umlaut", 1)
+    (people / "people.csv").write_text(text)
+    refused = fedloom(environment, "data", "fetch", "people", "--from", people, "--root", tmp_path / "data")
+    assert refused.returncode == 3
+    assert re.search(r"people.csv, line \d+: .*umlaut.*allowed: vowel-0", refused.stderr)
+    assert not (tmp_path / "data" / "datasets" / "people").exists()
+
+
+def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
+    points.write_text("[fedloom.sources]\nbroken = fedloom_extras.nowhere:THING\n")
+    refused = fedloom(environment, "data", "fetch", "people")
+    assert refused.returncode == 2
+    assert (
+        "fedloom.sources: broken = fedloom_extras.nowhere:THING (package fedloom-extras) cannot be loaded"
+        in refused.stderr
+    )
+    points.write_text("[fedloom.models]\nwrong = fedloom_extras.fedsgd:FEDSGD\n")
+    (tmp_path / "any.yaml").write_text(EXPERIMENT)
+    refused = fedloom(environment, "run", tmp_path / "any.yaml")
+    assert refused.returncode == 2
+    assert "is a Algorithm; allowed: a ModelChoice" in refused.stderr
+
+
+def test_the_page_shows_the_files_as_they_are() -> None:
+    page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    files = [path.read_text(encoding="utf-8") for path in sorted((EXAMPLES / "fedloom_extras").glob("*.py"))]
+    assert blocks
+    for block in blocks:
+        assert any(block in file for file in files), f"docs/extending.md shows code that is in no example:\n{block}"
