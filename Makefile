@@ -55,8 +55,10 @@ protos: setup ## generate src/fedloom/transport/wire from protos/
 docs: setup ## write the pages that are made from the code
 	@$(BIN)/python docs/generate_keys.py
 
-bench: setup ## measure local training against a bare PyTorch loop
-	@$(BIN)/python benchmarks/local_training.py
+bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/benchmarks.md)
+	@for name in local_training aggregator_overhead registered_clients resume flower; do \
+		echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit; echo; \
+	done
 
 clean: ## remove what tests and tools leave behind; .venv, data and runs stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

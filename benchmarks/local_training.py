@@ -1,6 +1,6 @@
 """Client-steps per second of ``fedloom run`` against a bare PyTorch loop of the same model, in one sitting.
 
-    make bench        or        .venv/bin/python benchmarks/local_training.py --rounds 40
+    .venv/bin/python benchmarks/local_training.py [--json FILE]
 
 Machines are noisy, so every figure is a ratio to the bare loop measured just before and just after it, and the
 median over repetitions is reported. The bare loop is the fastest known way to write it (channels-last, ReLU after the
@@ -26,12 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
+from common import ROOT, describe, import_torch_s, machine, write_json
 from torch import nn
 
 from fedloom import experiment as experiments
 from fedloom.cli.compose import dealt
 
-ROOT = Path(__file__).parent.parent
 EXPERIMENT = ROOT / "experiments" / "pefll-fashion-mnist.yaml"
 
 
@@ -99,22 +99,17 @@ def fedloom_run(out: Path, rounds: int, cohort: int, workers: int) -> dict[str, 
     }
 
 
-def import_torch_s() -> float:
-    """Seconds that a process takes to import torch."""
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return time.perf_counter() - started
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement of the bare loop")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON to this file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    about = machine()
+    print(describe(about))
     e = experiments.load(EXPERIMENT)
     dataset = dealt(e)
     client = dataset.client(dataset.manifest.roster[0])
@@ -151,8 +146,7 @@ def main() -> None:
     print(f"import torch once: {torch_s:.1f} s; ready to train after {one['ready_s']} s (both imports included)")
     print(f"evaluating 100 clients: {one['evaluation_s']} s with 1 worker, ", end="")
     print(f"{last['2 workers, cohort 6']['evaluation_s']} s with 2")
-    if options.out is not None:
-        options.out.write_text(json.dumps({"ratios": ratios, "median": figures, "last": last}, indent=2) + "\n")
+    write_json(options.json, about, {"ratios": ratios, "median": figures, "last": last})
 
 
 if __name__ == "__main__":

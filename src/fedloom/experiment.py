@@ -372,6 +372,8 @@ def _impossible(experiment: Experiment) -> list[Mistake]:
     except ExperimentError as error:
         key, _, text = str(error).partition(": ")
         refuse(key, text)
+    if algorithm.needs_classes and not SOURCES[data.dataset].classes:
+        refuse("data.dataset", f"found {data.dataset}, which has no classes; allowed with {algorithm.name}: all others")
     if not algorithm.trains and federation.rounds:
         refuse("federation.rounds", f"found {federation.rounds}; allowed: 0, because {algorithm.name} has no rounds")
     if federation.rounds and data.seen is not None and federation.clients_per_round > data.seen:

@@ -36,6 +36,12 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
+    "comfedl": {
+        "objective": "damaml",
+        "gamma": 0.5,
+        "local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05},
+    },
+    "wga": {"batch_size": 4, "steps_per_round": 2, "personalize_steps": 2},
     "pfedbayes": {"steps": 2, "batch_size": 4, "optimizer": "adam", "draws": 3, "personalize_steps": 2},
 }
 """Settings with which each method runs on 6x6 images; epochs, so that clients of different sizes differ in steps."""

@@ -59,7 +59,7 @@ class ToySession:
         self.before = lambda client, exchange: None
         """Called before a row's answer is computed."""
 
-    def answer(self, key, exchange, rows, clients, message) -> Iterator[tuple[int, Message | Lost]]:
+    def answer(self, key, exchange, rows, clients, message, states=()) -> Iterator[tuple[int, Message | Lost]]:
         missing = [row for row in rows if exchange and self.held.get((key, row), (None, -9))[1] < exchange - 1]
         if missing:
             raise MissingConversation(missing)

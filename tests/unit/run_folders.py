@@ -16,6 +16,7 @@ from fedloom.evaluation.summary import (
     Communication,
     Evaluation,
     as_csv,
+    calibration_document,
     client_rows,
     confusion_document,
     metrics_line,
@@ -179,6 +180,7 @@ def write_run(
         "clients.csv": as_csv(client_rows(evaluation, partition.clients)),
         "journal.jsonl": "".join(json.dumps(line) + "\n" for line in journal),
         "confusion.json": json.dumps(confusion_document(evaluation, class_names)),
+        "calibration.json": json.dumps(calibration_document(evaluation)),
         "summary.json": json.dumps(result, allow_nan=False, indent=2),
     }
     if document is not None:

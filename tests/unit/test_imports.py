@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "data": set(),
     "storage": set(),
     "theory": {"models", "data", "messages"},
-    "algorithms": {"models", "data", "messages"},
+    "algorithms": {"models", "data", "messages", "theory"},
     "evaluation": {"models", "data", "messages", "experiment"},
     "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment"},
     "transport": {"models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},

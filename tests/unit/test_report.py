@@ -15,12 +15,13 @@ from fedloom.errors import DataError, StorageError
 from fedloom.evaluation.report import write_report
 
 SECTIONS = [
-    "Accuracy", "Results", "Clients", "Confusion", "Descriptors", "Data", "Time", "Settings", "Environment",
+    "Accuracy", "Results", "Clients", "Confusion", "Confidence", "Descriptors", "Data", "Time", "Settings",
+    "Environment",
 ]  # fmt: skip
 FIGURES = [
     "accuracy-bytes.svg", "accuracy-rounds.svg", "accuracy-steps.svg", "clients.svg", "confusion-seen.svg",
     "confusion-unseen.svg", "correlation.svg", "descriptors-training.svg", "descriptors.svg", "partition.svg",
-    "time-rounds.svg", "time-total.svg",
+    "reliability.svg", "time-rounds.svg", "time-total.svg",
 ]  # fmt: skip
 
 
@@ -243,7 +244,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text("name: x\n")
     page = write_report(tmp_path).read_text()
     missing = left_out(page)
-    assert set(missing) == {"Results", "Accuracy", "Clients", "Confusion", "Time", "Data", "Environment"}
+    assert set(missing) == {"Results", "Accuracy", "Clients", "Confusion", "Confidence", "Time", "Data", "Environment"}
     assert missing["Results"] == "metrics.jsonl: is not there"
     assert str(tmp_path) not in page
     assert "environment.json: is not there" in missing["Environment"]
@@ -257,6 +258,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
         ("partition.json", {"Data", "Descriptors"}),
         ("descriptors.json", {"Descriptors"}),
         ("confusion.json", {"Confusion"}),
+        ("calibration.json", {"Confidence"}),
         ("journal.jsonl", {"Time"}),
         ("environment.json", {"Environment"}),
         ("summary.json", set()),

@@ -15,19 +15,23 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from fedloom.messages import Message, Quantity, broadcast, rows
+from fedloom.federation.carrier import Call, ConversationKey
+from fedloom.messages import Message, Quantity, broadcast, rows, stack
 from fedloom.transport.codec import (
     CHUNK_BYTES,
     FRAME_BYTES,
     Assembler,
     Cutter,
+    Data,
     Refusal,
     WireError,
     encode,
     parse,
+    read,
     read_specs,
     serialize,
 )
+from fedloom.transport.exchanges import Exchange
 from fedloom.transport.stream import Outbox
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -276,3 +280,137 @@ def test_generated_code_is_that_of_the_contract(tmp_path):
     if version == kept_version:  # another generator words the same contract a little differently
         for name in ("federation_pb2.py", "federation_pb2.pyi"):
             assert (made / name).read_text() == (kept / name).read_text()
+
+
+# ---- frames read where they lie
+
+
+def as_parsed(frame):
+    """What protobuf alone makes of a frame, chunks as ``read`` gives them."""
+    found = []
+    for part in parse(wire.WorkerFrame, frame).parts:
+        kind = part.WhichOneof("part")
+        value = getattr(part, kind)
+        found.append((kind, Data(value.transfer, value.offset, value.data) if kind == "chunk" else value))
+    return found
+
+
+@given(st.lists(messages, min_size=1, max_size=3))
+@settings(deadline=None, max_examples=50)
+def test_a_frame_is_read_as_protobuf_reads_it(sent):
+    cutter = Cutter(wire.WorkerPart)
+    pieces = [piece for message in sent for part in cutter.parts(wire.Envelope(), encode(message)) for piece in part]
+    frame = b"".join(pieces)
+    assert read(wire.WorkerFrame, frame) == as_parsed(frame)
+
+
+def field(number, content):
+    assert len(content) < 128
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+CHUNK = wire.Chunk(transfer=3, offset=300, data=b"data").SerializeToString()
+PART = wire.WorkerPart.CHUNK_FIELD_NUMBER
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        field(1, field(PART, CHUNK)),
+        field(1, field(PART, wire.Chunk(data=b"x").SerializeToString())),  # zeros are left out
+        field(1, field(PART, field(3, b"data") + b"\x08\x03\x10\x05")),  # fields in another order
+        field(1, field(PART, CHUNK + b"\x78\x01")),  # and one that nobody knows
+        field(1, field(PART, CHUNK) + field(PART, CHUNK)),  # twice in one part: the last one counts
+        field(1, field(PART, CHUNK) + field(4, b"\x08\x07")),  # a chunk, then an end in the same part
+        field(1, field(PART, b"")),  # a chunk of nothing
+        b"\x78\x01" + field(1, field(PART, CHUNK)),  # an unknown field of the frame
+        field(1, field(4, b"\x08\x07")) + field(1, field(PART, CHUNK)),
+    ],
+)
+def test_frames_that_we_do_not_write_are_read_as_protobuf_reads_them(frame):
+    assert read(wire.WorkerFrame, frame) == as_parsed(frame)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"garbage",
+        b"\x0a",
+        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+        field(1, b""),
+        field(1, field(PART, CHUNK))[:-1],
+        field(1, field(PART, CHUNK)) + field(1, b""),
+        field(1, field(PART, CHUNK)) + field(1, field(9, b"")),
+        field(1, field(PART, b"\x08")),
+        field(1, bytes([PART << 3 | 2, 60]) + CHUNK),  # a chunk that goes beyond its part
+    ],
+)
+def test_what_is_no_frame_is_refused_whole(frame):
+    with pytest.raises(WireError) as refused:
+        read(wire.WorkerFrame, frame)
+    assert refused.value.refusal is Refusal.GARBAGE
+
+
+@given(st.binary(max_size=60))
+@settings(deadline=None, max_examples=300)
+def test_any_bytes_are_read_or_refused_as_protobuf_would(data):
+    try:
+        expected = as_parsed(data)
+    except WireError:
+        with pytest.raises(WireError):
+            read(wire.WorkerFrame, data)
+    else:
+        assert read(wire.WorkerFrame, data) == expected
+
+
+# ---- a cohort's answers in one block
+
+
+def answers_of(exchange, sent):
+    """The answers as they come out of the exchange's memory, one per row."""
+    found = []
+    for row, message in enumerate(sent):
+        parts = list(Cutter(wire.WorkerPart).parts(wire.Envelope(), encode(message)))
+        _, begin = read(wire.WorkerFrame, b"".join(parts[0]))[0]
+        assembler = Assembler(begin, read_specs(begin.envelope), 1 << 20, exchange.storage(Everything, row))
+        for part in parts[1:-1]:
+            assembler.add(read(wire.WorkerFrame, b"".join(part))[0][1])
+        found.append(assembler.message(Everything))
+    return found
+
+
+def an_exchange(count):
+    call = Call(
+        ConversationKey(1, 1, 0, "train"), 0, tuple(range(count)), ("c",) * count, Everything(*[torch.ones(1)] * 3), {}
+    )
+    return Exchange(call)
+
+
+def some_answers(count):
+    generator = torch.Generator().manual_seed(1)
+    draws = [torch.randn(1, 7, generator=generator) for _ in range(count)]
+    return [Everything(x, x.double(), x[:, :3].double()) for x in draws]
+
+
+def test_answers_are_stacked_where_they_came_in():
+    sent = some_answers(4)
+    found = answers_of(an_exchange(4), sent)
+    stacked, expected = stack(Everything, found), stack(Everything, sent)
+    assert stacked.a.data_ptr() == found[0].a.data_ptr()  # no copy
+    for name in ("a", "b", "c"):
+        assert torch.equal(getattr(stacked, name), getattr(expected, name))
+
+
+def test_an_absent_answer_is_zero_and_its_neighbours_stay():
+    sent = some_answers(4)
+    found = answers_of(an_exchange(4), sent)
+    found[2] = None
+    stacked = stack(Everything, found)
+    assert torch.equal(stacked.a, torch.cat([sent[0].a, sent[1].a, torch.zeros(1, 7), sent[3].a]))
+
+
+def test_answers_out_of_order_are_stacked_in_the_order_given():
+    sent = some_answers(3)
+    found = answers_of(an_exchange(3), sent)
+    assert torch.equal(stack(Everything, found[::-1]).a, torch.cat([m.a for m in sent[::-1]]))

@@ -56,3 +56,10 @@ def test_a_message_that_was_not_asked_for():
     assert "Shared is not an answer to this exchange (allowed: Update)" in (
         fault(Shared(torch.zeros(1)), {Update: SHAPES[Update]}, torch.float32) or ""
     )
+
+
+def test_a_sum_beyond_the_largest_number_is_no_fault():
+    largest = torch.finfo(torch.float32).max
+    assert check(Update(torch.full((1, 3), largest), torch.zeros(1))) is None
+    assert "not finite" in check(Update(torch.tensor([[largest, largest, float("nan")]]), torch.zeros(1)))
+    assert "not finite" in check(Update(torch.tensor([[float("inf"), float("-inf"), 0.0]]), torch.zeros(1)))

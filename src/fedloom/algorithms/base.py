@@ -45,7 +45,9 @@ class Task:
     clients
         Number of clients, seen and unseen (the papers' n).
     roster
-        Ids of the seen clients, in manifest order.
+        Ids of the seen clients it is trained with, in manifest order.
+    same_clients
+        False where clients of another partition are at hand: one with an id of the roster is another client.
     """
 
     model: FlatModel
@@ -55,6 +57,7 @@ class Task:
     dtype: torch.dtype = torch.float32
     kind: Kind = "pixels"
     roster: tuple[str, ...] = ()
+    same_clients: bool = True
 
 
 class Cohort(Protocol):
@@ -278,6 +281,8 @@ class Algorithm:
         False for a method without rounds (``federation.rounds`` must then be 0).
     labelled
         ``(settings) -> bool``: whether a client's labels are used to personalize; a label mask is refused if not.
+    needs_classes
+        False for a method that trains any model by the model's own loss, so that data may have no classes.
     """
 
     name: str
@@ -288,6 +293,7 @@ class Algorithm:
     messages: tuple[type[Message], ...]
     trains: bool = True
     labelled: Callable[[Any], bool] = lambda settings: True
+    needs_classes: bool = True
 
 
 def available() -> tuple[str, ...]:

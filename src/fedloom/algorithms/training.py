@@ -192,6 +192,29 @@ def _train_group(
     return theta, counts, [total / count for total, count in zip(losses.tolist(), counts, strict=True)]
 
 
+def gradient(model: FlatModel, theta: Tensor, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradient of the model's mean loss over some examples, whatever that loss is.
+
+    Parameters
+    ----------
+    theta
+        ``[d]``.
+    x, y
+        ``[b, *input_shape]``, ``[b]`` or None for a model that needs no labels.
+
+    Returns
+    -------
+    gradient
+        ``[d]``.
+    loss
+        A scalar.
+    """
+    parameters = model.layout.leaves(theta, requires_grad=True)
+    loss = model.loss(parameters, x, y).mean()
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    return model.layout.join(dict(zip(parameters, gradients, strict=True))), loss.detach()
+
+
 class ModelPredictor:
     """A fixed θ as a predictor."""
 
@@ -208,6 +231,11 @@ class ModelPredictor:
     def probabilities(self, x: Tensor) -> Tensor:
         """``[b, ...] -> [b, C]``; rows sum to one."""
         return self.log_probabilities(x).exp()
+
+    @torch.no_grad()
+    def losses(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """The model's own loss of each example, ``[b, ...], [b] -> [b]``: what is measured without classes."""
+        return self.model.loss(self.parameters, x, y)
 
     def tensors(self) -> dict[str, Tensor]:
         """θ ``[d]``."""

@@ -26,6 +26,7 @@ from fedloom.evaluation.summary import (
     calibration_document,
     client_rows,
     confusion_document,
+    predictor_statistics,
     summary,
 )
 from fedloom.experiment import Experiment
@@ -65,30 +66,25 @@ class Parts:
         return self.algorithm.client(self.settings, self.task)
 
 
-def parts(
-    experiment: Experiment, manifest: Manifest, clients: int | None = None, roster: tuple[str, ...] | None = None
-) -> Parts:
-    """Put an experiment and its manifest together.
-
-    Parameters
-    ----------
-    clients, roster
-        The n and the seen clients it was trained with, if they are not those of the manifest.
+def parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> Parts:
+    """Put an experiment and its manifest together; ``trained_on`` is what it was trained with, if that is another.
 
     Raises
     ------
     ExperimentError
         If the model does not fit the data.
     """
+    trained_on = manifest if trained_on is None else trained_on
     model = experiment.model.build(manifest.input_shape, manifest.classes, manifest.kind)
     task = Task(
         model=model,
         classes=manifest.classes,
         input_shape=manifest.input_shape,
         kind=manifest.kind,
-        clients=len(manifest.clients) if clients is None else clients,
+        clients=len(trained_on.clients),
         dtype=DTYPE,
-        roster=manifest.roster if roster is None else roster,
+        roster=trained_on.roster,
+        same_clients=trained_on.fingerprint == manifest.fingerprint,
     )
     return Parts(experiment, manifest, find(experiment.algorithm.name), task)
 
@@ -228,10 +224,13 @@ def loop(
         label_mask=e.evaluation.label_mask,
         seed=e.seed,
     )
-    half = these.client_half()
+    half, mask = these.client_half(), e.evaluation.label_mask
     pi = these.manifest.class_proportions()
 
     def extra(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
+        if "user" in evaluation.records:
+            users = evaluation.records["user"][:, 0] > 0
+            return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
         if "descriptor" not in evaluation.records:
             return {}
         v = evaluation.records["descriptor"]

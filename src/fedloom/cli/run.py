@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import threading
@@ -187,6 +188,7 @@ def _conduct(
                 loop.resume()
                 before = loop.training_seconds()
                 watch.say(f"resuming after round {loop.round}")
+            gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
             log.info("ready to train after %.2f s", time.perf_counter() - started)
             final = loop.run()
         summary = compose.conclude(these, loop, final, before + time.perf_counter() - started)

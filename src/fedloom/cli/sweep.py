@@ -133,8 +133,36 @@ def finished(folder: Path, experiment: Experiment) -> bool:
 
 
 def conclude(folder: Path) -> None:
-    """Show and write what the sweep found: the comparison, and what validation would choose."""
-    from fedloom.cli.use import show_comparison
+    """Show and write what the sweep found.
 
-    show_comparison([folder], folder / "comparison")
+    Where settings were tried, test accuracy is shown only of those that validation chooses: looking at it for all
+    would be choosing by it. `fedloom compare SWEEP` shows everything.
+    """
+    from rich.console import Console
+
+    from fedloom.cli.use import show_comparison
+    from fedloom.cli.watch import narrow
+    from fedloom.evaluation.compare import compare
+    from fedloom.evaluation.compare_tables import percent
+
+    comparison = compare([folder])
+    tried = {
+        (comparison.rows[choice.row].block, comparison.rows[choice.row].runs[0].algorithm)
+        for choice in comparison.chosen
+    }
+    chosen = {run.path for choice in comparison.chosen for run in comparison.rows[choice.row].runs}
+    shown: dict[Path, None] = {}
+    table = narrow("Validation accuracy (%, seen clients, pooled)", ("", "last round", "best round"))
+    for row in comparison.rows:
+        paths = [run.path for run in row.runs]
+        candidate = (row.block, row.runs[0].algorithm) in tried
+        personal = [r for r in comparison.rows if r.runs == row.runs and r.predictor == "personal"]
+        if candidate and (row in personal or not personal):  # without fine-tuning the global model is everybody's own
+            mark = "  <- chosen" if chosen.issuperset(paths) else ""
+            table.add_row(row.label + mark, *(percent(row.validation(best=best)) for best in (False, True)))
+        if not candidate or chosen.issuperset(paths):
+            shown |= dict.fromkeys(paths)
+    if comparison.chosen:
+        Console().print(table)
+    show_comparison(list(shown), folder / "comparison")
     typer.echo(f"comparison: {folder / 'comparison' / 'compare.html'}")

@@ -188,10 +188,7 @@ def _restored(run: Path, which: str, partition: Path | None) -> tuple[Parts, Any
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
     dataset = FederatedDataset(dataset.folder, manifest)
     compose.use_device("cpu", e.runtime.threads)
-    roster = trained_on.roster
-    if partition is not None:  # a client of another partition is another client, whatever its name: '/' is in no id
-        roster = tuple(f"trained/{client}" for client in roster)
-    these = compose.parts(e, dataset.manifest, clients=len(trained_on.clients), roster=roster)
+    these = compose.parts(e, dataset.manifest, trained_on)
     loop = compose.loop(
         these, compose.in_process(these, dataset, folder), folder, Watch(0), threading.Event(), keep_descriptors=False
     )

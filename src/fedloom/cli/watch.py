@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -87,13 +87,15 @@ class Watch:
             )
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Show the accuracies of an evaluation."""
-        parts = []
+        """Show the accuracies of an evaluation, or the losses of data without classes."""
+        parts, what = [], "pooled test accuracy"
         for group in ("seen", "unseen", "global"):
             if line[group] is not None:
-                parts.append(f"{group} {line[group]['accuracy_pooled']:.4f}")
+                accuracy = line[group]["accuracy_pooled"]
+                what = "mean test loss" if accuracy is None else what
+                parts.append(f"{group} {line[group]['loss_mean'] if accuracy is None else accuracy:.4f}")
         where = f" (time: {self.phases()})" if self._phases else ""
-        self.say(f"after round {line['round']}: pooled test accuracy {', '.join(parts)}{where}")
+        self.say(f"after round {line['round']}: {what} {', '.join(parts)}{where}")
 
     def phases(self) -> str:
         """Share of each phase so far."""
@@ -111,13 +113,18 @@ def results(summary: dict[str, Any]) -> Table:
             table.add_row(
                 label,
                 str(row["clients"]),
-                f"{row['accuracy_mean']:.4f} ± {row['accuracy_std']:.4f}",
-                f"{row['accuracy_worst_decile']:.4f}",
-                f"{row['accuracy_worst']:.4f}",
-                f"{row['accuracy_pooled']:.4f}",
+                *_accuracies(row),
                 f"{row['loss_mean']:.4f}",
             )
     return table
+
+
+def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Four cells of :func:`results`; dashes for data without classes."""
+    if row["accuracy_mean"] is None:
+        return ("–",) * 4
+    mean = f"{row['accuracy_mean']:.4f} ± {row['accuracy_std']:.4f}"
+    return (mean, *(f"{row[f'accuracy_{key}']:.4f}" for key in ("worst_decile", "worst", "pooled")))
 
 
 def narrow(title: str, headings: Sequence[str]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -96,6 +97,7 @@ def worker(
         algorithms={known: find(known).version for known in available()},
         device=device.value,
     )
+    gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
     with nullcontext() if log is None else logged_to(log):
         serve(aggregator, identity, make_session=make_session, stop=stop, reconnect_s=reconnect)
 

@@ -28,6 +28,7 @@ from fedloom.data.schemes import (
     ByClass,
     ClassesScheme,
     ImbalancedScheme,
+    MeansScheme,
     MixScheme,
     NaturalScheme,
     Scheme,
@@ -102,6 +103,7 @@ def deal_examples(official: Official, classes: int, dealing: Dealing, dataset: s
         of the classes that its scheme deals it.
     """
     scheme, seed = dealing.scheme, dealing.seed
+    assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
     if isinstance(scheme, NaturalScheme):
         owned = deal_owners(official, scheme, dealing.validation_fraction, seed, dataset)
         seen = draw_seen(len(owned.owners), dealing.unseen_fraction, seed)

@@ -27,7 +27,8 @@ from fedloom.data.manifest import (
     read_shard,
     shard_path,
 )
-from fedloom.data.schemes import Scheme
+from fedloom.data.means import draw_means
+from fedloom.data.schemes import MeansScheme, Scheme
 from fedloom.data.sources import Official, Pool, Source
 from fedloom.errors import DataError
 
@@ -84,10 +85,13 @@ def partition(
     with locked(folder):
         if folder.exists() and not (mend and _damaged(folder)):
             return folder
-        official = sources.load(source, root)
-        for name, pool in (("train", official.train), ("test", official.test)):
-            check_pool(source, name, pool)
-        deal = deal_examples(official, source.classes, dealing, source.name)
+        if isinstance(scheme, MeansScheme):
+            source, official, deal = draw_means(source, scheme, dealing)
+        else:
+            official = sources.load(source, root)
+            for name, pool in (("train", official.train), ("test", official.test)):
+                check_pool(source, name, pool)
+            deal = deal_examples(official, source.classes, dealing, source.name)
         with published(folder) as staging:
             write(staging, source, checksums, official, dealing, deal)
     return folder
@@ -144,7 +148,7 @@ def write(
     """Write a manifest and one shard per client into an empty folder, and return the manifest.
 
     A shard is a safetensors file with ``train_x`` [n, *input_shape] (uint8; features float32), ``train_y`` [n]
-    int64, and so on for validation and test.
+    int64 unless the data have no classes, and so on for validation and test.
 
     Parameters
     ----------
@@ -160,8 +164,10 @@ def write(
         counts: dict[str, tuple[int, ...]] = {}
         for split in SPLITS:
             inputs, labels = take(official, deal.examples[split][client])
-            tensors[f"{split}_x"], tensors[f"{split}_y"] = inputs, labels
-            counts[split] = tuple(np.bincount(labels, minlength=source.classes).tolist())
+            tensors[f"{split}_x"], counts[split] = inputs, ()
+            if source.classes:
+                tensors[f"{split}_y"] = labels
+                counts[split] = tuple(np.bincount(labels, minlength=source.classes).tolist())
         # Without metadata: safetensors writes more than one key of it in any order.
         content = safetensors.numpy.save(tensors)
         name = f"client-{client:0{width}d}"
@@ -171,6 +177,7 @@ def write(
         train_size, validation_size, test_size = (len(deal.examples[split][client]) for split in SPLITS)
         entries.append(ClientEntry(name, bool(is_seen), train_size, validation_size, test_size, counts, digest, owner))
     sync(shards)
+    pool = deal.training_pool
     manifest = Manifest(
         version=VERSION,
         dataset=source.name,
@@ -182,7 +189,7 @@ def write(
         seed=dealing.seed,
         unseen_fraction=dealing.unseen_fraction,
         validation_fraction=dealing.validation_fraction,
-        normalization=normalization(official, source.kind, deal.training_pool),
+        normalization=_as_they_are(source) if source.synthetic else normalization(official, source.kind, pool),
         source_sha256=dict(checksums),
         clients=tuple(entries),
     )
@@ -205,6 +212,11 @@ def normalization(official: Official, kind: Kind, pool: NDArray[np.int64]) -> No
     moments = _pixel_moments(official, pool) if kind == "pixels" else _feature_moments(official, pool)
     # A constant channel or feature carries nothing; dividing by 1 keeps it at zero.
     return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
+
+
+def _as_they_are(source: Source) -> Normalization:
+    """Drawn examples mean something in the units they are drawn in: they are not standardized."""
+    return Normalization((0.0,) * source.input_shape[0], (1.0,) * source.input_shape[0])
 
 
 def _pixel_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[float, float]]:

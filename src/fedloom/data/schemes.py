@@ -3,7 +3,8 @@
 Six schemes deal pools of examples to clients by class. Such a scheme says one row π_i per client, the fractions of its
 examples that come from each class; the shared rule of ``fedloom.data.dealing`` does the rest. A scheme may also say
 how large clients are (``imbalanced``) or which examples make the pools (``fixed``). The seventh, ``natural``, deals
-nothing: whose the examples are is known (``fedloom.data.natural``).
+nothing: whose the examples are is known (``fedloom.data.natural``). The last, ``means``, draws examples
+(``fedloom.data.means``).
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ class _Scheme(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def check(self, classes: int) -> None:
-        """Refuse settings that cannot be met with ``classes`` classes.
+        """Refuse settings that cannot be met with ``classes`` classes; 0 is data without classes.
 
         Raises
         ------
         ExperimentError
             Naming the key, what was found and what is allowed.
         """
+        if classes == 0:
+            raise ExperimentError(
+                f"data.partition.scheme: found {getattr(self, 'scheme', None)} for data without classes; allowed: means"
+            )
 
 
 class MixScheme(_Scheme):
@@ -140,6 +145,7 @@ class ClassesScheme(_CappedScheme):
 
     def check(self, classes: int) -> None:
         """Refuse more classes per client than there are."""
+        super().check(classes)
         _check_classes("classes_per_client", self.classes_per_client, classes)
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
@@ -190,6 +196,7 @@ class DominantScheme(_CappedScheme):
 
     def check(self, classes: int) -> None:
         """Refuse a ρ with which the class would not dominate."""
+        super().check(classes)
         _check_dominant("rho", self.rho, classes)
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
@@ -241,6 +248,7 @@ class ImbalancedScheme(MixScheme):
 
     def check(self, classes: int) -> None:
         """Refuse a share with which no class would dominate, and more classes per client than there are."""
+        super().check(classes)
         if self.dominant_share is not None:
             _check_dominant("dominant_share", self.dominant_share, classes)
         if self.classes_per_client is not None:
@@ -315,6 +323,7 @@ class FixedScheme(MixScheme):
 
     def check(self, classes: int) -> None:
         """Refuse more labels per client than there are."""
+        super().check(classes)
         _check_classes("labels_per_client", self.labels_per_client, classes)
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
@@ -396,8 +405,41 @@ class NaturalScheme(_Scheme):
     test_per_client: int | None = Field(default=None, ge=1, description=_TEST_CAP)
 
 
+class MeansScheme(_Scheme):
+    """Examples drawn for each client around a mean of its own: the noisy quadratic model's data (papers/004, §6).
+
+    User 0 is the first seen client. Its mean m_0 lies ``distance`` from 0, where the quadratic model starts, and that
+    of every other client ``bias`` from m_0 in one direction, plus ``spread`` in a direction of its own.
+    """
+
+    scheme: Literal["means"] = "means"
+    clients: int = Field(ge=1, description=_CLIENTS)
+    dimension: int = Field(default=1, ge=1, description="Features of an example.")
+    bias: float = Field(default=1.0, ge=0, description="How far the other clients' means are from user 0's, together.")
+    spread: float = Field(default=0.0, ge=0, description="How far each of them is from that, on its own.")
+    distance: float = Field(default=1.0, ge=0, description="How far user 0's mean is from 0.")
+    noise: float = Field(default=1.0, ge=0, description="Standard deviation of each feature of an example.")
+    train_per_client: int = Field(default=1000, ge=2, description="Training and validation examples of each client.")
+    test_per_client: int = Field(default=200, ge=1, description="Test examples of each client.")
+
+    def check(self, classes: int) -> None:
+        """Refuse a data set with examples of its own."""
+        if classes:
+            raise ExperimentError(
+                "data.partition.scheme: found means, which draws its own examples; allowed: it with dataset gaussian, "
+                "or classes, dirichlet, dominant, imbalanced, fixed, natural, iid"
+            )
+
+
 Scheme: TypeAlias = Annotated[
-    ClassesScheme | DirichletScheme | DominantScheme | ImbalancedScheme | FixedScheme | NaturalScheme | IidScheme,
+    ClassesScheme
+    | DirichletScheme
+    | DominantScheme
+    | ImbalancedScheme
+    | FixedScheme
+    | NaturalScheme
+    | IidScheme
+    | MeansScheme,
     Field(discriminator="scheme"),
 ]
 """Any scheme, told apart by its key ``scheme``."""

@@ -20,6 +20,12 @@ METHODS = {
     ("fedavg", "global"): "FedAvg",
     ("fedavg", "personal"): "FedAvg + fine-tuning",
     ("local", "personal"): "Local",
+    ("pfedbayes", "personal"): "pFedBayes",
+    ("pfedbayes", "global"): "pFedBayes, global model",
+    ("comfedl", "personal"): "ComFedL",
+    ("comfedl", "global"): "ComFedL, shared model",
+    ("wga", "personal"): "Gradient collaboration",
+    ("wga", "global"): "Gradient collaboration, user 0",
 }
 """What a table calls the predictors of a method; others are called by algorithm and predictor."""
 

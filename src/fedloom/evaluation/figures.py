@@ -149,6 +149,28 @@ def accuracy(lines: Sequence[Mapping[str, Any]], over: Literal["rounds", "bytes"
     return figure
 
 
+@as_svg
+def loss(lines: Sequence[Mapping[str, Any]]) -> Figure:
+    """Mean test loss over rounds, for data without classes.
+
+    Parameters
+    ----------
+    lines
+        Evaluated rounds, ascending.
+    """
+    x, label = _spent(lines, "rounds")
+    figure, axes = _panel(HALF, 2.35, left=0.6)
+    for name, colour in COLOURS.items():
+        those = [i for i, line in enumerate(lines) if line[name] is not None]
+        if those:
+            mean = [lines[i][name]["loss_mean"] for i in those]
+            axes.plot(x[those], mean, "--" if name == "global" else "-", color=colour, label=LABELS[name])
+    axes.set(title="Over rounds", xlabel=label, ylabel="loss")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.legend(loc="best")
+    return figure
+
+
 def spends(lines: Sequence[Mapping[str, Any]], over: Literal["bytes", "steps"]) -> bool:
     """Whether any of it was spent (a method without rounds sends nothing)."""
     return bool(_spent(lines, over)[0].max() > 0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from fedloom.data.federated import ClientData
+from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.uncertainty import BINS, Ensemble, averaged, calibration_counts, uncertainty_counts
 from fedloom.messages import Metrics
 
@@ -28,6 +28,9 @@ CORRECT, TOTAL, LOSS = range(3)
 
 LOSS_CAP = -math.log(torch.finfo(torch.float32).tiny)
 """Largest loss of one example, in nats (87.34): what a label of probability zero costs, so that a sum is finite."""
+
+OWN_LOSS_CAP = 1e30
+"""Largest loss of one example of data without classes."""
 
 _log = logging.getLogger("fedloom.evaluation")
 
@@ -47,7 +50,7 @@ class Measured(NamedTuple):
     uncertainty
         ``[P, 3]`` float64: (examples, summed entropy, summed mutual information) of the test split, unmasked, nats.
 
-    A prediction that is NaN is in the counts alone.
+    A prediction that is NaN is in the counts alone. Of data without classes (C = 0) there is the loss alone.
     """
 
     counts: Tensor
@@ -137,6 +140,9 @@ def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batc
         t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()
     )
     for s, split in enumerate((client.validation, client.test)):
+        if client.classes == 0:
+            counts[s, 0] += _losses(predictor, split, batch_size)
+            continue
         if split.y is None:
             continue
         for start in range(0, len(split), batch_size):
@@ -155,6 +161,26 @@ def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batc
                 calibration += calibration_counts(log_p, y)
                 uncertainty += uncertainty_counts(log_p, None if draws is None else draws[:, whole])
     return Measured(counts, confusion, calibration, uncertainty)
+
+
+@runtime_checkable
+class OwnLoss(Protocol):
+    """A predictor that knows its model's own loss: needed where data have no classes."""
+
+    def losses(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """Loss of each example, ``[b, ...], [b] -> [b]``."""
+
+
+def _losses(predictor: Predictor, split: Split, batch_size: int) -> Tensor:
+    """(0, total, summed loss) of data without classes: the loss is the model's own, and an infinite one is capped."""
+    if not isinstance(predictor, OwnLoss):
+        raise TypeError(f"{type(predictor).__name__} has no losses(x, y), which data without classes are measured by")
+    total = torch.tensor([0.0, len(split), 0.0], dtype=torch.float64)
+    for start in range(0, len(split), batch_size):
+        batch = slice(start, start + batch_size)
+        losses = predictor.losses(split.x[batch], None if split.y is None else split.y[batch]).double()
+        total[LOSS] += losses.nan_to_num(nan=OWN_LOSS_CAP).clamp(max=OWN_LOSS_CAP).sum().cpu()
+    return total
 
 
 def _score(log_p: Tensor, y: Tensor) -> Tensor:

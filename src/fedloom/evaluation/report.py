@@ -114,18 +114,22 @@ def write_report(run_folder: str | Path) -> Path:
             hint="pip install 'fedloom[report]'",
         ) from error
 
-    sections = [
-        _section("Accuracy", run, _accuracy),
-        _section("Results", run, _results),
-        _section("Clients", run, _clients),
-        _section("Confusion", run, _confusion),
-        _section("Data", run, _partition),
-        _section("Time", run, _phases),
-        _section("Settings", run, _settings),
-        _section("Environment", run, _environment),
-    ]
+    # Data without classes leave nothing to be right about.
+    quality: dict[str, Callable[[RunFolder], Section]] = (
+        {"Loss": _loss, "Results": _results}
+        if _without_classes(run)
+        else {
+            "Accuracy": _accuracy,
+            "Results": _results,
+            "Clients": _clients,
+            "Confusion": _confusion,
+            "Confidence": _confidence,
+        }
+    )
     if (run.path / "descriptors.json").exists():  # only some methods have descriptors
-        sections.insert(4, _section("Descriptors", run, _descriptors))
+        quality["Descriptors"] = _descriptors
+    circumstances = {"Data": _partition, "Time": _phases, "Settings": _settings, "Environment": _environment}
+    sections = [_section(title, run, build) for title, build in {**quality, **circumstances}.items()]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fedloom.evaluation"),
         autoescape=True,
@@ -139,6 +143,13 @@ def write_report(run_folder: str | Path) -> Path:
         _write(run.path / "figures" / f"{panel.name}.svg", panel.svg)
     _write(run.path / "report.html", page)
     return run.path / "report.html"
+
+
+def _without_classes(run: RunFolder) -> bool:
+    try:
+        return run.manifest().classes == 0
+    except DataError:
+        return False
 
 
 def _section(title: str, run: RunFolder, build: Callable[[RunFolder], Section]) -> Section:
@@ -212,7 +223,10 @@ def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
     facts = []
     for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
         group = summary[key]
-        if group is not None:
+        if group is not None and group["accuracy_mean"] is None:
+            note = f"mean over {group['clients']} clients"
+            facts.append(Fact(f"{label}, test loss", f"{group['loss_mean']:.4g}", note, key))
+        elif group is not None:
             note = f"± {_percent(group['accuracy_std'])} over {group['clients']} clients; "
             note += f"worst decile {_percent(group['accuracy_worst_decile'])}"
             facts.append(Fact(f"{label}, test accuracy", f"{_percent(group['accuracy_mean'])} %", note, key))
@@ -258,7 +272,8 @@ def _results(run: RunFolder) -> Section:
         "Each client counts once in mean, std (population) and worst; worst decile is the mean of the worst tenth "
         "(rounded up); pooled is right predictions over examples. Masked: only the labels of the client's own training "
         "data can be predicted. Loss: mean over clients, in nats. The best round has the highest pooled validation "
-        "accuracy of seen clients, the earliest on ties; test data play no part in choosing it."
+        "accuracy of seen clients (data without classes: the lowest validation loss), the earliest on ties; test data "
+        "play no part in choosing it."
     )
     return Section("Results", blocks=tuple(blocks), text=text)
 
@@ -300,6 +315,8 @@ def _rows(groups: Mapping[str, Any]) -> tuple[Row, ...]:
 def _cells(group: Mapping[str, Any] | None) -> tuple[str, ...]:
     if group is None:
         return (DASH,) * 6
+    if group["accuracy_mean"] is None:
+        return (str(group["clients"]), *(DASH,) * 4, f"{group['loss_mean']:.4g}")
     return (
         str(group["clients"]),
         f"{_percent(group['accuracy_mean'])} ± {_percent(group['accuracy_std'])}",
@@ -328,6 +345,16 @@ def _accuracy(run: RunFolder) -> Section:
         "of all clients' local training."
     )
     return Section("Accuracy", tuple(panels), columns=3, text=text)
+
+
+def _loss(run: RunFolder) -> Section:
+    from fedloom.evaluation import figures
+
+    lines = run.metrics().objects
+    if len(lines) < 2:
+        return Section("Loss", text="Fewer than two rounds were evaluated, so there is no curve.")
+    text = "Mean over clients of each client's mean test loss. The data have no classes: the loss is the model's own."
+    return Section("Loss", (Panel("loss-rounds", figures.loss(lines)),), text=text)
 
 
 def _reading(run: RunFolder) -> str:
@@ -435,6 +462,27 @@ def _mistakes(
     return Table(
         f"Most frequent mistakes of {headings[0]} clients", ("class → predicted, %", *headings), tuple(shown), wide
     )
+
+
+def _confidence(run: RunFolder) -> Section:
+    from fedloom.evaluation.uncertainty_figures import reliability
+
+    panel = Panel("reliability", reliability(run.json("calibration.json")))
+    lines = run.metrics().objects
+    measured = lines[-1]["uncertainty"] if lines else {}
+    rows = tuple(
+        Row(label, (_percent(found["ece"]), f"{found['entropy']:.3f}", f"{found['mutual_information']:.3f}"), key)
+        for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model"))
+        if (found := measured.get(key)) is not None
+    )
+    table = Table("How sure, how right", ("", "error, %", "entropy", "information"), rows)
+    text = (
+        "Test split, unmasked. Predictions are sorted by their confidence into bins; a calibrated model is right as "
+        "often as it is sure. Error: expected calibration error, the mean distance from the diagonal, weighted by "
+        "examples. Entropy of the prediction, and mutual information of prediction and model, in nats; the latter is "
+        "zero where a client has one model and not a distribution of models."
+    )
+    return Section("Confidence", (panel,), (table,), columns=2, text=text)
 
 
 def _descriptors(run: RunFolder) -> Section:

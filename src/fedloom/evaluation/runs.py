@@ -162,6 +162,10 @@ def read_run(folder: Path) -> Run:
         raise DataError(f"{folder / 'metrics.jsonl'}: has no evaluated round")
     try:
         measured = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
+        if any(group["accuracy_mean"] is None for group in measured):
+            raise DataError(
+                f"{folder}: its data have no classes, and runs are compared by accuracy; its losses are in its report"
+            )
         masked = any(is_masked(group) for group in measured)
         predictors = [p for p in PREDICTORS if p == "personal" or summary["global"] is not None]
         traffic = summary["communication"]

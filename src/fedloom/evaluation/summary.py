@@ -89,6 +89,11 @@ class Evaluation:
             if tensor.shape[:1] != (n,):
                 raise ValueError(f"record {name!r} has shape {tuple(tensor.shape)}, allowed: ({n}, ...)")
 
+    @property
+    def classes(self) -> int:
+        """C; 0 for data without classes."""
+        return int(self.confusion.shape[-1])
+
     def of(self, predictor: str, split: str, reading: str) -> Tensor:
         """``[n, 3]`` counts of one predictor, split and reading; zero for absent clients."""
         p = self.predictors.index(predictor)
@@ -96,7 +101,11 @@ class Evaluation:
         return counts * self.present[:, None]
 
 
-def group_statistics(counts: Tensor) -> Statistics | None:
+ACCURACIES = ("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_worst_decile", "accuracy_pooled")
+"""Keys of a group's statistics that data without classes leave None."""
+
+
+def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | None:
     """Summarize the clients of a group under one reading.
 
     Parameters
@@ -104,6 +113,8 @@ def group_statistics(counts: Tensor) -> Statistics | None:
     counts
         ``[m, 3]`` (correct, total, summed loss) per client. Clients with total 0 (absent, or nothing to test on) are
         left out of everything; ``clients`` says how many remain.
+    classes
+        False for data without classes: every accuracy is None.
 
     Returns
     -------
@@ -118,6 +129,9 @@ def group_statistics(counts: Tensor) -> Statistics | None:
     n = len(counts)
     if n == 0:
         return None
+    loss = float((counts[:, LOSS] / counts[:, TOTAL]).mean())
+    if not classes:
+        return {"clients": n} | dict.fromkeys(ACCURACIES) | {"loss_mean": loss}
     accuracy = counts[:, CORRECT] / counts[:, TOTAL]
     worst = accuracy.sort().values[: math.ceil(n / 10)]
     return {
@@ -127,7 +141,7 @@ def group_statistics(counts: Tensor) -> Statistics | None:
         "accuracy_worst": float(worst[0]),
         "accuracy_worst_decile": float(worst.mean()),
         "accuracy_pooled": float(counts[:, CORRECT].sum() / counts[:, TOTAL].sum()),
-        "loss_mean": float((counts[:, LOSS] / counts[:, TOTAL]).mean()),
+        "loss_mean": loss,
     }
 
 
@@ -140,7 +154,7 @@ def predictor_statistics(
     ``masked`` or ``unmasked``, None where no client could be measured so.
     """
     main, other = ("masked", "unmasked") if label_mask else ("unmasked", "masked")
-    statistics = group_statistics(evaluation.of(predictor, "test", main)[group])
+    statistics = group_statistics(evaluation.of(predictor, "test", main)[group], classes=evaluation.classes > 0)
     if statistics is None:
         return None
     return statistics | {other: group_statistics(evaluation.of(predictor, "test", other)[group])}
@@ -188,10 +202,23 @@ def _uncertainty(evaluation: Evaluation, predictor: str, group: Tensor) -> dict[
 
 
 def validation_pooled(evaluation: Evaluation, *, label_mask: bool) -> float | None:
-    """Pooled validation accuracy of the seen clients' personal predictors; None without validation examples."""
+    """Pooled validation accuracy of the seen clients' personal predictors; None without examples, or classes."""
     counts = evaluation.of("personal", "validation", "masked" if label_mask else "unmasked")[evaluation.seen]
     total = float(counts[:, TOTAL].sum())
-    return float(counts[:, CORRECT].sum()) / total if total else None
+    return float(counts[:, CORRECT].sum()) / total if total and evaluation.classes else None
+
+
+def validation_loss(evaluation: Evaluation) -> float | None:
+    """Mean validation loss of the seen clients' personal predictors over examples: what data without classes have."""
+    counts = evaluation.of("personal", "validation", "unmasked")[evaluation.seen]
+    total = float(counts[:, TOTAL].sum())
+    return float(counts[:, LOSS].sum()) / total if total and not evaluation.classes else None
+
+
+def validation_score(evaluation: Evaluation, *, label_mask: bool) -> float | None:
+    """What the best round has the highest of: pooled validation accuracy, or, without classes, -1 times the loss."""
+    loss = validation_loss(evaluation)
+    return validation_pooled(evaluation, label_mask=label_mask) if loss is None else -loss
 
 
 def left_out(evaluation: Evaluation, *, label_mask: bool) -> dict[str, int]:
@@ -231,6 +258,7 @@ def metrics_line(
         **groups(evaluation, label_mask=label_mask),
         "uncertainty": uncertainties(evaluation),
         "validation_pooled": validation_pooled(evaluation, label_mask=label_mask),
+        "validation_loss": validation_loss(evaluation),
         "left_out": left_out(evaluation, label_mask=label_mask),
         "train": {"loss": train_loss},
         "communication": asdict(communication),
@@ -240,7 +268,8 @@ def metrics_line(
 
 
 def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """``best`` of ``summary.json``: the line of highest pooled validation accuracy, the earliest on ties.
+    """``best`` of ``summary.json``: the line of highest pooled validation accuracy, or, of data without classes, of
+    lowest validation loss; the earliest on ties.
 
     Parameters
     ----------
@@ -252,11 +281,18 @@ def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     dict or None
         ``round``, ``seen``, ``unseen``, ``global``; None if no round was validated.
     """
-    validated = [line for line in history if line["validation_pooled"] is not None]
-    if not validated:
+    scored = [(score, line) for line in history if (score := _score(line)) is not None]
+    if not scored:
         return None
-    chosen = min(validated, key=lambda line: (-line["validation_pooled"], line["round"]))
+    _, chosen = min(scored, key=lambda pair: (-pair[0], pair[1]["round"]))
     return {key: chosen[key] for key in ("round", "seen", "unseen", "global")}
+
+
+def _score(line: Mapping[str, Any]) -> float | None:
+    """:func:`validation_score` of a line of ``metrics.jsonl``."""
+    loss = line.get("validation_loss")
+    accuracy: float | None = line["validation_pooled"]
+    return accuracy if loss is None else -float(loss)
 
 
 def summary(
@@ -339,7 +375,9 @@ def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[
         for predictor in evaluation.predictors:
             for reading in READINGS:
                 correct, total, loss = evaluation.of(predictor, "test", reading)[i].tolist()
-                row[f"{predictor}_accuracy_{reading}"] = f"{correct / total:.6f}" if total else ""
+                row[f"{predictor}_accuracy_{reading}"] = (
+                    f"{correct / total:.6f}" if total and evaluation.classes else ""
+                )
                 row[f"{predictor}_loss_{reading}"] = f"{loss / total:.6f}" if total else ""
         rows.append(row)
     return rows

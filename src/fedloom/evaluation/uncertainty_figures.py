@@ -24,8 +24,8 @@ def reliability(document: Mapping[str, Any]) -> Figure:
         ``calibration.json``: ``edges``, and for each predictor and group rows of (examples, confidence, accuracy).
     """
     figure = Figure(figsize=(HALF, 4.1))
-    upper = figure.add_axes((0.15, 0.4, 0.82, 0.53))
-    lower = figure.add_axes((0.15, 0.11, 0.82, 0.22))
+    upper = figure.add_axes((0.15, 0.4, 0.8, 0.53))
+    lower = figure.add_axes((0.15, 0.11, 0.8, 0.22))
     upper.plot([0, 1], [0, 1], color=INK, alpha=0.35, linewidth=0.8, linestyle=":")
     edges = np.asarray(document["edges"])
     for name, rows in _groups(document).items():

@@ -29,10 +29,11 @@ _NAME = re.compile(r"round-(\d{6,})\.safetensors")
 
 @dataclass(frozen=True)
 class Best:
-    """The round of highest pooled validation accuracy of seen clients, the earliest on ties."""
+    """The round of highest validation score of seen clients (pooled accuracy, or minus the loss of data without
+    classes), the earliest on ties."""
 
     round: int
-    validation_pooled: float
+    score: float
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Checkpoint:
             "algorithm": self.algorithm,
             "algorithm_version": self.algorithm_version,
             "round": self.round,
-            "best": None if self.best is None else [self.best.round, self.best.validation_pooled],
+            "best": None if self.best is None else [self.best.round, self.best.score],
         }
         return safetensors.torch.save(self.state, metadata={"fedloom": json.dumps(about, sort_keys=True)})
 

@@ -19,7 +19,7 @@ from fedloom.data.federated import Manifest
 from fedloom.errors import InterruptedRun, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
-from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_pooled
+from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.cohort import Attempting, Rules, TooFewReplies
@@ -312,9 +312,9 @@ class Loop:
             self.round,
             time.perf_counter() - started,
         )
-        validation = validation_pooled(evaluation, label_mask=self.schedule.label_mask)
-        if validation is not None and (self.best is None or validation > self.best.validation_pooled):
-            self.best = Best(self.round, validation)
+        score = validation_score(evaluation, label_mask=self.schedule.label_mask)
+        if score is not None and (self.best is None or score > self.best.score):
+            self.best = Best(self.round, score)
         line = metrics_line(
             evaluation,
             label_mask=self.schedule.label_mask,

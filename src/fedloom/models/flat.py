@@ -96,7 +96,7 @@ class FlatNetwork(ABC):
 
 
 class FlatModel(FlatNetwork):
-    """A classifier.
+    """A classifier, unless its ``loss`` is another than the cross-entropy.
 
     ``forward`` takes the named parameters, so that a training loop splits θ once and not at every step.
     """

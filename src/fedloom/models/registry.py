@@ -16,6 +16,7 @@ from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
+from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
 from fedloom.plugins import plugins
 from fedloom.settings import Settings
@@ -24,6 +25,7 @@ Kind: TypeAlias = Literal["pixels", "features", "tokens"]
 """What an input is, as ``fedloom.data.manifest.Kind`` has it (the two rooms do not know each other)."""
 
 Width: TypeAlias = Annotated[int, Field(ge=1)]
+Curvature: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 class ModelChoice(Settings):
@@ -32,6 +34,8 @@ class ModelChoice(Settings):
     name: str
     takes: ClassVar[tuple[Kind, ...]]
     """Kinds of input that the network can take."""
+    classifies: ClassVar[bool] = True
+    """Whether it is for data with classes; if not, it is for data without."""
 
     def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
         """Make the model for inputs ``[channels, height, width]``, ``[features]`` or ``[tokens]``, and C classes.
@@ -44,6 +48,12 @@ class ModelChoice(Settings):
         if kind not in self.takes:
             raise ExperimentError(
                 f"model.name: found {self.name!r}, which takes {' and '.join(self.takes)}, for inputs that are {kind}; "
+                f"allowed: {_allowed(input_shape, classes, kind)}"
+            )
+        if self.classifies != (classes > 0):
+            found = f"{classes} classes" if classes else "no classes"
+            raise ExperimentError(
+                f"model.name: found {self.name!r} for data with {found}; "
                 f"allowed: {_allowed(input_shape, classes, kind)}"
             )
         try:
@@ -67,7 +77,7 @@ def _allowed(input_shape: tuple[int, ...], classes: int, kind: Kind) -> str:
     """Names of the models that, as they are by default, take such inputs."""
     names = []
     for choice in MODELS:
-        if kind in choice.takes:
+        if kind in choice.takes and choice.classifies == (classes > 0):
             with suppress(ValueError):
                 choice.make(input_shape, classes)
                 names.append(choice.name)
@@ -170,6 +180,23 @@ class LSTMSettings(ModelChoice):
         return LSTM(classes, self.embedding, self.hidden, self.layers)
 
 
+class QuadraticSettings(ModelChoice):
+    """The noisy quadratic model of papers/004."""
+
+    name: Literal["quadratic"] = Field(
+        default="quadratic", description="the noisy quadratic model (papers/004, §6), for data without classes"
+    )
+    curvature: Curvature | tuple[Curvature, ...] = Field(
+        default=1.0, description="diagonal of H: one number for all coordinates, or one for each; 1 estimates a mean"
+    )
+    takes = ("features",)
+    classifies = False
+
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """For inputs of any length."""
+        return Quadratic(input_shape[0], self.curvature)
+
+
 MODELS: tuple[ModelChoice, ...] = (
     LeNetSettings(),
     ResNet20Settings(),
@@ -178,6 +205,7 @@ MODELS: tuple[ModelChoice, ...] = (
     LogisticSettings(),
     MLPSettings(),
     LSTMSettings(),
+    QuadraticSettings(),
     *plugins("fedloom.models", ModelChoice),  # type: ignore[type-abstract]  # it is only compared with
 )
 """All models, as they are by default; other packages add theirs by the entry point ``fedloom.models``."""

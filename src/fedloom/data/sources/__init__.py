@@ -12,6 +12,7 @@ from fedloom.data.sources.cifar100 import CIFAR100
 from fedloom.data.sources.fashion_mnist import FASHION_MNIST
 from fedloom.data.sources.femnist import FEMNIST
 from fedloom.data.sources.fetching import checksums, fetch, load
+from fedloom.data.sources.gaussian import GAUSSIAN
 from fedloom.data.sources.mnist import MNIST
 from fedloom.data.sources.qmnist import QMNIST
 from fedloom.data.sources.shakespeare import SHAKESPEARE
@@ -24,7 +25,7 @@ __all__ = ["SOURCES", "Official", "Owners", "Pool", "Progress", "Source", "check
 SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
-        *(FASHION_MNIST, MNIST, CIFAR10, CIFAR100, QMNIST, FEMNIST, SHAKESPEARE, VOWEL),
+        *(FASHION_MNIST, MNIST, CIFAR10, CIFAR100, QMNIST, FEMNIST, SHAKESPEARE, VOWEL, GAUSSIAN),
         *plugins("fedloom.sources", Source),
     )
 }

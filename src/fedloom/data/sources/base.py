@@ -175,6 +175,8 @@ class Source:
     own
         What users may bring instead of the official files, checked by ``read`` and from then on by checksums that were
         recorded; None where there is no such thing.
+    synthetic
+        Whether it has no files: a partition scheme draws its examples, and says their shape.
     """
 
     name: str
@@ -188,10 +190,11 @@ class Source:
     kind: Kind = "pixels"
     needs: tuple[Source, ...] = ()
     own: OwnFiles | None = None
+    synthetic: bool = False
 
     @property
     def classes(self) -> int:
-        """C."""
+        """C; 0 for data without classes."""
         return len(self.class_names)
 
     def folder(self, root: Path) -> Path:

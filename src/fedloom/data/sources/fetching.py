@@ -54,10 +54,12 @@ def fetch(
     Raises
     ------
     DataError
-        If no way worked: each is named with why it failed, and what the user can do. If files of the user's own are
-        not what they should be.
+        If the source has no files. If no way worked: each is named with why, and what the user can do. If files of the
+        user's own are not what they should be.
     """
     report = on_progress or (lambda progress: None)
+    if source.synthetic:
+        source.read({})
     for needed in source.needs:
         fetch(needed, root, on_progress=on_progress)
     folder = source.folder(data_root(root))
@@ -157,6 +159,8 @@ def stored(source: Source, root: Path) -> dict[str, StoredFile]:
     DataError
         If there are no official files, and no record of the user's own.
     """
+    if source.synthetic:
+        return {}
     folder = source.folder(root)
     record = folder / RECORD
     if source.own is not None and record.exists():

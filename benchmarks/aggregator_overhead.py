@@ -1,0 +1,143 @@
+"""What a round costs when clients answer at once, against moving its bytes over a bare gRPC stream.
+
+    .venv/bin/python benchmarks/aggregator_overhead.py [--json FILE]
+
+A round is FedLoom's own (``Attempting`` with a ``ServerHalf``, over ``Aggregator`` to worker processes, and a line of
+the journal): sampling, dealing, encoding, frames, checksums, validation, decoding, stacking. Each client is sent a
+model of its own and answers with as much (``echo.py``). The bare stream (``bare.py``) moves the same bytes to as many
+processes and back. The two take turns, so that both see the same machine; the figure is the median of their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, groupby
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from bare import IN_TURN, PIPELINED, Bare
+from common import MIB, describe, machine, spread, table, write_json
+from echo import ECHO, EchoServer, federation, names
+
+from fedloom.federation.cohort import Attempting, Rules
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import Attempt, Journal
+from fedloom.transport.aggregator import Aggregator
+
+GOAL = (100, 100, 85_822)  # clients, cohort, d: what docs/benchmarks.md holds against 1.5
+
+
+class Rounds:
+    """Rounds of an echo federation, as ``federation.loop`` makes them."""
+
+    def __init__(self, aggregator: Aggregator, clients: int, cohort: int, d: int, folder: Path) -> None:
+        theta = torch.randn(cohort, d, generator=torch.Generator().manual_seed(1))
+        self.bytes = theta.nbytes
+        self._server = EchoServer(theta)
+        self._roster = names(clients)
+        self._sizes = dict.fromkeys(self._roster, 100)
+        self._aggregator = aggregator
+        self._rules = Rules(1, cohort, 60.0, cohort, self._server.shapes(), threading.Event())
+        self._helper = ThreadPoolExecutor(1)
+        self._journal = Journal(RunFolder(folder))
+
+    def make(self, number: int) -> float:
+        """One round; returns seconds, without the comparison of what came with what was sent."""
+        attempt = Attempt(number, 1)
+        started = time.perf_counter()
+        session = Attempting(attempt, "train", self._roster, self._sizes, self._aggregator, self._rules, self._helper)
+        try:
+            attempt.statistics = self._server.train_round(session)
+        finally:
+            session.close()
+        self._journal.append(attempt)
+        seconds = time.perf_counter() - started
+        if not torch.equal(self._server.received, self._server.theta):
+            raise RuntimeError("an echo that is not what was sent")
+        return seconds
+
+
+def measure(
+    aggregator: Aggregator, bare: Bare, case: tuple[int, int, int], seconds: float, numbers: Iterator[int]
+) -> dict[str, Any]:
+    """Rounds and bare transfers in turn, for so many seconds but at least five times."""
+    clients, cohort, d = case
+    figures: dict[str, list[float]] = {"round": [], "pipelined": [], "in turn": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        rounds = Rounds(aggregator, clients, cohort, d, Path(scratch))
+        ends = time.perf_counter() + seconds
+        while time.perf_counter() < ends or len(figures["round"]) < 6:
+            figures["round"].append(rounds.make(next(numbers)))
+            figures["pipelined"].append(bare.transfer(rounds.bytes, PIPELINED))
+            figures["in turn"].append(bare.transfer(rounds.bytes, IN_TURN))
+        size = rounds.bytes
+    figures = {name: values[1:] for name, values in figures.items()}  # the first warms up
+    ratios = {
+        how: [a / b for a, b in zip(figures["round"], figures[how], strict=True)] for how in ("pipelined", "in turn")
+    }
+    return {"clients": clients, "cohort": cohort, "d": d, "bytes": size, "seconds": figures, "ratios": ratios}
+
+
+def cases() -> list[tuple[int, int, int]]:
+    """The goal's case, then each of clients, cohort and d varied alone, then the corners."""
+    varied = [(10, 5, 7_850), (100, 5, 7_850), (1000, 5, 7_850)]
+    return [
+        GOAL,
+        *varied,
+        *((1000, cohort, 7_850) for cohort in (20, 100)),
+        *((100, cohort, d) for d in (85_822, 1_000_000) for cohort in (5, 20, 100) if (100, cohort, d) != GOAL),
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each case")
+    parser.add_argument("--goal-only", action="store_true", help="measure 100 clients of 85,822 parameters alone")
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="worker processes")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    about = machine()
+    print(describe(about))
+    chosen = [GOAL] if options.goal_only else cases()
+    results = []
+    for workers in options.workers:
+        numbers = count(1)
+        bare = Bare(workers)
+        for clients, some in groupby(sorted(chosen, key=lambda case: case[0]), key=lambda case: case[0]):
+            with federation(ECHO, clients, workers) as aggregator:
+                for case in some:
+                    results.append({"workers": workers, **measure(aggregator, bare, case, options.seconds, numbers)})
+                    print(".", end="", flush=True)
+        bare.stop()
+    print("\n")
+    head = ["workers", "clients", "cohort", "d", "MiB each way", "round, ms", "bare, ms", "ratio", "ratio, in turn"]
+    print(table(head, [_line(result) for result in results]))
+    print("\nmedian (lowest-highest); bare: both directions at once")
+    write_json(options.json, about, results)
+
+
+def _line(result: dict[str, Any]) -> list[str]:
+    seconds, ratios = result["seconds"], result["ratios"]
+    return [
+        *(f"{result[key]:,}" for key in ("workers", "clients", "cohort", "d")),
+        f"{result['bytes'] / MIB:.1f}",
+        spread([1e3 * s for s in seconds["round"]], "{:.1f}"),
+        spread([1e3 * s for s in seconds["pipelined"]], "{:.1f}"),
+        spread(ratios["pipelined"]),
+        spread(ratios["in turn"]),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Methods whose clients answer at once, and the worker process that serves them.
+
+    python benchmarks/echo.py METHOD HOST:PORT NAME CLIENTS      (started by the benchmarks)
+
+``echo``: a client is sent a model and sends it back; what a round costs is what FedLoom costs: sampling, dealing,
+encoding, wire, checking, stacking. ``instant-pefll``: PeFLL's server half as it is, with clients that have a descriptor
+at hand and only take in the model that the hypernetwork makes of it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.base import (
+    Algorithm,
+    ClientHalf,
+    Cohort,
+    Conversation,
+    Group,
+    Predictors,
+    Round,
+    ServerHalf,
+    Shapes,
+    Statistics,
+    Task,
+    opened_by,
+)
+from fedloom.algorithms.pefll import (
+    PEFLL,
+    DescribeYourself,
+    Descriptor,
+    DescriptorSettings,
+    PeFLLServer,
+    PeFLLSettings,
+    PersonalizedModel,
+)
+from fedloom.algorithms.training import predictors_of
+from fedloom.data.federated import ClientData, Split
+from fedloom.federation.conversations import Conversations
+from fedloom.messages import Message, Quantity, Replies, rows
+from fedloom.models.lenet import LeNet
+from fedloom.settings import Settings
+from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.worker import Identity, serve
+
+LENET = LeNet((1, 28, 28), 10)  # d = 85,822
+DESCRIPTOR_SIZE = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Model(Message):
+    """Opens training: a model of its own for each client."""
+
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+
+
+@dataclass(frozen=True, eq=False)
+class Update(Message):
+    """What the client answers."""
+
+    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE)  # [c, d]
+
+
+class EchoServer(ServerHalf):
+    """Sends each client of a cohort its row of θ [c, d], and takes as much back: PeFLL's second exchange."""
+
+    def __init__(self, theta: Tensor) -> None:
+        self.theta = theta
+        self.received = torch.zeros(0)
+
+    def state(self) -> dict[str, Tensor]:
+        """θ."""
+        return {"theta": self.theta}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over θ."""
+        self.theta = state["theta"]
+
+    def shapes(self) -> Shapes:
+        """As much as was sent."""
+        return {Update: {"delta_theta": (self.theta.shape[1],)}}
+
+    def train_round(self, round: Round) -> Statistics:
+        """One exchange with a cohort of as many clients as θ has rows."""
+        cohort = round.sample(len(self.theta))
+        self.received = cohort.send(Model(self.theta)).delta_theta
+        return {"client_steps": 0.0}
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Nobody asks an echo for a predictor."""
+        raise NotImplementedError("an echo has no predictors")
+
+
+class EchoClient(ClientHalf):
+    """Answers at once."""
+
+    @opened_by(Model)
+    def train(self, clients: Group, opening: Model) -> Conversation:
+        """Send the model back."""
+        yield Update(opening.theta)
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Received(Message):
+    """A client has got its model."""
+
+    models: Tensor = rows(Quantity.COUNT)  # [c, 1]
+
+
+class InstantServer(PeFLLServer):
+    """PeFLL's server half, with the answer of clients that measure nothing."""
+
+    def shapes(self) -> Shapes:
+        """Those of PeFLL, and ``Received``."""
+        return {**super().shapes(), Received: {"models": (1,)}}
+
+
+class InstantClient(ClientHalf):
+    """Algorithm 1 of papers/001 for a client that knows its descriptor."""
+
+    @opened_by(DescribeYourself)
+    def personalize(self, clients: Group, opening: DescribeYourself) -> Conversation:
+        """Lines 2-6."""
+        model: PersonalizedModel = yield Descriptor(torch.full((len(clients), DESCRIPTOR_SIZE), 0.1))
+        return predictors_of(LENET, personal=model.theta)
+
+
+def _instant_server(settings: Any, task: Any, generator: torch.Generator) -> InstantServer:
+    settings = PeFLLSettings(descriptor=DescriptorSettings(size=DESCRIPTOR_SIZE))
+    return InstantServer(settings, Task(LENET, 10, (1, 28, 28), 100), generator)
+
+
+ECHO = Algorithm(
+    name="echo",
+    version=1,
+    settings=Settings,
+    server=lambda settings, task, generator: EchoServer(torch.randn(1, 1, generator=generator)),
+    client=lambda settings, task: EchoClient(),
+    messages=(Model, Update),
+)
+INSTANT_PEFLL = Algorithm(
+    name="instant-pefll",
+    version=1,
+    settings=Settings,
+    server=_instant_server,
+    client=lambda settings, task: InstantClient(),
+    messages=(*PEFLL.messages, Received),
+)
+METHODS = {method.name: method for method in (ECHO, INSTANT_PEFLL)}
+
+
+def names(clients: int) -> list[str]:
+    """Ids of so many clients."""
+    return [f"c{i:06d}" for i in range(clients)]
+
+
+def vocabulary(method: Algorithm) -> dict[str, type[Message]]:
+    """Its messages by name."""
+    return {message.__name__: message for message in method.messages}
+
+
+@contextmanager
+def federation(method: Algorithm, clients: int, workers: int) -> Iterator[Aggregator]:
+    """An aggregator, and worker processes that serve all clients."""
+    aggregator = Aggregator("bench", "a1", "{}", vocabulary(method), torch.float32, method.name, method.version)
+    address = aggregator.start("127.0.0.1:0")
+    command = [sys.executable, __file__, method.name, address]
+    processes = [subprocess.Popen([*command, f"worker-{i}", str(clients)]) for i in range(workers)]
+    try:
+        aggregator.wait_for(names(clients), 60, workers=workers)
+        yield aggregator
+    finally:
+        aggregator.stop(finished=True)
+        for process in processes:
+            process.wait()
+
+
+def _without_data(client: str) -> ClientData:
+    nothing = Split(torch.zeros(0, 1), None)
+    return ClientData(client, nothing, nothing, nothing, 2)
+
+
+def _received(predictors: Predictors, clients: Group) -> Message:
+    return Received(torch.ones(len(predictors), 1))
+
+
+def main() -> None:
+    """Serve until the aggregator says that the run is over."""
+    torch.set_num_threads(1)
+    name, address, worker, clients = sys.argv[1:]
+    method = METHODS[name]
+    half = method.client(None, _no_task())
+    serve(
+        address,
+        Identity(worker, names(int(clients)), {method.name: method.version}),
+        make_session=lambda joined: Conversations(half, vocabulary(method), _without_data, 1, _received),
+        stop=threading.Event(),
+        reconnect_s=5.0,
+    )
+
+
+def _no_task() -> Any:
+    return None  # these clients look at no data
+
+
+if __name__ == "__main__":
+    main()

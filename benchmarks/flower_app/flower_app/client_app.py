@@ -1,0 +1,39 @@
+"""The client: local SGD from the model that it was sent."""
+
+from __future__ import annotations
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_app.task import LeNet, shard, train
+
+app = ClientApp()
+
+
+@app.train()
+def train_client(message: Message, context: Context) -> Message:
+    """One visit."""
+    config = context.run_config
+    client = int(context.node_config["partition-id"])
+    number = int(message.content["config"]["server-round"])
+    net = LeNet()
+    net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    data = shard(str(config["folder"]), client)
+    loss = train(
+        net,
+        data["train_x"],
+        data["train_y"],
+        steps=int(config["steps"]),
+        size=int(config["batch-size"]),
+        lr=float(config["lr"]),
+        momentum=float(config["momentum"]),
+        generator=torch.Generator().manual_seed(1_000_000 * int(config["seed"]) + 1000 * number + client),
+    )
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord(net.state_dict()),
+            "metrics": MetricRecord({"train_loss": loss, "num-examples": len(data["train_x"])}),
+        }
+    )
+    return Message(content=content, reply_to=message)

@@ -1,0 +1,70 @@
+"""The model, the data that benchmarks/flower.py exported, and local SGD."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+torch.set_num_threads(1)
+
+
+class LeNet(nn.Module):
+    """The model of papers/001, Table 3, as one would write it by hand for speed: channels-last, ReLU after pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(512, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        h = F.relu(F.max_pool2d(self.conv1(x), 2))
+        h = F.relu(F.max_pool2d(self.conv2(h), 2)).flatten(1)
+        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(h)))))
+
+
+def shard(folder: str, client: int) -> dict[str, Tensor]:
+    """One client's ``train_x``, ``train_y``, ``test_x``, ``test_y``, normalized."""
+    return load_file(Path(folder) / f"client-{client}.safetensors")
+
+
+def train(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    steps: int,
+    size: int,
+    lr: float,
+    momentum: float,
+    generator: torch.Generator,
+) -> float:
+    """So many SGD steps on fresh permutations, the short batch dropped; returns the mean loss."""
+    net.to(memory_format=torch.channels_last)
+    x = x.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum, foreach=True)
+    total, order = 0.0, torch.zeros(0, dtype=torch.int64)
+    for _ in range(steps):
+        if len(order) < size:
+            order = torch.randperm(len(x), generator=generator)
+        batch, order = order[:size], order[size:]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x[batch]), y[batch])
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    return total / steps
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, folder: str, clients: int) -> float:
+    """Mean over clients of the accuracy on their test data."""
+    found = []
+    for client in range(clients):
+        data = shard(folder, client)
+        found.append(float((net(data["test_x"]).argmax(1) == data["test_y"]).double().mean()))
+    return sum(found) / clients

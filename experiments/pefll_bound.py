@@ -1,0 +1,81 @@
+"""The right-hand side of papers/001, Theorem 3.2, on a finished PeFLL run.
+
+    python experiments/pefll_bound.py RUN [--checkpoint last|best|N] [--draws 5] [--delta 0.05]
+
+For variances α_h = α_v and α_θ, then at the best of them for parts of the seen clients: every term, whether the bound
+says anything, and the loss of the same drawn models on unseen clients' test data. docs/theory.md, "PeFLL".
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.pefll import PeFLLServer
+from fedloom.cli import compose
+from fedloom.federation.checkpoint import Checkpoints
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.randomness import generator
+from fedloom.theory.pefll import Networks, Variances, bound, observed
+
+ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1)
+THETA_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0)
+
+
+def networks(run: Path, which: str | int) -> tuple[Networks, compose.FederatedDataset]:
+    """A trained PeFLL and the partition it was trained on."""
+    e = experiments.load(run / "experiment.yaml")
+    dataset = compose.dealt(e)
+    these = compose.parts(e, dataset.manifest)
+    server = these.server_half()
+    if not isinstance(server, PeFLLServer):
+        raise SystemExit(f"{run} is a run of {e.algorithm.name}; allowed: a run of pefll")
+    server.load(Checkpoints(RunFolder(run).checkpoints).load(which).state)
+    shift, scale, _ = server.standard.tolist()
+    eta_v = server.embedding.layout.split(server.eta_v)
+    found = Networks(
+        server.embedding, server.hypernetwork, these.task.model, eta_v, server.eta_h, lambda v: (v - shift) / scale
+    )
+    return found, dataset
+
+
+def main() -> None:
+    """Print one line for each α and n."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--checkpoint", default="last")
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--delta", type=float, default=0.05)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    which = int(given.checkpoint) if given.checkpoint.isdecimal() else given.checkpoint
+    these, dataset = networks(given.run, which)
+    seen = [dataset.client(client).train for client in dataset.manifest.roster]
+    unseen = [(client.train, client.test) for client in map(dataset.client, dataset.manifest.unseen)]
+    size_h, size_v = (sum(float(p.square().sum()) for p in eta.values()) for eta in (these.eta_h, these.eta_v))
+    plain = observed(these, unseen, None, generator(0, "bound"))
+    print(f"‖η_h‖² = {size_h:.1f}, ‖η_v‖² = {size_v:.1f}; 0-1 loss of the mean models on unseen clients: {plain:.3f}\n")
+    print("| α_h = α_v | α_θ | n | m | empirical | term of η | term of θ | bound | unseen clients |\n|" + "---|" * 9)
+
+    def line(variances: Variances, n: int) -> float:
+        key = f"{variances}/{n}"
+        b = bound(these, seen[:n], variances, generator(0, f"bound/{key}"), delta=given.delta, draws=given.draws)
+        there = observed(these, unseen, variances, generator(0, f"observed/{key}"), given.draws)
+        print(
+            f"| {variances.h:g} | {variances.theta:g} | {b.clients} | {b.examples} "
+            f"| {b.empirical:.3f} ± {b.empirical_error:.3f} | {b.meta:.3f} | {b.client:.3f} "
+            f"| {b.total:.3f}{', vacuous' if b.vacuous else ''} | {there:.3f} |"
+        )
+        return b.total
+
+    grid = [Variances(alpha, alpha, theta) for alpha in ALPHAS for theta in THETA_ALPHAS]
+    best = min(grid, key=lambda variances: line(variances, len(seen)))
+    for n in (len(seen) // 8, len(seen) // 4, len(seen) // 2):
+        line(best, n)
+
+
+if __name__ == "__main__":
+    main()

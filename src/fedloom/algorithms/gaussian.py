@@ -1,0 +1,106 @@
+"""Mean-field Gaussians over θ as vectors v = (μ, ρ), σ = softplus(ρ): papers/003, §2 and §4.
+
+A Gaussian over θ in R^d is one tensor ``[..., 2, d]`` where it travels: μ in row 0, ρ in row 1. All derivatives are in
+closed form.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MU, RHO = range(2)
+"""Rows of v."""
+
+
+def softplus(rho: float) -> float:
+    """σ of one ρ."""
+    return math.log1p(math.exp(rho)) if rho < 30 else rho
+
+
+def inverse_softplus(sigma: Tensor) -> Tensor:
+    """ρ with log(1 + exp ρ) = σ, for σ > 0; exact for small and large σ alike."""
+    return sigma + torch.log(-torch.expm1(-sigma))
+
+
+def gaussian(mu: Tensor, rho: float) -> Tensor:
+    """v ``[2, d]`` with mean ``mu`` ``[d]`` and every deviation softplus(``rho``)."""
+    return torch.stack([mu, torch.full_like(mu, rho)])
+
+
+class MeanField:
+    """N(μ, σ²) with what its derivatives need: σ, and ``slope`` = dσ/dρ, each ``[..., d]``.
+
+    ``mu`` and ``rho`` may be changed in place, followed by :meth:`refresh`.
+
+    Parameters
+    ----------
+    v
+        ``[..., 2, d]``; copied.
+    """
+
+    def __init__(self, v: Tensor) -> None:
+        self.mu = v.select(-2, MU).clone()
+        self.rho = v.select(-2, RHO).clone()
+        self.sigma = torch.empty_like(self.rho)
+        self.slope = torch.empty_like(self.rho)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """σ = log(1 + e^ρ) and dσ/dρ = e^ρ / (1 + e^ρ); one exponential serves both."""
+        e = torch.exp(self.rho, out=self.slope)
+        torch.log1p(e, out=self.sigma)
+        e.div_(1 + e)
+
+    @property
+    def v(self) -> Tensor:
+        """``[..., 2, d]``."""
+        return torch.stack([self.mu, self.rho], dim=-2)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """θ = μ + σ g for standard normal g (eq. 26)."""
+        return torch.addcmul(self.mu, self.sigma, noise)
+
+
+def kl(q: MeanField, w: MeanField) -> Tensor:
+    """KL(q ‖ w) in nats (eq. 8), ``[..., d] -> [...]``."""
+    ratio = (q.sigma / w.sigma).square()
+    distance = ((q.mu - w.mu) / w.sigma).square()
+    return 0.5 * (ratio + distance - 1 - ratio.log()).sum(-1)
+
+
+def add_posterior_gradient(d_mu: Tensor, d_sigma: Tensor, q: MeanField, w: MeanField, scale: float) -> None:
+    """Add ``scale`` · ∂KL(q ‖ w)/∂(μ_q, σ_q) in place (derivative of eq. 8)::
+
+    ∂KL/∂μ_q = (μ_q - μ_w) / σ_w²        ∂KL/∂σ_q = σ_q / σ_w² - 1 / σ_q
+    """
+    variance = w.sigma.square()
+    d_mu.addcdiv_(q.mu - w.mu, variance, value=scale)
+    d_sigma.addcdiv_(q.sigma, variance, value=scale).addcdiv_(q.sigma.new_ones(()), q.sigma, value=-scale)
+
+
+def prior_gradient(q: MeanField, w: MeanField) -> tuple[Tensor, Tensor]:
+    """∂KL(q ‖ w)/∂(μ_w, ρ_w) (derivative of eq. 28)::
+
+    ∂KL/∂μ_w = (μ_w - μ_q) / σ_w²        ∂KL/∂σ_w = (σ_w² - σ_q² - (μ_w - μ_q)²) / σ_w³
+    """
+    variance = w.sigma.square()
+    distance = w.mu - q.mu
+    spread = torch.addcmul(variance, q.sigma, q.sigma, value=-1).addcmul_(distance, distance, value=-1)
+    d_mu = distance.div_(variance)
+    return d_mu, spread.div_(variance.mul_(w.sigma)).mul_(w.slope)
+
+
+def matched_moments(mu: Tensor, second: Tensor) -> Tensor:
+    """v ``[2, d]`` of the Gaussian that minimizes Σ_i KL(q_i ‖ w) (Lemma A.2, eqs. A.27 and A.28).
+
+    Parameters
+    ----------
+    mu
+        ``[d]``, mean of the μ_i.
+    second
+        ``[d]``, mean of σ_i² + (μ_i - mu)².
+    """
+    return torch.stack([mu, inverse_softplus(second.sqrt())])

@@ -1,0 +1,518 @@
+"""Weighted gradient averaging and Bias Correction (papers/004: Chayti, Karimireddy, Stich, Flammarion, Jaggi).
+
+User 0 minimizes its own objective f_0 with stochastic gradients of N helpers at its own state θ (papers/004,
+Algorithm 1). The aggregation on user 0 is one of four rules: Alone, WGA (Algorithm 2), Bias Correction (Algorithm 3),
+and Bias Correction with an oracle (§5.1). Our text of the paper lost its formulas; docs/algorithms/wga.md says how they
+are read. Beyond the paper (§7): every client can be user 0 at once, several exchanges make a round, a gradient can
+stand for several local steps, and the corrected gradient can go through momentum or Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms.base import (
+    Algorithm,
+    ClientHalf,
+    Cohort,
+    Conversation,
+    Group,
+    Round,
+    ServerHalf,
+    Shapes,
+    Statistics,
+    Task,
+    opened_by,
+)
+from fedloom.algorithms.training import batches, examples, gradient, predictors_of
+from fedloom.data.federated import ClientData
+from fedloom.errors import DataError, ExperimentError
+from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.settings import Settings
+from fedloom.theory import collaboration
+
+PIECE = 512
+"""Examples that are looked at together where a gradient is that of all of a client's data."""
+
+# --- the aggregation on user 0 ----------------------------------------------------------------------------------------
+
+
+def weighted_gradient(own: Tensor, helpers: Tensor, alpha: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
+    """(1 - α) g_0 + α (g_avg - c): papers/004, Algorithm 2 (c = 0) and Algorithm 3.
+
+    Parameters
+    ----------
+    own, helpers
+        g_0 and g_avg, of one shape.
+    bias
+        c, what is known of g_avg - g_0 before this exchange.
+    """
+    return (1 - alpha) * own + alpha * (helpers - bias)
+
+
+def next_bias(bias: Tensor, own: Tensor, helpers: Tensor, beta: float | Tensor) -> Tensor:
+    """(1 - β) c + β b with the observed bias b = g_avg - g_0: papers/004, Algorithm 3, last two lines."""
+    return (1 - beta) * bias + beta * (helpers - own)
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class SharedStates(Message):
+    """States to evaluate stochastic gradients at; the first opens training (Algorithm 1, "for all users in parallel").
+
+    All exchanges of one step are answered on the same examples.
+    """
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
+    users: Tensor = broadcast(Quantity.COUNT)  # [b] float64, whose they are: positions in the roster
+    step: Tensor = broadcast(Quantity.COUNT)  # [1] float64, 0 ... steps_per_round - 1
+
+
+@dataclass(frozen=True, eq=False)
+class TrueGradients(Message):
+    """States to evaluate the gradients of all of a client's data at: what a bias oracle knows (§5.1)."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients(Message):
+    """Gradients at the states; rows beyond b are zero."""
+
+    gradient: Tensor = rows(Quantity.GRADIENT)  # [c, block, d]
+    variance: Tensor = rows(Quantity.OTHER)  # [c, 1] float64, of one gradient, estimated; 0 unless weights need it
+    loss: Tensor = rows(Quantity.LOSS)  # [c, 1] float64, of the client's own state, if it is among them
+    steps: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, gradients evaluated
+
+
+@dataclass(frozen=True, eq=False)
+class OwnModel(Message):
+    """Opens personalization: the client's own state, or the mean of all for who has none."""
+
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+    mean: Tensor = broadcast(Quantity.MODEL)  # [d]
+    steps: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, local steps to make from there
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0)]
+Schedule = Fraction | tuple[Fraction, ...] | Literal["harmonic", "optimal"]
+"""A fixed number; one for each exchange, the last one for all that follow; 1/(t + 1); or that of theory."""
+
+
+class Known(Settings):
+    """What theory needs to know for an optimal α or β (fedloom.theory.collaboration; docs/theory.md)."""
+
+    bias: float = Field(ge=0, description="ζ², squared distance between the helpers' mean gradient and user 0's")
+    noise: float = Field(ge=0, description="σ², variance of one user's stochastic gradient")
+    horizon: int = Field(ge=1, description="T, exchanges in the whole run")
+    smoothness: float = Field(default=1.0, gt=0, description="L")
+    pl: float = Field(default=1.0, gt=0, description="μ of the PL condition")
+    scaling: float = Field(default=0.0, ge=0, description="m, how much the squared bias grows with ‖∇f_0‖²")
+
+    def problem(self, helpers: float) -> collaboration.Problem:
+        """These constants with N helpers."""
+        return collaboration.Problem(helpers, self.bias, self.noise, self.smoothness, self.pl, self.scaling)
+
+
+class WGASettings(Settings):
+    """Keys of ``algorithm`` for WGA and Bias Correction."""
+
+    rule: Literal["alone", "wga", "bc", "oracle"] = Field(
+        default="bc",
+        description="own gradient alone; weighted gradient averaging (Algorithm 2); bias correction (Algorithm 3); "
+        "bias correction that is told the bias (§5.1)",
+    )
+    users: Literal["one", "all"] = Field(
+        default="one",
+        description="who is user 0: one client, or every seen client at once, each with its own state",
+    )
+    user: str | None = Field(default=None, description="id of user 0 (users: one); null is the first seen client")
+    alpha: Schedule = Field(
+        default=0.5, description="α: a number, a list with one for each exchange, harmonic (1/(t + 1)), or optimal"
+    )
+    beta: Schedule = Field(
+        default=0.1, description="β of bc: a number, a list with one for each exchange, harmonic, or optimal"
+    )
+    known: Known | None = Field(default=None, description="constants of the problem, for an optimal α or β")
+    weights: Literal["uniform", "inverse_variance", "cosine"] | dict[str, Weight] = Field(
+        default="uniform",
+        description="relative weights of the helpers: equal; 1/σ_i² (footnote 1), estimated in earlier exchanges; the "
+        "cosine of their gradient with user 0's, 0 where negative; or a mapping from client to weight",
+    )
+    lr: float = Field(default=0.05, gt=0, description="η")
+    optimizer: Literal["sgd", "momentum", "adam"] = Field(
+        default="sgd", description="what is done with the corrected gradient; the paper has SGD"
+    )
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of the optimizer momentum")
+    batch_size: int = Field(default=32, ge=1, description="examples of a stochastic gradient")
+    steps_per_round: int = Field(default=1, ge=1, description="exchanges of gradients, and steps, in one round")
+    local_steps: int = Field(
+        default=1, ge=1, description="local SGD steps that one gradient stands for: what they moved, over their number"
+    )
+    local_lr: float | None = Field(default=None, gt=0, description="η of local steps; null is lr")
+    oracle_variance: float = Field(
+        default=0.0, ge=0, description="v² of the bias oracle for one helper; that of their mean is v²/N (Theorem 2)"
+    )
+    personalize_steps: int = Field(
+        default=0,
+        ge=0,
+        description="local SGD steps, from the mean of all states, of a client that has none",
+    )
+    block: int = Field(default=8, ge=1, description="states in one message (users: all), which bounds the memory")
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        for name in ("alpha", "beta"):
+            schedule = getattr(self, name)
+            if schedule == ():
+                raise ValueError(f"{name}: found an empty list; allowed: at least one number")
+            if schedule == "optimal" and self.known is None:
+                raise ValueError(f"{name}: found optimal without known; allowed: known: {{bias, noise, horizon}}")
+        if self.known is not None and self.known.pl > self.known.smoothness:
+            raise ValueError(f"known.pl: found {self.known.pl}; allowed: at most smoothness, {self.known.smoothness}")
+        if self.user is not None and self.users == "all":
+            raise ValueError(f"user: found {self.user!r} with users: all; allowed: null, or users: one")
+        if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
+            raise ValueError(
+                f"weights: found inverse_variance with batch_size {self.batch_size} and local_steps "
+                f"{self.local_steps}; allowed: at least 2 examples and 1 step, to estimate a variance from"
+            )
+        return self
+
+    def alpha_at(self, t: int, helpers: float, beta: float) -> float:
+        """α of exchange t = 0, 1, ... with so many helpers."""
+        if self.alpha != "optimal":
+            return _at(self.alpha, t)
+        assert self.known is not None
+        problem = self.known.problem(helpers)
+        if self.rule == "oracle":
+            return collaboration.optimal_alpha_oracle(problem, self.oracle_variance)
+        if self.rule == "bc":
+            return collaboration.optimal_alpha_bc(problem, self.lr, beta)
+        return collaboration.optimal_alpha(problem, self.lr)
+
+    def beta_at(self, t: int, helpers: float) -> float:
+        """β of exchange t = 0, 1, ... with so many helpers."""
+        if self.beta != "optimal":
+            return _at(self.beta, t)
+        assert self.known is not None
+        return collaboration.optimal_beta(self.known.problem(helpers), self.known.horizon)
+
+
+def _at(schedule: float | tuple[float, ...] | str, t: int) -> float:
+    if isinstance(schedule, str):
+        return 1 / (t + 1)
+    return schedule[min(t, len(schedule) - 1)] if isinstance(schedule, tuple) else schedule
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+class WGAServer(ServerHalf):
+    """Keeps, for each user, its state θ, its bias estimate c, and its optimizer's moments."""
+
+    def __init__(self, settings: WGASettings, task: Task, generator: torch.Generator) -> None:
+        self.settings = settings
+        self.task = task
+        self.roster = {client: i for i, client in enumerate(task.roster)}
+        user = settings.user or next(iter(task.roster), "")
+        self._check(user)
+        self.always = (user,) if settings.users == "one" else ()
+        users = [user] if settings.users == "one" else list(task.roster)
+        self.row = {client: i for i, client in enumerate(users)}
+        start = task.model.init(generator, task.dtype)
+        self._state = {"theta": start.repeat(len(users), 1)}
+        if settings.rule == "bc":
+            self._state["bias"] = torch.zeros_like(self._state["theta"])
+        if settings.optimizer != "sgd":
+            self._state["first"] = torch.zeros_like(self._state["theta"])
+        if settings.optimizer == "adam":
+            self._state["second"] = torch.zeros_like(self._state["theta"])
+            self._state["steps"] = torch.zeros(len(users), dtype=torch.int64)
+        if settings.weights == "inverse_variance":
+            # Of each client of the roster: summed estimates, and their number.
+            self._state["variances"] = torch.zeros(len(task.roster), 2, dtype=torch.float64)
+
+    def state(self) -> dict[str, Tensor]:
+        """θ ``[users, d]``, c, moments, and what is known of the helpers' variances."""
+        return self._state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state."""
+        self._state = dict(state)
+
+    def shapes(self) -> Shapes:
+        """As many gradients as a message has states."""
+        d = self.task.model.layout.size
+        return {Gradients: {"gradient": (self._block, d), "variance": (1,), "loss": (1,), "steps": (1,)}}
+
+    def train_round(self, round: Round) -> Statistics:
+        """``steps_per_round`` iterations of Algorithm 1, of every user in the cohort."""
+        s = self.settings
+        cohort = round.sample(always=self.always)
+        users = [client for client in cohort.clients if client in self.row]
+        new = {name: tensor.clone() for name, tensor in self._state.items()}
+        steps, losses = 0.0, []
+        for step in range(s.steps_per_round):
+            t = (round.number - 1) * s.steps_per_round + step
+            for start in range(0, len(users), self._block):
+                block = users[start : start + self._block]
+                theta = new["theta"][[self.row[user] for user in block]]
+                positions = torch.tensor([self.roster[user] for user in block], dtype=torch.float64)
+                replies = cohort.send(SharedStates(theta, positions, torch.tensor([step], dtype=torch.float64)))
+                truth = cohort.send(TrueGradients(theta)) if s.rule == "oracle" else None
+                steps += replies.total(replies.steps) + (0 if truth is None else truth.total(truth.steps))
+                present = replies.present if truth is None else truth.present
+                for j, user in enumerate(block):
+                    at = cohort.clients.index(user)
+                    if not present[at]:
+                        continue  # without its own gradient a user makes no step
+                    weights = self._weights(cohort.clients, replies.gradient[:, j], present, new, at)
+                    noise = round.generator(f"oracle/{step}/{user}")
+                    self._advance(new, self.row[user], replies, truth, (at, j), weights, t, noise)
+                    losses.append(float(replies.loss[at]))
+                self._note_variances(new, cohort, replies)
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in new.values()):
+            raise FloatingPointError("a user's state is not finite after this round")
+        self._state = new
+        statistics = {"client_steps": steps, "users": float(len(losses)) / s.steps_per_round}
+        return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send each user its own state; the others get the mean of all, and make steps of their own from there."""
+        theta = self._state["theta"]
+        mean = theta.mean(0)
+        mine = [self.row.get(client) if self.task.same_clients else None for client in cohort.clients]
+        states = torch.stack([mean if i is None else theta[i] for i in mine])
+        steps = torch.tensor([[0.0 if i is not None else self.settings.personalize_steps] for i in mine])
+        cohort.record("user", torch.tensor([[float(i is not None)] for i in mine], dtype=torch.float64))
+        return cohort.send(OwnModel(states, mean, steps.double()))
+
+    @property
+    def _block(self) -> int:
+        """States in one message."""
+        return 1 if self.settings.users == "one" else self.settings.block
+
+    def _advance(
+        self,
+        new: dict[str, Tensor],
+        row: int,
+        replies: Replies[Gradients],
+        truth: Replies[Gradients] | None,
+        where: tuple[int, int],
+        weights: Tensor,
+        t: int,
+        noise: torch.Generator,
+    ) -> None:
+        """The aggregation on user 0: one step of one user, whose own gradient is in row ``where[0]``, state ``[1]``."""
+        s, (at, j) = self.settings, where
+        own = replies.gradient[at, j]
+        if s.rule == "alone" or not weights.any():
+            self._step(new, row, own)
+            return
+        helpers = replies.mean(replies.gradient[:, j], weights)
+        number = 1 / float(weights.square().sum())  # N, if they count alike
+        beta = s.beta_at(t, number) if s.rule == "bc" else 0.0
+        alpha = s.alpha_at(t, number, beta)
+        bias: Tensor | float = 0.0
+        if s.rule == "bc":
+            bias = new["bias"][row].clone()  # as it was before this exchange: it must not know this gradient's noise
+            new["bias"][row] = next_bias(bias, own, helpers, beta)
+        if truth is not None:
+            bias = truth.mean(truth.gradient[:, j], weights) - truth.gradient[at, j]
+            spread = (s.oracle_variance / number / bias.numel()) ** 0.5
+            bias = bias + spread * torch.randn(bias.shape, generator=noise, dtype=torch.float64).to(bias)
+        self._step(new, row, weighted_gradient(own, helpers, alpha, bias))
+
+    def _step(self, new: dict[str, Tensor], row: int, g: Tensor) -> None:
+        """θ ← θ - η g, or what the optimizer makes of g (Adam: Kingma, Ba, ICLR 2015, β = (0.9, 0.999), ε = 1e-8)."""
+        s = self.settings
+        if s.optimizer == "momentum":
+            new["first"][row] = g = s.momentum * new["first"][row] + g
+        if s.optimizer == "adam":
+            new["steps"][row] += 1
+            k = int(new["steps"][row])
+            new["first"][row] = first = 0.9 * new["first"][row] + 0.1 * g
+            new["second"][row] = second = 0.999 * new["second"][row] + 0.001 * g.square()
+            g = (first / (1 - 0.9**k)) / ((second / (1 - 0.999**k)).sqrt() + 1e-8)
+        new["theta"][row] -= s.lr * g
+
+    def _weights(
+        self, clients: Sequence[str], gradients: Tensor, present: Tensor, new: Mapping[str, Tensor], at: int
+    ) -> Tensor:
+        """Weights ``[c]`` of the helpers of the user in row ``at``; they sum to 1, or are all 0 where it has none."""
+        chosen = self.settings.weights
+        weights = present.double()
+        weights[at] = 0
+        tiny = torch.finfo(torch.float64).tiny ** 0.5
+        if isinstance(chosen, dict):
+            weights *= torch.tensor([chosen.get(client, 0.0) for client in clients], dtype=torch.float64)
+        elif chosen == "cosine":
+            g = gradients.double()
+            weights *= (g @ g[at] / (g.norm(dim=1) * g[at].norm()).clamp(min=tiny)).clamp(min=0)
+        elif chosen == "inverse_variance":
+            known = new["variances"][[self.roster[client] for client in clients]]
+            if bool((known[weights > 0, 1] > 0).all()):  # the first exchange knows of none: all alike
+                weights /= (known[:, 0] / known[:, 1].clamp(min=1)).clamp(min=tiny)
+        return weights / weights.sum() if bool(weights.any()) else weights
+
+    def _note_variances(self, new: dict[str, Tensor], cohort: Cohort, replies: Replies[Gradients]) -> None:
+        """Add this exchange's estimates of σ_i²; they count from the next one on."""
+        if self.settings.weights == "inverse_variance":
+            for at in replies.present.nonzero().flatten().tolist():
+                position = self.roster[cohort.clients[at]]
+                new["variances"][position] += torch.stack([replies.variance[at, 0], torch.ones(()).double()])
+
+    def _check(self, user: str) -> None:
+        named = list(self.settings.weights) if isinstance(self.settings.weights, dict) else []
+        for key, client in [("user", user), *(("weights", client) for client in named)]:
+            if client not in self.roster:
+                first, last = (self.task.roster[0], self.task.roster[-1]) if self.task.roster else ("", "")
+                raise ExperimentError(
+                    f"algorithm.{key}: found {client!r}; allowed: a seen client, such as {first} or {last}"
+                )
+
+
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
+class WGAClient(ClientHalf):
+    """Answers with gradients at other users' states, on its own data."""
+
+    predictors = ("personal", "global")
+
+    def __init__(self, settings: WGASettings, task: Task) -> None:
+        self.settings = settings
+        self.task = task
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """``personalize_steps`` for a client without a state of its own."""
+        del examples
+        return self.settings.personalize_steps if predictor == "personal" else 0
+
+    @opened_by(SharedStates)
+    def train(self, clients: Group, opening: SharedStates) -> Conversation:
+        """Algorithm 1: sample, compute, share; as often as the server asks."""
+        s = self.settings
+        draws = [
+            self._batches(client, s.steps_per_round * s.local_steps, clients.generator(i, "train"))
+            for i, client in enumerate(clients.clients)
+        ]
+        message: SharedStates | TrueGradients = opening
+        step, drawn = -1, [[torch.empty(0)]] * len(clients)
+        while True:
+            if isinstance(message, SharedStates) and int(message.step) > step:
+                step, drawn = int(message.step), [list(islice(draw, s.local_steps)) for draw in draws]
+            answers = [self._answer(client, message, of) for client, of in zip(clients.clients, drawn, strict=True)]
+            message = yield Gradients(*(torch.stack(fields) for fields in zip(*answers, strict=True)))
+
+    @opened_by(OwnModel)
+    def personalize(self, clients: Group, opening: OwnModel) -> Conversation:
+        """``personal`` is the client's own state, or what its own steps make of the mean; ``global`` is the mean."""
+        personal = []
+        for i, client in enumerate(clients.clients):
+            steps = int(opening.steps[i])
+            drawn = list(self._batches(client, steps, clients.generator(i, "personalize"))) if steps else []
+            personal.append(self._descend(client, opening.theta[i], drawn)[0])
+        shared = opening.mean.expand(len(clients), -1)
+        return predictors_of(self.task.model, personal=torch.stack(personal), **{"global": shared})
+        yield  # a coroutine without an answer of its own
+
+    def _batches(self, client: ClientData, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
+        return batches(len(examples(client)), self.settings.batch_size, steps, generator)
+
+    def _answer(
+        self, client: ClientData, message: SharedStates | TrueGradients, drawn: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One row of each field of :class:`Gradients`."""
+        s, theta = self.settings, message.theta
+        block = 1 if s.users == "one" else s.block
+        answer = theta.new_zeros(block, theta.shape[1])
+        variances, own_loss, count = [], 0.0, 0
+        for j in range(len(theta)):
+            if isinstance(message, TrueGradients):
+                answer[j] = self._full_gradient(client, theta[j])
+                count += 1
+                continue
+            own = self.task.roster[int(message.users[j])] == client.id
+            if s.rule == "alone" and not own:
+                continue  # nobody would use it
+            if s.weights == "inverse_variance":
+                answer[j], loss, variance = self._halves(client, theta[j], drawn[0])
+                variances.append(variance)
+            elif s.local_steps == 1:
+                answer[j], loss = self._gradient(client, theta[j], drawn[0])
+            else:
+                moved, loss = self._descend(client, theta[j], drawn)
+                answer[j] = (theta[j] - moved) / (self._local_lr * s.local_steps)
+            own_loss = float(loss) if own else own_loss
+            count += s.local_steps
+        numbers = (sum(variances) / max(1, len(variances)), own_loss, float(count))
+        variance_, loss_, steps = (torch.tensor([number], dtype=torch.float64) for number in numbers)
+        return answer, variance_, loss_, steps
+
+    @property
+    def _local_lr(self) -> float:
+        return self.settings.lr if self.settings.local_lr is None else self.settings.local_lr
+
+    def _gradient(self, client: ClientData, theta: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        train = examples(client)
+        return gradient(self.task.model, theta, train.x[index], None if train.y is None else train.y[index])
+
+    def _descend(self, client: ClientData, theta: Tensor, drawn: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """SGD steps on some batches: where they lead, and the loss of the first."""
+        first = torch.zeros(())
+        for k, index in enumerate(drawn):
+            g, loss = self._gradient(client, theta, index)
+            theta = theta - self._local_lr * g
+            first = loss if k == 0 else first
+        return theta, first
+
+    def _halves(self, client: ClientData, theta: Tensor, index: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Gradient and loss of a batch, and an unbiased estimate of the gradient's variance, from its two halves.
+
+        With b₁ + b₂ = b independent examples, E‖g₁ - g₂‖² = s² (1/b₁ + 1/b₂) where s²/b is the variance of the whole.
+
+        Raises
+        ------
+        DataError
+            If the client has one example.
+        """
+        if len(index) < 2:
+            raise DataError(f"client {client.id}: it has one train example, a variance needs two")
+        (first, loss_1), (second, loss_2) = (self._gradient(client, theta, half) for half in index.tensor_split(2))
+        b_1, b = (len(index) + 1) // 2, len(index)
+        share = b_1 / b
+        variance = float((first - second).double().square().sum()) * share * (1 - share)
+        return share * first + (1 - share) * second, share * loss_1 + (1 - share) * loss_2, variance
+
+    def _full_gradient(self, client: ClientData, theta: Tensor) -> Tensor:
+        """Gradient of f_i over the client's whole train split."""
+        n = len(examples(client))
+        total = torch.zeros_like(theta)
+        for index in torch.split(torch.arange(n), PIECE):
+            total += self._gradient(client, theta, index)[0] * (len(index) / n)
+        return total
+
+
+WGA = Algorithm(
+    name="wga",
+    version=1,
+    settings=WGASettings,
+    server=WGAServer,
+    client=WGAClient,
+    messages=(SharedStates, TrueGradients, Gradients, OwnModel),
+    needs_classes=False,
+)

@@ -1,0 +1,64 @@
+"""The scheme ``means``: Gaussian examples around a mean for each client, drawn from the seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.dealing import Deal, Dealing, draw_seen
+from fedloom.data.keyed import keyed_generator
+from fedloom.data.schemes import MeansScheme
+from fedloom.data.sources import Official, Pool, Source
+
+
+def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDArray[np.float64]:
+    """Return the mean of every client, ``[n, dimension]``: m_0 of the first seen one, m_0 plus a bias of others."""
+    d = scheme.dimension
+    own = scheme.distance * _direction(seed, d, "user")
+    means = np.tile(own + scheme.bias * _direction(seed, d, "helpers"), (scheme.clients, 1))
+    for client in range(scheme.clients):
+        means[client] += scheme.spread * _direction(seed, d, "spread", client)
+    means[int(np.flatnonzero(seen)[0])] = own
+    return means
+
+
+def draw_means(source: Source, scheme: MeansScheme, dealing: Dealing) -> tuple[Source, Official, Deal]:
+    """Draw examples and deal them; also returns the source with the shape that the examples have.
+
+    A client's validation examples are the last ``validation_fraction`` of those it does not test on.
+    """
+    seen = draw_seen(scheme.clients, dealing.unseen_fraction, dealing.seed)
+    means = client_means(scheme, seen, dealing.seed)
+    pools = {}
+    for split, size in (("train", scheme.train_per_client), ("test", scheme.test_per_client)):
+        examples = [
+            mean + scheme.noise * _normals(dealing.seed, (size, scheme.dimension), "examples", split, client)
+            for client, mean in enumerate(means)
+        ]
+        inputs = np.concatenate(examples).astype(np.float32)
+        pools[split] = Pool(inputs, np.zeros(len(inputs), dtype=np.int64))
+    held_out = min(max(1, round(dealing.validation_fraction * scheme.train_per_client)), scheme.train_per_client - 1)
+    positions = np.arange(len(pools["train"])).reshape(scheme.clients, -1)
+    cut = scheme.train_per_client - held_out
+    test = len(pools["train"]) + np.arange(len(pools["test"])).reshape(scheme.clients, -1)
+    split_positions = {"train": list(positions[:, :cut]), "validation": list(positions[:, cut:]), "test": list(test)}
+    deal = Deal(seen, split_positions, np.sort(positions[:, :cut].reshape(-1)), (None,) * scheme.clients)
+    shaped = dataclasses.replace(source, input_shape=(scheme.dimension,))
+    return shaped, Official(pools["train"], pools["test"]), deal
+
+
+def _normals(seed: int, shape: tuple[int, ...], *purpose: str | int) -> NDArray[np.float64]:
+    """Standard normal numbers, by Box and Muller: numpy keeps its uniform ones from release to release, not these."""
+    uniform = keyed_generator(seed, "means", *purpose).random((2, *shape))
+    normals: NDArray[np.float64] = np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * math.pi * uniform[1])
+    return normals
+
+
+def _direction(seed: int, dimension: int, *purpose: str | int) -> NDArray[np.float64]:
+    """A unit vector."""
+    drawn = _normals(seed, (dimension,), "direction", *purpose)
+    direction: NDArray[np.float64] = drawn / np.linalg.norm(drawn)
+    return direction

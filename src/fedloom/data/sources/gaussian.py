@@ -1,0 +1,36 @@
+"""Gaussian examples around a mean for each client: no files, drawn by the scheme ``means`` (papers/004, §4 and §6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedloom.data.sources.base import Official, Source
+from fedloom.errors import DataError
+
+
+def read(contents: Mapping[str, bytes]) -> Official:
+    """There is nothing to read.
+
+    Raises
+    ------
+    DataError
+        Always.
+    """
+    del contents
+    raise DataError(
+        "gaussian has no files: its examples are drawn when they are dealt", hint="fedloom partition EXPERIMENT"
+    )
+
+
+GAUSSIAN = Source(
+    name="gaussian",
+    title="Gaussian examples",
+    class_names=(),
+    input_shape=(1,),
+    licence="none: drawn from the experiment's seed",
+    files=(),
+    ways=(),
+    read=read,
+    kind="features",
+    synthetic=True,
+)

@@ -1,0 +1,1 @@
+"""The papers' bounds and optimal weights, as functions (docs/theory.md)."""

@@ -1,0 +1,284 @@
+"""Personalized collaborative learning: bounds for WGA and Bias Correction, the best weight, the speedup (papers/004).
+
+The text of papers/004 that we have lost its formulas. What is here has the form of its Theorems 1-3, but the derivation
+and the constants are ours; every step is in docs/theory.md, "Collaboration".
+
+User 0 minimizes f_0 with N helpers. A1: f_0 is L-smooth. A2: ‖∇f_0(x)‖² ≥ 2μ F(x), with F = f_0 - min f_0. A3:
+‖B(x) - B(y)‖ ≤ δ‖x - y‖ with B = ∇f_avg - ∇f_0. A4: ‖B(x)‖² ≤ m‖∇f_0(x)‖² + ζ². A5: every user's gradient has variance
+σ², independently of the others'. ``excess`` is F at the start.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What A1-A5 say of one problem.
+
+    Attributes
+    ----------
+    helpers
+        N.
+    bias
+        ζ² of A4, the squared distance of the gradients that does not shrink with ‖∇f_0‖.
+    noise
+        σ² of A5, the variance of one user's stochastic gradient (summed over coordinates).
+    smoothness, pl
+        L of A1; μ of A2.
+    scaling
+        m of A4.
+    dissimilarity
+        δ of A3.
+    """
+
+    helpers: float
+    bias: float
+    noise: float
+    smoothness: float = 1.0
+    pl: float = 1.0
+    scaling: float = 0.0
+    dissimilarity: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no problem.
+
+        Raises
+        ------
+        ValueError
+            If a constant is out of range.
+        """
+        if not self.helpers > 0:
+            raise ValueError(f"helpers: found {self.helpers}, allowed: above 0")
+        if not 0 < self.pl <= self.smoothness:
+            raise ValueError(f"pl: found {self.pl}, allowed: above 0 and at most smoothness, {self.smoothness}")
+        for name in ("bias", "noise", "scaling", "dissimilarity"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: found {getattr(self, name)}, allowed: 0 or more")
+
+
+def weighted_variance(alpha: float, noise: float, helpers: float, oracle: float = 0.0) -> float:
+    """Variance of (1 - α) g_0 + α (g_avg - c): (1 - α)² σ² + α² (σ² + v²)/N.
+
+    Parameters
+    ----------
+    oracle
+        v², the variance of a bias oracle for one helper (papers/004, Theorem 2).
+    """
+    return (1 - alpha) ** 2 * noise + alpha**2 * (noise + oracle) / helpers
+
+
+# --- the best weight and what it brings -------------------------------------------------------------------------------
+
+
+def relative_bias(p: Problem, step_size: float) -> float:
+    """r = ζ²/(L η σ²), how much the bias weighs beside the noise in :func:`wga_floor`; infinite without noise.
+
+    With η = 1/(μT), the rate at which T steps get rid of the start up to logarithms, this is μ T ζ²/(L σ²): bias
+    accumulates over the rounds.
+    """
+    if p.bias == 0:
+        return 0.0
+    return p.bias / (p.smoothness * step_size * p.noise) if p.noise else math.inf
+
+
+def optimal_alpha(p: Problem, step_size: float) -> float:
+    """The α that minimizes :func:`wga_floor`: papers/004, "Speedup over training alone", with our constants.
+
+    With A = L η σ² and D = A/N + ζ² it is the smaller root of m A α² - (A (1 + m) + D) α + A = 0. For m = 0 this is
+    1/(1 + 1/N + r), r = :func:`relative_bias`; without bias N/(N + 1).
+    """
+    a = p.smoothness * step_size * p.noise
+    if a == 0:
+        return 0.0  # nothing to reduce: any collaboration could only add bias
+    b = a * (1 + p.scaling) + a / p.helpers + p.bias
+    return 2 * a / (b + math.sqrt(b * b - 4 * p.scaling * a * a))
+
+
+def speedup(helpers: float, relative: float) -> float:
+    """Noise-and-bias of training alone over that with the best α, for m = 0: 1 + N/(1 + N r).
+
+    N + 1 without bias (linear speedup); 1 + 1/r however many helpers there are, with bias (papers/004, Figure 1).
+    """
+    return 1 + helpers / (1 + helpers * relative) if math.isfinite(relative) else 1.0
+
+
+def optimal_alpha_oracle(p: Problem, oracle: float) -> float:
+    """The α that minimizes :func:`weighted_variance`: 1/(1 + (1 + v²/σ²)/N) (papers/004, after Theorem 2)."""
+    return p.helpers * p.noise / (p.helpers * p.noise + p.noise + oracle) if p.noise else 0.0
+
+
+def relative_bias_bc(p: Problem, step_size: float, beta: float) -> float:
+    """What r is for BC where Hessians agree (δ = 0): β (1 + 1/N) / ((2 - β) L η), without any ζ."""
+    return beta * (1 + 1 / p.helpers) / ((2 - beta) * p.smoothness * step_size)
+
+
+def optimal_alpha_bc(p: Problem, step_size: float, beta: float) -> float:
+    """The α that minimizes the floor of :func:`bc_bound_pl` where δ = 0: 1/(1 + 1/N + r), see the function above."""
+    return 1 / (1 + 1 / p.helpers + relative_bias_bc(p, step_size, beta)) if p.noise else 0.0
+
+
+def optimal_beta(p: Problem, steps: int) -> float:
+    """The β that minimizes ζ²/(βT) + βV/2, V = σ² (1 + 1/N): √(2 ζ²/(T V)), at most 1; 1 without noise.
+
+    The first term is what is left of c_0 = 0 over T steps, the second the noise in c (docs/theory.md, Theorem 3).
+    """
+    observed = p.noise * (1 + 1 / p.helpers)
+    return min(1.0, math.sqrt(2 * p.bias / (steps * observed))) if observed else 1.0
+
+
+# --- Theorem 1 and 2 --------------------------------------------------------------------------------------------------
+
+
+def wga_floor(p: Problem, alpha: float, step_size: float, oracle: float = 0.0) -> float:
+    """α² ζ² + L η σ²(α), over 1 - α² m: 2μ times the loss at which WGA stops improving (Theorem 1, PL case).
+
+    Raises
+    ------
+    ValueError
+        If α² m ≥ 1: nothing is known then.
+    """
+    left = 1 - alpha**2 * p.scaling
+    if left <= 0:
+        raise ValueError(f"alpha: found {alpha}, allowed: below {1 / math.sqrt(p.scaling):g} = 1/√m")
+    noise = p.smoothness * step_size * weighted_variance(alpha, p.noise, p.helpers, oracle)
+    return (alpha**2 * p.bias + noise) / left
+
+
+def wga_bound(p: Problem, alpha: float, step_size: float, steps: int, excess: float) -> float:
+    """Bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T, for η ≤ 1/L (form of Theorem 1, non-convex case)."""
+    _check_step(p, step_size)
+    return 2 * excess / (step_size * steps * (1 - alpha**2 * p.scaling)) + wga_floor(p, alpha, step_size)
+
+
+def wga_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, excess: float) -> float:
+    """Bound on E F(x_T) for η ≤ 1/L under A2 (form of Theorem 1, PL case)."""
+    _check_step(p, step_size)
+    contraction = 1 - step_size * p.pl * (1 - alpha**2 * p.scaling)
+    return float(contraction**steps * excess + wga_floor(p, alpha, step_size) / (2 * p.pl))
+
+
+def oracle_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, excess: float, oracle: float) -> float:
+    """Bound on E F(x_T) with an unbiased oracle of the mean bias, of variance v²/N (form of Theorem 2, PL case).
+
+    Neither ζ nor m is in it.
+    """
+    _check_step(p, step_size)
+    noise = p.smoothness * step_size * weighted_variance(alpha, p.noise, p.helpers, oracle)
+    return float((1 - step_size * p.pl) ** steps * excess + noise / (2 * p.pl))
+
+
+# --- Theorem 3 --------------------------------------------------------------------------------------------------------
+
+
+def bc_step_size(p: Problem, alpha: float, beta: float) -> float:
+    """Largest η for which :func:`bc_bound` holds; the PL case needs η ≤ β/(2μ) too where δ > 0."""
+    slow = math.inf if alpha * p.dissimilarity == 0 else beta / (4 * math.sqrt(2) * alpha * p.dissimilarity)
+    return min(1 / p.smoothness, slow)
+
+
+def bc_bound(p: Problem, alpha: float, beta: float, step_size: float, steps: int, excess: float, bias: float) -> float:
+    """Bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T (form of Theorem 3, non-convex case).
+
+    Parameters
+    ----------
+    bias
+        ‖B(x_0)‖², what c_0 = 0 is wrong by; it is divided by T.
+
+    Raises
+    ------
+    ValueError
+        If η is above :func:`bc_step_size`.
+    """
+    _check_step(p, step_size, bc_step_size(p, alpha, beta))
+    variance = weighted_variance(alpha, p.noise, p.helpers)
+    observed = p.noise * (1 + 1 / p.helpers)
+    if p.dissimilarity == 0:
+        start = 2 * excess / step_size + alpha**2 * bias / (beta * (2 - beta))
+        return start / steps + p.smoothness * step_size * variance + alpha**2 * beta * observed / (2 - beta)
+    start = 4 * excess / step_size + 8 * alpha**2 * bias / beta
+    drift = 16 * (alpha * p.dissimilarity * step_size / beta) ** 2 * variance
+    return start / steps + 2 * p.smoothness * step_size * variance + 16 * alpha**2 * beta * observed + drift
+
+
+def bc_bound_pl(
+    p: Problem, alpha: float, beta: float, step_size: float, steps: int, excess: float, bias: float
+) -> float:
+    """Bound on E F(x_T) under A2 (form of Theorem 3, PL case); arguments as in :func:`bc_bound`.
+
+    What does not vanish with T has no ζ and no m in it.
+
+    Raises
+    ------
+    ValueError
+        If η is too large.
+    """
+    allowed = bc_step_size(p, alpha, beta)
+    variance = weighted_variance(alpha, p.noise, p.helpers)
+    observed = p.noise * (1 + 1 / p.helpers)
+    if p.dissimilarity == 0:
+        _check_step(p, step_size, allowed)
+        slow, fast = 1 - step_size * p.pl, (1 - beta) ** 2
+        # Σ_k slow^(T-1-k) fast^k, what is left of the wrong start of c
+        left = (slow**steps - fast**steps) / (slow - fast) if slow != fast else steps * slow ** (steps - 1)
+        floor = p.smoothness * step_size * variance + alpha**2 * beta * observed / (2 - beta)
+        return float(slow**steps * excess + step_size / 2 * alpha**2 * bias * left + floor / (2 * p.pl))
+    _check_step(p, step_size, min(allowed, beta / (2 * p.pl)))
+    start = excess + 2 * step_size * alpha**2 * bias / beta
+    floor = (
+        p.smoothness * step_size * variance
+        + 8 * alpha**2 * beta * observed
+        + 8 * (alpha * p.dissimilarity * step_size / beta) ** 2 * variance
+    )
+    return float((1 - step_size * p.pl / 2) ** steps * start + floor / p.pl)
+
+
+def _check_step(p: Problem, step_size: float, allowed: float | None = None) -> None:
+    allowed = 1 / p.smoothness if allowed is None else allowed
+    if not 0 < step_size <= allowed * (1 + 1e-12):
+        raise ValueError(f"step_size: found {step_size:g}, allowed: above 0 and at most {allowed:g}")
+
+
+# --- what really happens on a quadratic -------------------------------------------------------------------------------
+
+
+def quadratic_losses(
+    p: Problem, curvature: float, alpha: float, beta: float | None, step_size: float, steps: int, start: float
+) -> list[float]:
+    """E F(x_t), t = 0 ... T, exactly, on the one-dimensional noisy quadratic model (papers/004, §6).
+
+    f_i(x) = h (x - m_i)²/2 with gradient noise of variance σ², and B = h (m_0 - m_avg) constant, ζ² = B². With
+    z = x - m_0 and e = c - B,
+
+        z⁺ = (1 - ηh) z + η α e - η ((1 - α) n_0 + α n_avg),    e⁺ = (1 - β) e + β (n_avg - n_0),
+
+    so that first and second moments follow a linear recursion.
+
+    Parameters
+    ----------
+    curvature
+        h.
+    beta
+        Of BC, which starts at c_0 = 0; None for WGA, whose c stays 0 (α = 0 is Alone).
+    start
+        z_0.
+    """
+    helpers, noise = p.helpers, p.noise
+    beta = 0.0 if beta is None else beta
+    keep, pull = 1 - step_size * curvature, step_size * alpha
+    z_noise = step_size**2 * weighted_variance(alpha, noise, helpers)
+    e_noise = beta**2 * noise * (1 + 1 / helpers)
+    shared = step_size * beta * noise * ((1 - alpha) - alpha / helpers)
+    bias = math.sqrt(p.bias)
+    zz, ze, ee = start * start, -start * bias, bias * bias
+    losses = [curvature * zz / 2]
+    for _ in range(steps):
+        zz, ze, ee = (
+            keep * keep * zz + 2 * keep * pull * ze + pull * pull * ee + z_noise,
+            keep * (1 - beta) * ze + pull * (1 - beta) * ee + shared,
+            (1 - beta) ** 2 * ee + e_noise,
+        )
+        losses.append(curvature * zz / 2)
+    return losses

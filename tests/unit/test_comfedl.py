@@ -1,0 +1,575 @@
+"""ComFedL against autograd, finite differences, optimization over the simplex, and FedAvg (papers/002)."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import CLASSES, IMAGE, client, clients, federation, group, task
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from scipy.optimize import minimize
+from torch import Tensor
+
+from fedloom.algorithms import comfedl
+from fedloom.algorithms.comfedl import (
+    COMFEDL,
+    ComFedLSettings,
+    ModelUpdate,
+    composed_loss,
+    compositional_sgd,
+    loss_there,
+    optimal_weights,
+    regularized_loss,
+)
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.training import LocalSGD, batches, local_sgd
+from fedloom.data.federated import ClientData
+from fedloom.errors import QuorumError
+from fedloom.federation.randomness import generator
+from fedloom.models.flat import FlatModel
+from fedloom.models.lenet import LeNet
+from fedloom.models.mlp import MLP
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+SMALL = MLP(IMAGE, [5], CLASSES)
+ZERO = torch.zeros(1, dtype=torch.float64)
+
+
+def made(**changes: Any) -> ComFedLSettings:
+    """Three plain steps on batches of 3."""
+    local = {"steps": 3, "batch_size": 3, "lr": 0.05} | changes.pop("local", {})
+    return ComFedLSettings.model_validate({"gamma": 0.7, "local": local, **changes})
+
+
+def starts(model: FlatModel, g: int) -> Tensor:
+    return torch.stack([model.init(torch.Generator().manual_seed(i), torch.float64) for i in range(g)])
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def loss(model: FlatModel, theta: Tensor, c: ClientData, index: Tensor | slice = slice(None)) -> Tensor:
+    assert c.train.y is not None
+    return F.cross_entropy(model.logits(theta, c.train.x[index]), c.train.y[index])
+
+
+def after_inner_step(
+    model: FlatModel, theta: Tensor, c: ClientData, index: Tensor | slice, s: ComFedLSettings
+) -> Tensor:
+    """w - η∇f(w) as a differentiable function of a leaf w, written with nothing but autograd."""
+    (slope,) = torch.autograd.grad(loss(model, theta, c, index), [theta], create_graph=not s.first_order)
+    return theta - s.inner_lr * slope
+
+
+def composed(
+    model: FlatModel, theta: Tensor, c: ClientData, first: Tensor | slice, second: Tensor | slice, s: ComFedLSettings
+) -> Tensor:
+    """The loss whose exponential is taken: f_B(w), or f_B̃(w - η∇f_B(w))."""
+    if s.objective == "robust":
+        return loss(model, theta, c, first)
+    return loss(model, after_inner_step(model, theta, c, first, s), c, second)
+
+
+# --- Lemma 1 ----------------------------------------------------------------------------------------------------------
+
+
+@given(f=st.lists(st.floats(0, 5), min_size=2, max_size=6), gamma=st.sampled_from([0.1, 0.2, 1.0, 5.0]))
+@hypothesis_settings(deadline=None, max_examples=10)
+def test_lemma_1_the_weights_maximize_over_the_simplex(f: list[float], gamma: float) -> None:
+    """By numerical optimization, which knows nothing of the closed form: r = softmax(z) for any z."""
+    losses = torch.tensor(f, dtype=torch.float64)
+
+    def descend(z: Any) -> tuple[float, Any]:
+        free = torch.tensor(z, dtype=torch.float64, requires_grad=True)
+        value = -regularized_loss(losses, free.softmax(0), gamma)
+        (slope,) = torch.autograd.grad(value, [free])
+        return value.item(), slope.numpy()
+
+    found = minimize(descend, [0.0] * len(f), jac=True, method="BFGS", options={"gtol": 1e-9})
+    r = optimal_weights(losses, gamma)
+    assert float(r.sum()) == pytest.approx(1, abs=1e-12)
+    assert -found.fun == pytest.approx(float(composed_loss(losses, gamma)), abs=1e-6)
+    close(r, torch.tensor(found.x, dtype=torch.float64).softmax(0), atol=1e-3)
+    assert float(regularized_loss(losses, r, gamma)) == pytest.approx(float(composed_loss(losses, gamma)), abs=1e-12)
+
+
+def test_lemma_1_no_vertex_and_no_neighbour_is_better() -> None:
+    losses, gamma = torch.tensor([2.3, 0.4, 1.1, 2.2], dtype=torch.float64), 0.5
+    r = optimal_weights(losses, gamma)
+    best = regularized_loss(losses, r, gamma)
+    others = [*torch.eye(4, dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)]
+    for i in range(4):
+        for j in range(4):
+            moved = r.clone()
+            moved[i] += 1e-3
+            moved[j] -= 1e-3
+            others += [moved] if i != j else []
+    assert all(regularized_loss(losses, other, gamma) < best for other in others)
+
+
+def test_the_composed_loss_is_between_mean_and_maximum_and_never_overflows() -> None:
+    losses = torch.tensor([1.0, 900.0, 3.0], dtype=torch.float64)
+    assert float(composed_loss(losses, 1e-2)) == pytest.approx(900 - 1e-2 * math.log(3))
+    assert float(composed_loss(losses, 1e9)) == pytest.approx(float(losses.mean()), abs=1e-3)
+    assert optimal_weights(losses, 1e-2).tolist() == [0.0, 1.0, 0.0]
+
+
+# --- the step along u -------------------------------------------------------------------------------------------------
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "robust": {"objective": "robust"},
+    "damaml": {"objective": "damaml", "inner_lr": 0.3},
+    "first order": {"objective": "damaml", "inner_lr": 0.3, "first_order": True},
+}
+
+
+def shift_of(scale: str) -> Tensor:
+    return ZERO if scale == "literal" else ZERO + 0.9
+
+
+@pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
+@pytest.mark.parametrize("scale", ["literal", "largest", "normalized"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_local_steps_follow_the_derivative_of_the_whole_composition(
+    objective: str, scale: str, model: FlatModel
+) -> None:
+    """exp(ℓ(f(w))/γ) as one expression, differentiated as one; both batches from generators of their own."""
+    s, c = made(scale=scale, **OBJECTIVES[objective], gamma=1.5), client("c0", 11)
+    shift = shift_of(scale)
+    theta = starts(model, 1)
+    members = group([c])
+    first = list(batches(11, 3, 3, members.generator(0, "train")))
+    second = list(batches(11, 3, 3, members.generator(0, "outer")))
+    w, losses = theta[0].clone(), []
+    for B, C in zip(first, second, strict=True):
+        p = w.clone().requires_grad_()
+        f = composed(model, p, c, B, C, s)
+        g = torch.exp((f - shift[0]) / s.gamma) * (s.gamma if scale == "normalized" else 1)
+        (u,) = torch.autograd.grad(g, [p])
+        w = w - s.local.lr * u
+        losses.append(f.item())
+    made_by_it = compositional_sgd(model, theta, group([c]), s, shift)
+    close(theta[0] + made_by_it.delta_theta[0], w)
+    assert made_by_it.loss.item() == pytest.approx(sum(losses) / 3, abs=1e-12)
+    assert made_by_it.first.item() == pytest.approx(losses[0], abs=1e-12)
+    assert (made_by_it.steps.item(), made_by_it.left.item()) == (3, 0)
+    assert (w - theta[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("objective", ["robust", "damaml"])
+def test_one_step_follows_finite_differences(objective: str) -> None:
+    """Coordinate by coordinate, with no derivative on the testing side but the inner step's own."""
+    s = made(scale="literal", **OBJECTIVES[objective], gamma=1.5, local={"steps": 1, "lr": 1.0})
+    model, c = MLP(IMAGE, [], CLASSES), client("c0", 7)
+    theta = starts(model, 1)
+    members = group([c])
+    B = next(batches(7, 3, 1, members.generator(0, "train")))
+    C = next(batches(7, 3, 1, members.generator(0, "outer")))
+
+    def value(w: Tensor) -> float:
+        return math.exp(composed(model, w.clone().requires_grad_(), c, B, C, s).item() / s.gamma)
+
+    u = -compositional_sgd(model, theta, group([c]), s, ZERO).delta_theta[0]
+    for k in (*range(0, len(theta[0]), 97), -1):
+        e = torch.zeros_like(theta[0])
+        e[k] = 1e-5
+        assert float(u[k]) == pytest.approx((value(theta[0] + e) - value(theta[0] - e)) / 2e-5, rel=1e-6, abs=1e-8)
+
+
+def test_the_second_order_is_in_it() -> None:
+    c, theta = client("c0", 11), starts(SMALL, 1)
+    exact, first = (
+        compositional_sgd(SMALL, theta, group([c]), made(**OBJECTIVES[o], local={"steps": 1}), ZERO).delta_theta
+        for o in ("damaml", "first order")
+    )
+    assert (exact - first).abs().max() > 1e-3 * exact.abs().max()
+
+
+def test_the_two_batches_are_drawn_apart_from_each_other() -> None:
+    """Neither's draws depend on whether, or in what size, the other is drawn."""
+    drawn: list[tuple[str, str]] = []
+    c = client("c0", 30)
+
+    class Noted(type(group([c]))):  # type: ignore[misc]
+        def generator(self, i: int, purpose: str) -> torch.Generator:
+            drawn.append((self.clients[i].id, purpose))
+            return super().generator(i, purpose)
+
+    members = Noted([c], group([c])._generator)
+    s = made(**OBJECTIVES["damaml"], local={"steps": 4, "outer_batch_size": 7})
+    compositional_sgd(SMALL, starts(SMALL, 1), members, s, ZERO)
+    assert sorted(drawn) == [("c0", "outer"), ("c0", "train")]
+    first, second = (torch.cat(list(batches(30, 3, 4, group([c]).generator(0, p)))) for p in ("train", "outer"))
+    assert not torch.equal(first, second)
+    drawn.clear()
+    compositional_sgd(SMALL, starts(SMALL, 1), members, made(), ZERO)
+    assert drawn == [("c0", "train")]
+
+
+@pytest.mark.parametrize("local", [{"lambda_theta": 0.1}, {"momentum": 0.5}, {"clip": 0.02}, {"mask_absent": True}])
+def test_options_the_paper_has_not_act_on_u(local: dict[str, Any]) -> None:
+    """At γ = 10⁹ and normalized, u is ∇f: then they must do what they do in local SGD."""
+    c, theta = client("c0", 11), starts(SMALL, 1)
+    if "mask_absent" in local:
+        assert c.train.y is not None
+        c.train.y[:] = torch.arange(11) % 2  # label 2 is absent
+    s = made(gamma=1e9, local=local)
+    plain = LocalSGD.model_validate({"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0} | local)
+    expected, _, _ = local_sgd(SMALL, theta, group([c]), plain)
+    close(theta + compositional_sgd(SMALL, theta, group([c]), s, ZERO).delta_theta, expected, atol=1e-9)
+    without, _, _ = local_sgd(SMALL, theta, group([c]), LocalSGD(steps=3, batch_size=3, lr=0.05, momentum=0.0))
+    assert (expected - without).abs().max() > 1e-6
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_scales_differ_by_a_constant_factor_alone(objective: str) -> None:
+    """One step: u of `largest` is that of the literal form over exp(max f/γ), of `normalized` times γ/mean exp(f/γ)."""
+    f = torch.tensor([1.9, 0.6], dtype=torch.float64)
+    shifts = {"literal": ZERO, "largest": f.max()[None], "normalized": composed_loss(f, 0.7)[None]}
+    theta, c = starts(SMALL, 1), client("c0", 11)
+    u = {
+        scale: compositional_sgd(
+            SMALL, theta, group([c]), made(scale=scale, **OBJECTIVES[objective], local={"steps": 1}), shift
+        ).delta_theta
+        for scale, shift in shifts.items()
+    }
+    close(u["largest"], u["literal"] * math.exp(-1.9 / 0.7))
+    close(u["normalized"], u["literal"] * 0.7 / float((f / 0.7).exp().mean()))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_composed_loss(tmp_path: Path, objective: str) -> None:
+    """Normalized, τ = 1: the mean of the clients' steps is exactly -η times the gradient of eq. 5."""
+    s = made(**OBJECTIVES[objective], local={"steps": 1, "batch_size": 100})
+    problem, data = task(), clients(SIZES)
+    run = federation(tmp_path, COMFEDL, s, problem, data)
+    theta = run.state["theta"].requires_grad_()
+    f = torch.stack([composed(problem.model, theta, c, slice(None), slice(None), s) for c in data])
+    objective_5 = s.gamma * torch.log(torch.exp(f / s.gamma).mean())
+    (slope,) = torch.autograd.grad(objective_5, [theta])
+    run.run()
+    close(run.state["theta"], (theta - s.local.lr * slope).detach())
+    # Lemma 1, reported: the same gradient is that of Σ r_i f_i with r held fixed.
+    (attempt,) = run.loop.journal.counted()
+    r = optimal_weights(f.detach(), s.gamma)
+    assert attempt.statistics["objective"] == pytest.approx(objective_5.item(), abs=1e-12)
+    assert [attempt.statistics[f"r.{c.id}"] for c in data] == pytest.approx(r.tolist(), abs=1e-12)
+    assert attempt.statistics["r_largest"] == pytest.approx(float(r.max()), abs=1e-12)
+    assert attempt.statistics["r_smallest"] == pytest.approx(float(r.min()), abs=1e-12)
+    assert attempt.statistics["effective_clients"] == pytest.approx(float(1 / (r * r).sum()), abs=1e-9)
+
+
+def test_literal_and_largest_go_the_same_way(tmp_path: Path) -> None:
+    """From the same θ, one step of everyone: the rounds differ by the factor exp(max f/γ) alone."""
+    problem, data, moved = task(), clients(SIZES), {}
+    for scale in ("literal", "largest"):
+        s = made(scale=scale, factor_at="step", local={"steps": 1})
+        run = federation(tmp_path / scale, COMFEDL, s, problem, data)
+        start = run.state["theta"]
+        run.run()
+        moved[scale] = run.state["theta"] - start
+    largest = max(float(loss(problem.model, start, c)) for c in data)
+    close(moved["literal"], moved["largest"] * math.exp(largest / 0.7), atol=1e-11)
+
+
+def test_with_a_large_gamma_it_is_uniform_fedavg(tmp_path: Path) -> None:
+    """γ → ∞: r_i = 1/n (papers/002, below eq. 4), and both methods draw the same batches."""
+    problem, data = task(), clients(SIZES)
+    local = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}
+    one = federation(tmp_path / "a", COMFEDL, made(gamma=1e10), problem, data, rounds=2)
+    other = federation(
+        tmp_path / "b",
+        FEDAVG,
+        FedAvgSettings.model_validate({"local": local, "weighting": "uniform"}),
+        problem,
+        data,
+        rounds=2,
+    )
+    one.run()
+    other.run()
+    close(one.state["theta"], other.state["theta"], atol=1e-9)
+    assert one.loop.journal.counted()[1].statistics["effective_clients"] == pytest.approx(3)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("factor_at", ["step", "round"])
+def test_the_mean_is_uniform_over_those_who_answered(tmp_path: Path, lost: int, factor_at: str) -> None:
+    """Sizes do not count, and who was lost before its loss came back does not count in (5)."""
+    s, problem, data = made(factor_at=factor_at), task(), clients(SIZES)
+    run = federation(tmp_path, COMFEDL, s, problem, data, lost={0: lost})
+    theta = run.state["theta"]
+    here = [c for i, c in enumerate(data) if i != lost]
+    shift = composed_loss(torch.stack([loss(problem.model, theta, c) for c in here]), s.gamma)[None]
+    moved = []
+    for c in here:
+        members = group([c])
+        members._generator = lambda id, purpose: generator(SEED, f"train/{purpose}", id, 1)
+        held = loss(problem.model, theta, c).reshape(1, 1) if factor_at == "round" else None
+        moved.append(compositional_sgd(problem.model, theta[None], members, s, shift, held).delta_theta[0])
+    run.run()
+    close(run.state["theta"], theta + torch.stack(moved).mean(0))
+    (attempt,) = run.loop.journal.counted()
+    assert {name for name in attempt.statistics if name.startswith("r.")} == {f"r.{c.id}" for c in here}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_loss_there_is_that_of_all_train_data_in_pieces(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s, data = made(**OBJECTIVES[objective]), clients((11, 3, 6))
+    theta = starts(SMALL, 1).expand(3, -1)
+    expected = torch.stack(
+        [composed(SMALL, theta[0].clone().requires_grad_(), c, slice(None), slice(None), s).detach() for c in data]
+    )
+    for piece in (512, 4):
+        monkeypatch.setattr(comfedl, "PIECE", piece)
+        close(loss_there(SMALL, theta, group(data), s), expected[:, None])
+        for i, c in enumerate(data):
+            close(loss_there(SMALL, theta[:1], group([c]), s), expected[i : i + 1, None])
+
+
+@pytest.mark.parametrize("objective", ["robust", "damaml"])
+def test_the_loss_there_may_be_that_of_one_batch(objective: str) -> None:
+    s, c, theta = made(**OBJECTIVES[objective], losses_on="batch"), client("c0", 11), starts(SMALL, 1)
+    members = group([c])
+    B, C = (next(batches(11, 3, 1, members.generator(0, p))) for p in ("loss", "loss-outer"))
+    expected = composed(SMALL, theta[0].clone().requires_grad_(), c, B, C, s)
+    close(loss_there(SMALL, theta, group([c]), s)[0, 0], expected.detach())
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_held_factor_is_a_constant_step_size_of_each_client(objective: str) -> None:
+    """n r_i times the gradient of the loss inside the exponential, at every step."""
+    s, c, theta = made(**OBJECTIVES[objective]), client("c0", 11), starts(SMALL, 1)
+    f = torch.tensor([[2.0], [0.3], [1.1]], dtype=torch.float64)
+    members = group([c])
+    w = theta[0]
+    for B, C in zip(*(batches(11, 3, 3, members.generator(0, p)) for p in ("train", "outer")), strict=True):
+        p = w.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(composed(SMALL, p, c, B, C, s), [p])
+        w = w - s.local.lr * 3 * optimal_weights(f.flatten(), s.gamma)[0] * slope
+    shift = composed_loss(f.flatten(), s.gamma)[None]
+    close(theta[0] + compositional_sgd(SMALL, theta, members, s, shift, f[:1]).delta_theta[0], w)
+
+
+# --- one driver against the other -------------------------------------------------------------------------------------
+
+GROUPED: dict[str, dict[str, Any]] = {
+    **OBJECTIVES,
+    "epochs": {"objective": "damaml", "local": {"steps": None, "epochs": 2, "outer_batch_size": 5}},
+    "all options": {
+        "scale": "largest",
+        "local": {"steps": None, "epochs": 2, "momentum": 0.5, "lambda_theta": 0.1, "clip": 0.5, "mask_absent": True},
+    },
+    "on a batch": {"objective": "damaml", "losses_on": "batch"},
+}
+
+
+def rows(message: ModelUpdate) -> Sequence[Tensor]:
+    return list(message.tensors().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "sizes"),
+    [(name, SMALL, (11, 3, 6, 1)) for name in GROUPED] + [("damaml", LeNet(IMAGE, CLASSES), (7, 3))],
+)
+def test_a_group_is_trained_as_its_clients_one_by_one(name: str, model: FlatModel, sizes: tuple[int, ...]) -> None:
+    s, data = made(**GROUPED[name]), clients(sizes)
+    theta = starts(model, len(data))
+    shift = ZERO + 1.2
+    there = loss_there(model, theta, group(data), s)
+    for held in (None, there):
+        together = compositional_sgd(model, theta, group(data), s, shift, held)
+        alone = [
+            compositional_sgd(model, theta[i : i + 1], group([c]), s, shift, held if held is None else held[i : i + 1])
+            for i, c in enumerate(data)
+        ]
+        for mine, theirs in zip(rows(together), zip(*map(rows, alone), strict=True), strict=True):
+            close(mine, torch.cat(theirs), atol=1e-10)
+    assert together.delta_theta.abs().max() > 1e-2
+    for i, c in enumerate(data):
+        close(there[i : i + 1], loss_there(model, theta[i : i + 1], group([c]), s), atol=1e-10)
+
+
+def test_who_left_the_finite_range_disturbs_nobody_of_its_group() -> None:
+    s, data = made(scale="literal", gamma=1e-3), clients((5, 5))
+    theta = starts(SMALL, 2)
+    theta[1] = 0  # loss log 3, exp(1098.6) is beyond float64
+    easy = SMALL.layout.split(theta[0])
+    for part in easy.values():
+        part.zero_()
+    easy["fc2.bias"][0] = 50
+    assert data[0].train.y is not None
+    data[0].train.y[:] = 0  # loss 0
+    together = compositional_sgd(SMALL, theta, group(data), s, ZERO)
+    assert together.left.flatten().tolist() == [0, 1]
+    assert together.left_loss.flatten().tolist() == pytest.approx([0, math.log(3)])
+    alone = compositional_sgd(SMALL, theta[:1], group(data[:1]), s, ZERO)
+    close(together.delta_theta[:1], alone.delta_theta)
+    assert torch.equal(together.delta_theta[1], torch.zeros_like(theta[1]))
+    assert all(tensor.isfinite().all() for tensor in together.tensors().values())
+
+
+# --- leaving the finite range -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"scale": "literal", "gamma": 1e-3},
+            r"exp\(f/γ\)/γ or the step along it left the finite range on c0 at local step 1, with f = 1\.\d+ "
+            r"and γ = 0\.001; allowed: scale: largest or normalized, a smaller local\.lr \(found 0\.05\), a "
+            r"larger gamma",
+        ),
+        (
+            {"scale": "literal", "gamma": 1.0, "local": {"lr": 1e4}},
+            r"on c\d at local step [23], with f = [\d.e+]+ and γ = 1;",
+        ),
+        (
+            {"scale": "largest", "factor_at": "step", "local": {"lr": 1e6}},
+            r"exp\(f/γ\), scaled largest, or the step along it left the finite",
+        ),
+        (
+            {"scale": "literal", "gamma": 2e-3, "local": {"lr": 1e100, "steps": 1}},
+            r"at local step 1, with f = 1\.\d+ .* \(found 1e\+100\)",
+        ),
+    ],
+)
+def test_the_user_is_told_who_left_the_finite_range_where(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    data = clients(SIZES)
+    run = federation(tmp_path, COMFEDL, made(**changes), task(), data)
+    theta = run.state["theta"]
+    with pytest.raises(QuorumError, match=said):
+        run.run()
+    assert torch.equal(run.state["theta"], theta)
+    assert not run.loop.journal.counted()
+
+
+@pytest.mark.parametrize("scale", ["largest", "normalized"])
+def test_a_client_whose_loss_is_not_finite_is_not_left_out_in_silence(tmp_path: Path, scale: str) -> None:
+    data = clients(SIZES)
+    data[1].train.x[0] = torch.inf
+    run = federation(tmp_path, COMFEDL, made(scale=scale), task(MLP(IMAGE, [], CLASSES)), data)
+    with pytest.raises(QuorumError, match=r"the loss of c1 at the shared model is not finite; allowed: a smaller"):
+        run.run()
+
+
+# --- personalization --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "tuning"),
+    [
+        ({"objective": "robust"}, None),
+        ({"objective": "robust", "adapt_steps": 4}, {"steps": 4, "lr": 0.05}),
+        ({"objective": "damaml", "inner_lr": 0.3}, {"steps": 1, "lr": 0.3}),
+        ({"objective": "damaml", "inner_lr": 0.3, "adapt_steps": 3}, {"steps": 3, "lr": 0.3}),
+        ({"objective": "damaml", "adapt_steps": 0}, None),
+    ],
+)
+def test_personal_is_the_shared_model_after_its_steps_on_train_data(
+    tmp_path: Path, changes: dict[str, Any], tuning: dict[str, Any] | None
+) -> None:
+    s, problem, data = made(**changes), task(), clients(SIZES)
+    run = federation(tmp_path, COMFEDL, s, problem, data, unseen=["c2"])
+    run.run()
+    theta = run.state["theta"]
+    half = COMFEDL.client(s, problem)
+    assert half.personalization_steps("global", 9) == 0
+    assert half.personalization_steps("personal", 9) == (tuning or {"steps": 0})["steps"]
+    for c in data:
+        named = run.predictors[1, c.id]
+        assert torch.equal(named["global"].tensors()["theta"], theta)
+        expected = theta
+        if tuning is not None:
+            members = group([c])
+            members._generator = lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 1)
+            plain = LocalSGD.model_validate({"batch_size": 3, "momentum": 0.0, **tuning})
+            expected = local_sgd(problem.model, theta[None], members, plain, "adapt")[0][0]
+            assert not torch.equal(expected, theta)
+        assert torch.equal(named["personal"].tensors()["theta"], expected)
+
+
+def test_damaml_adapts_by_its_own_inner_step() -> None:
+    """On one full batch, `personal` is the y = w - η∇f(w) of eq. 10."""
+    s, c = made(**OBJECTIVES["damaml"], local={"batch_size": 100}), client("c0", 7)
+    theta = starts(SMALL, 1)
+    with pytest.raises(StopIteration) as end:
+        next(COMFEDL.client(s, task()).open(group([c]), comfedl.Adapt(theta[0])))
+    w = theta[0].clone().requires_grad_()
+    close(end.value.value[0]["personal"].tensors()["theta"], after_inner_step(SMALL, w, c, slice(None), s).detach())
+
+
+# --- settings, traffic, start-up --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"first_order": True}, "first_order: found true with objective robust"),
+        ({"local": {"outer_batch_size": 4}}, "local.outer_batch_size: found 4 with objective robust"),
+        ({"local": {"epochs": 1}}, "exactly one of steps and epochs: found steps=3, epochs=1"),
+        ({"scale": "literal", "factor_at": "round"}, "factor_at: found round with scale literal"),
+        ({"gamma": 0.0}, "greater than 0"),
+        ({"scale": "clipped"}, "'literal', 'largest' or 'normalized'"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        made(**changes)
+
+
+def test_defaults_are_the_papers_where_it_states_them() -> None:
+    s = ComFedLSettings()
+    assert (s.gamma, s.local.steps, s.local.lr) == (0.2, 5, 0.01)  # §5.1
+    assert (s.local.momentum, s.local.lambda_theta, s.local.clip) == (0, 0, None)
+    assert s.inner_lr == 0.05  # §5.2
+    assert [ComFedLSettings(scale=scale).holds for scale in ("literal", "largest", "normalized")] == [False, True, True]
+
+
+@pytest.mark.parametrize(("scale", "down", "up"), [("literal", 0, 5), ("largest", 1, 6), ("normalized", 1, 6)])
+def test_traffic_is_the_model_both_ways_and_a_few_scalars(tmp_path: Path, scale: str, down: int, up: int) -> None:
+    problem = task()
+    d = problem.model.layout.size
+    run = federation(tmp_path, COMFEDL, made(scale=scale), problem, clients(SIZES))
+    run.run()
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.payload_down == 8 * 3 * (d + down)
+    assert attempt.payload_up == 8 * 3 * (d + up)
+
+
+def test_one_client_is_trained_without_sympy() -> None:
+    """It takes torch seconds to import (docs/design.md, §9)."""
+    program = """
+import json, sys, torch
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd, loss_there
+from fedloom.data.federated import ClientData, Split
+from fedloom.models.lenet import LeNet
+split = Split(torch.randn(4, 1, 16, 16), torch.tensor([0, 1, 2, 0]))
+clients = Group([ClientData("c", split, split, split, 3)], lambda client, purpose: torch.Generator().manual_seed(0))
+model = LeNet((1, 16, 16), 3)
+theta = model.init(torch.Generator().manual_seed(0))[None]
+for objective in ("robust", "damaml"):
+    settings = ComFedLSettings(objective=objective)
+    there = loss_there(model, theta, clients, settings)
+    compositional_sgd(model, theta, clients, settings, there[0])
+print(json.dumps([name for name in ("sympy", "torch._dynamo") if name in sys.modules]))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == []

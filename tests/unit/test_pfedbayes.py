@@ -1,0 +1,396 @@
+"""pFedBayes against torch.distributions, autograd and closed forms (papers/003)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import CLASSES, client, clients, federation, task
+from pydantic import ValidationError
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from fedloom.algorithms.base import Group, Task
+from fedloom.algorithms.gaussian import (
+    MeanField,
+    add_posterior_gradient,
+    gaussian,
+    inverse_softplus,
+    kl,
+    matched_moments,
+    prior_gradient,
+    softplus,
+)
+from fedloom.algorithms.pfedbayes import (
+    PFEDBAYES,
+    BayesianPredictor,
+    GlobalGaussian,
+    PFedBayesClient,
+    PFedBayesSettings,
+    Prior,
+    local_steps,
+)
+from fedloom.algorithms.training import batches
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import ExperimentError
+from fedloom.federation.randomness import generator
+from fedloom.models.flat import FlatModel, Layout
+
+SEED = 7  # of the federations
+SIZES = (4, 9, 6)
+
+
+def made(**changes: Any) -> PFedBayesSettings:
+    base = {"steps": 3, "batch_size": 3, "optimizer": "adam", "lr_personal": 0.02, "lr_global": 0.01, "zeta": 2.0}
+    return PFedBayesSettings.model_validate(base | {"draws": 4, "personalize_steps": 3} | changes)
+
+
+def some(d: int = 6, seed: int = 0, rows: tuple[int, ...] = ()) -> Tensor:
+    """v ``[*rows, 2, d]`` with deviations between about 0.1 and 2."""
+    random = torch.Generator().manual_seed(seed)
+    v = torch.randn(*rows, 2, d, generator=random, dtype=torch.float64)
+    v[..., 1, :] -= 0.5
+    return v
+
+
+def keyed(purpose: str, round: int = 1) -> Any:
+    return lambda id, name: generator(SEED, f"{purpose}/{name}", id, round)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def divergence(q: Tensor, w: Tensor) -> Tensor:
+    """KL by torch.distributions, differentiable in both v."""
+    normals = [Normal(v[0], F.softplus(v[1])) for v in (q, w)]
+    return kl_divergence(*normals).sum()
+
+
+# --- Gaussians --------------------------------------------------------------------------------------------------------
+
+
+def test_kl_and_its_gradients() -> None:
+    q, w = some(seed=1).requires_grad_(), some(seed=2).requires_grad_()
+    expected = divergence(q, w)
+    d_q, d_w = torch.autograd.grad(expected, [q, w])
+    fields = MeanField(q.detach()), MeanField(w.detach())
+    close(kl(*fields), expected.detach())
+    d_mu, d_sigma = torch.zeros(6).double(), torch.zeros(6).double()
+    add_posterior_gradient(d_mu, d_sigma, *fields, 1.0)
+    close(torch.stack([d_mu, d_sigma * fields[0].slope]), d_q)
+    close(torch.stack(prior_gradient(*fields)), d_w)
+
+
+def test_softplus_there_and_back() -> None:
+    rho = torch.linspace(-30, 30, 41, dtype=torch.float64)
+    field = MeanField(torch.stack([torch.zeros_like(rho), rho]))
+    torch.testing.assert_close(field.sigma, F.softplus(rho, threshold=1e3), rtol=1e-14, atol=0)
+    torch.testing.assert_close(field.slope, torch.sigmoid(rho), rtol=1e-14, atol=0)
+    torch.testing.assert_close(inverse_softplus(field.sigma), rho, rtol=1e-9, atol=1e-9)
+    assert softplus(-2.5) == pytest.approx(float(F.softplus(torch.tensor(-2.5).double())), rel=1e-14)
+
+
+def test_matched_moments_minimize_the_sum_of_divergences() -> None:
+    """Lemma A.2: the gradient vanishes there, and no distribution around is nearer."""
+    q = some(rows=(4,), seed=3)
+    fields = MeanField(q)
+    mu = fields.mu.mean(0)
+    matched = matched_moments(mu, (fields.sigma**2 + (fields.mu - mu) ** 2).mean(0))
+
+    def objective(w: Tensor) -> Tensor:
+        """``[m, 2, 6] -> [m]``, mean over the q_i."""
+        here, there = Normal(q[:, 0], F.softplus(q[:, 1])), Normal(w[:, None, 0], F.softplus(w[:, None, 1]))
+        return kl_divergence(here, there).sum(-1).mean(-1)
+
+    w = matched[None].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(objective(w).sum(), [w])
+    close(gradient, torch.zeros_like(gradient))
+    random = torch.Generator().manual_seed(4)
+    steps = torch.randn(500, 2, 6, generator=random, dtype=torch.float64) * torch.logspace(-3, 1, 500)[:, None, None]
+    assert (objective(matched + steps) > objective(matched[None])).all()
+
+
+class Linear(FlatModel):
+    """Logits x ⊙ θ of a client whose negative log-likelihood is (after the loss is replaced) a parabola in θ."""
+
+    layout = Layout((("weight", (3, 2)),))
+
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return x @ parameters["weight"].T
+
+
+def test_the_reparameterized_gradient_is_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For f(θ) = n/2 |xθ - t|² the expectation over q is known: ∂/∂μ = ∇f(μ), ∂/∂σ = n σ |x|²."""
+
+    def squared(logits: Tensor, y: Tensor, reduction: str) -> Tensor:
+        assert reduction == "none"
+        return 0.5 * (logits - torch.eye(3).double()[y]).square().sum(1)
+
+    monkeypatch.setattr("fedloom.algorithms.pfedbayes.F.cross_entropy", squared)
+    x, y = torch.tensor([[0.5, -2.0]]).double(), torch.tensor([1])
+    nothing = Split(x[:0], y[:0])
+    v, lr, samples, g = some(seed=5), 1e-4, 100, 200
+    alike = [ClientData(f"c{i}", Split(x, y), nothing, nothing, 3) for i in range(g)]
+    s = made(samples=samples, optimizer="gd", zeta=0.0, lr_personal=lr, lr_global=1e-6)
+    q, w = MeanField(v.expand(g, 2, 6)), MeanField(v.expand(g, 2, 6))
+    local_steps(Linear(), q, w, Group(alike, keyed("train")), range(g), s, 1, "train")
+    before = MeanField(v)
+    found = (before.v - q.v) / lr
+    spread = found.std(0) / math.sqrt(g)  # standard error of the mean over all samples
+    residual = x[0] @ before.mu.view(3, 2).T - F.one_hot(y[0], 3)
+    d_mu = (residual[:, None] * x[0]).flatten()
+    d_sigma = before.sigma * x[0].square().repeat(3)
+    expected = torch.stack([d_mu, d_sigma * before.slope])
+    assert ((found.mean(0) - expected).abs() < 4 * spread).all()
+    assert (spread < 0.1 * expected.abs().mean()).all()
+
+
+# --- Algorithm 1 ------------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """torch.optim on (27) and (28), written with autograd and torch.distributions alone."""
+
+    def __init__(self, s: PFedBayesSettings, v: Tensor, lr: float) -> None:
+        self.v = v.clone().requires_grad_()
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.Adam([self.v], lr=lr) if s.optimizer == "adam" else torch.optim.SGD([self.v], lr=lr)
+        )
+
+    def step(self, objective: Tensor) -> None:
+        (self.v.grad,) = torch.autograd.grad(objective, [self.v])
+        self.optimizer.step()
+
+
+def visit(
+    s: PFedBayesSettings, problem: Task, start: Tensor, v: Tensor, c: ClientData, round: int
+) -> tuple[Tensor, Tensor]:
+    """ClientUpdate(i, v) of Algorithm 1, line by line."""
+    n = len(c.train)
+    q, w = Reference(s, start, s.lr_personal), Reference(s, v, s.lr_global)
+    draws = generator(SEED, "train/train-noise", c.id, round)
+    assert c.train.y is not None
+    for index in batches(n, s.batch_size, s.steps, generator(SEED, "train/train", c.id, round)):
+        likelihood = torch.zeros(()).double()
+        for _ in range(s.samples):
+            g = torch.empty_like(v[0]).normal_(generator=draws)
+            theta = q.v[0] + F.softplus(q.v[1]) * g
+            logits = problem.model.logits(theta, c.train.x[index])
+            likelihood = likelihood + F.cross_entropy(logits, c.train.y[index], reduction="sum")
+        omega = n / len(index) / s.samples * likelihood + s.zeta * divergence(q.v, w.v.detach())
+        q.step(omega / n if s.objective == "mean" and s.optimizer == "gd" else omega)
+        w.step(divergence(q.v.detach(), w.v))
+    return q.v.detach(), w.v.detach()
+
+
+GD = {"optimizer": "gd", "lr_personal": 1e-3, "lr_global": 2e-3, "zeta": 1.5}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"samples": 3}, GD, GD | {"objective": "mean", "samples": 2}, GD | {"reset": True}]
+)
+@pytest.mark.parametrize("beta", [1.0, 0.6])
+def test_rounds_are_algorithm_1(tmp_path: Path, options: dict[str, Any], beta: float) -> None:
+    s, problem, data = made(beta=beta, **options), task(), clients(SIZES)
+    run = federation(tmp_path, PFEDBAYES, s, problem, data, rounds=2)
+    v = run.state["v"]
+    assert torch.equal(v[1], torch.full_like(v[1], -2.5))
+    kept = {c.id: v for c in data}
+    for t in (1, 2):
+        uploads = []
+        for c in data:
+            kept[c.id], localized = visit(s, problem, v if s.reset else kept[c.id], v, c, t)
+            uploads.append(localized)
+        v = (1 - beta) * v + beta * torch.stack(uploads).mean(0)
+    run.run()
+    close(run.state["v"], v, atol=1e-10)
+    for c in data:
+        tensors = run.predictors[2, c.id]["personal"].tensors()
+        close(torch.stack([tensors["mu"], tensors["rho"]]), kept[c.id], atol=1e-10)
+    assert run.loop.journal.counted()[0].statistics["client_steps"] == 9
+
+
+def test_the_server_can_match_moments(tmp_path: Path) -> None:
+    s, problem, data = made(aggregation="moments", beta=0.5), task(), clients(SIZES)
+    run = federation(tmp_path, PFEDBAYES, s, problem, data)
+    v = run.state["v"]
+    uploads = torch.stack([visit(s, problem, v, v, c, 1)[1] for c in data])
+    mu, variance = uploads[:, 0].mean(0), F.softplus(uploads[:, 1]).square()
+    sigma = (variance + uploads[:, 0].square() - mu.square()).mean(0).sqrt()
+    target = torch.stack([mu, sigma.expm1().log()])
+    run.run()
+    close(run.state["v"], 0.5 * v + 0.5 * target, atol=1e-9)
+
+
+def test_a_client_never_seen_gets_its_own_distribution_from_the_global_one(tmp_path: Path) -> None:
+    """Steps on (27) with the prior held still."""
+    s, problem, data = made(), task(), clients(SIZES)
+    run = federation(tmp_path, PFEDBAYES, s, problem, data, unseen=["c2"])
+    run.run()
+    v, c = run.state["v"], data[2]
+    q = Reference(s, v, s.lr_personal)
+    noise = generator(SEED, "evaluate/personalize-noise", c.id, 1)
+    assert c.train.y is not None
+    for index in batches(6, 3, s.personalize_steps, generator(SEED, "evaluate/personalize", c.id, 1)):
+        theta = q.v[0] + F.softplus(q.v[1]) * torch.empty_like(v[0]).normal_(generator=noise)
+        loss = F.cross_entropy(problem.model.logits(theta, c.train.x[index]), c.train.y[index])
+        q.step(6 * loss + s.zeta * divergence(q.v, v))
+    named = run.predictors[1, "c2"]
+    close(torch.stack(list(named["personal"].tensors().values())), q.v.detach(), atol=1e-10)
+    assert torch.equal(torch.stack(list(named["global"].tensors().values())), v)
+    half = PFedBayesClient(s, problem)
+    assert (half.personalization_steps("personal", 9), half.personalization_steps("global", 9)) == (3, 0)
+
+
+def test_without_steps_a_new_client_predicts_with_the_global_distribution() -> None:
+    half, v = PFedBayesClient(made(personalize_steps=0), task()), gaussian(torch.zeros(task().model.layout.size), -2.5)
+    group = Group([client("c0", 5)], keyed("evaluate"), may_keep=False)
+    with pytest.raises(StopIteration) as end:
+        next(half.open(group, Prior(v.double())))
+    (named,) = end.value.value
+    assert torch.equal(named["personal"].tensors()["mu"], v[0].double())
+
+
+# Adam divides a gradient that is nothing but rounding (q = w, no data) by its ε = 1e-8, so that it shows.
+@pytest.mark.parametrize(("options", "atol"), [({"samples": 2}, 1e-8), (GD | {"objective": "mean"}, 1e-10)])
+def test_a_group_is_its_clients_one_by_one(options: dict[str, Any], atol: float) -> None:
+    """The vectorized driver against the one for CPUs, sizes and batches unequal, one client without a state."""
+    s, problem, data = made(batch_size=5, **options), task(), clients(SIZES)
+    half, v = PFedBayesClient(s, problem), some(problem.model.layout.size, seed=4) * 0.1
+    v[1] -= 2
+    states = [None, {"v": v + 0.01}, {"v": v - 0.02}]
+
+    def answers(members: slice) -> tuple[Any, Group]:
+        group = Group(data[members], keyed("train"), states[members])
+        return next(half.open(group, GlobalGaussian(v))), group
+
+    together, group = answers(slice(0, 3))
+    for i in range(3):
+        alone, one = answers(slice(i, i + 1))
+        close(together.v[i], alone.v[0], atol=atol)
+        close(together.loss[i], alone.loss[0], atol=atol)
+        close(group.kept[i]["v"], one.kept[0]["v"], atol=atol)
+
+    def found(members: slice) -> list[dict[str, Any]]:
+        with pytest.raises(StopIteration) as end:
+            next(half.open(Group(data[members], keyed("evaluate"), states[members], may_keep=False), Prior(v)))
+        predictors: list[dict[str, Any]] = end.value.value
+        return predictors
+
+    for i, named in enumerate(found(slice(0, 3))):
+        (alone,) = found(slice(i, i + 1))
+        for name in ("personal", "global"):
+            close(named[name].probabilities(data[i].test.x), alone[name].probabilities(data[i].test.x), atol=10 * atol)
+
+
+def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
+    one, other = (
+        federation(tmp_path / name, PFEDBAYES, made(), task(), clients(SIZES), rounds=2) for name in ("one", "other")
+    )
+    first, second = one.run(), other.run()
+    assert torch.equal(one.state["v"], other.state["v"])
+    assert torch.equal(first.counts, second.counts)
+    assert torch.equal(first.uncertainty, second.uncertainty)
+
+
+def test_a_client_lost_counts_for_nothing(tmp_path: Path) -> None:
+    s, problem, data = made(), task(), clients(SIZES)
+    run = federation(tmp_path, PFEDBAYES, s, problem, data, lost={0: 1})
+    v = run.state["v"]
+    expected = torch.stack([visit(s, problem, v, v, c, 1)[1] for i, c in enumerate(data) if i != 1]).mean(0)
+    run.run()
+    close(run.state["v"], expected, atol=1e-10)
+
+
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+
+def test_prediction_is_the_mean_over_the_draws() -> None:
+    model, v = task().model, some(task().model.layout.size, seed=8)
+    noise = torch.randn(5, v.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = client("c0", 7).train.x
+    each = torch.stack([model.logits(v[0] + F.softplus(v[1]) * g, x).softmax(1) for g in noise])
+    predictor = BayesianPredictor(model, v, noise)
+    close(predictor.probabilities(x), each.mean(0))
+    close(predictor.draws_log_probabilities(x).exp(), each)
+    close(predictor.probabilities(x).sum(1), torch.ones(7).double())
+    mean_network = BayesianPredictor(model, v, noise[:0])
+    close(mean_network.probabilities(x), model.logits(v[0], x).softmax(1))
+
+
+def test_an_evaluation_measures_disagreement_of_the_draws(tmp_path: Path) -> None:
+    evaluation = federation(tmp_path / "a", PFEDBAYES, made(rho=0.0), task(), clients(SIZES), rounds=0).run()
+    assert (evaluation.uncertainty[..., 2] > 0.01).all()
+    alone = federation(tmp_path / "b", PFEDBAYES, made(rho=0.0, draws=0), task(), clients(SIZES), rounds=0).run()
+    assert (alone.uncertainty[..., 2] == 0).all()
+    assert (alone.uncertainty[..., 0] == 2).all()  # test examples
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------
+
+
+def test_gradient_descent_beyond_its_bound_is_refused() -> None:
+    """ζ η₁ < 2 softplus(ρ)²: the paper's settings are inside, by a fifth."""
+    paper = PFedBayesSettings()
+    assert paper.zeta * paper.lr_personal == pytest.approx(0.8 * 2 * softplus(-2.5) ** 2, rel=0.01)
+    with pytest.raises(
+        ValidationError, match=r"zeta · lr_personal: found 0.013, allowed with optimizer gd: below .*0.0124"
+    ):
+        PFedBayesSettings(zeta=13.0)
+    with pytest.raises(ValidationError, match=r"lr_global: found 0\.02"):
+        PFedBayesSettings(lr_global=0.02)
+    PFedBayesSettings(zeta=13.0, objective="mean")
+    PFedBayesSettings(zeta=13.0, optimizer="adam")
+
+
+@pytest.mark.parametrize(("zeta", "refused"), [(12.3, False), (12.6, True)])
+def test_the_bound_is_where_the_divergence_is(zeta: float, refused: bool) -> None:
+    """On KL alone, the prior still: |1 - ζη/σ²| below 1 contracts, above 1 explodes."""
+    s = made(optimizer="gd", lr_personal=0.001, zeta=zeta, lr_global=1e-3) if not refused else None
+    v = gaussian(torch.zeros(6).double(), -2.5)
+    q, w = MeanField(v + 0.01 * torch.tensor([[1.0], [0.0]]).double()), MeanField(v)
+    for _ in range(400):
+        d_mu, d_sigma = torch.zeros(6).double(), torch.zeros(6).double()
+        add_posterior_gradient(d_mu, d_sigma, q, w, zeta)
+        q.mu -= 0.001 * d_mu
+    assert (bool(q.mu.abs().max() > 0.01)) is refused
+    assert (s is None) is refused
+    if refused:
+        with pytest.raises(ValidationError, match=r"found 0\.0126"):
+            made(optimizer="gd", lr_personal=0.001, zeta=zeta, lr_global=1e-3)
+
+
+def test_a_prior_that_became_too_narrow_is_refused() -> None:
+    s = PFedBayesSettings(batch_size=3)
+    v = gaussian(torch.zeros(task().model.layout.size).double(), -3.0)
+    with pytest.raises(ExperimentError, match=r"ζ·η₁: found 0.01, allowed with optimizer gd: below 2σ_w² = 0.00472"):
+        next(PFedBayesClient(s, task()).open(Group([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
+
+
+def test_divergence_is_named_with_its_step() -> None:
+    s = made(optimizer="gd", lr_personal=1e-3, zeta=1.0, lr_global=1e-3, steps=60)
+    data = client("c0", 5)
+    data = dataclasses.replace(data, train=Split(data.train.x * 1e4, data.train.y))
+    v = gaussian(task().model.init(generator(0, "init"), torch.float64), -2.5)
+    with pytest.raises(FloatingPointError, match=r"client c0: training diverged \(n = 5, .* n·η₁ = 0.005 per example"):
+        next(PFedBayesClient(s, task()).open(Group([data], keyed("train")), GlobalGaussian(v)))
+
+
+def test_a_clients_traffic_is_a_gaussian_both_ways(tmp_path: Path) -> None:
+    problem = task()
+    run = federation(tmp_path, PFEDBAYES, made(), problem, clients(SIZES))
+    run.run()
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.payload_down == 8 * 3 * 2 * problem.model.layout.size
+    assert attempt.payload_up == 8 * 3 * (2 * problem.model.layout.size + 2)
+    assert run.predictors[1, "c0"]["global"].probabilities(clients(SIZES)[0].test.x).shape == (2, CLASSES)

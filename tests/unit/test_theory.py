@@ -1,0 +1,181 @@
+"""Collaboration theory against simulation of the algorithm's own updates, and against numerical optimization."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedloom.theory.collaboration import (
+    Problem,
+    bc_bound,
+    bc_bound_pl,
+    bc_step_size,
+    optimal_alpha,
+    optimal_alpha_bc,
+    optimal_alpha_oracle,
+    optimal_beta,
+    oracle_bound_pl,
+    quadratic_losses,
+    relative_bias,
+    relative_bias_bc,
+    speedup,
+    weighted_variance,
+    wga_bound,
+    wga_bound_pl,
+    wga_floor,
+)
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "wga_figures.py"
+_spec = importlib.util.spec_from_file_location("wga_figures", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+figures = importlib.util.module_from_spec(_spec)
+sys.modules["wga_figures"] = figures
+_spec.loader.exec_module(figures)
+Setting, simulate = figures.Setting, figures.simulate
+
+GRID = [i / 2000 for i in range(2001)]
+QUICK = Setting(helpers=10, bias=1.0, noise=4.0, alpha=0.7, beta=0.02, step_size=0.05, steps=300, start=-2.0)
+
+
+def exact_floor(s: Setting) -> float:
+    return replace(s, steps=4000).exact()[-1]
+
+
+@pytest.mark.parametrize("beta", [None, 0.02, 0.3])
+@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
+def test_the_moments_on_a_quadratic_are_those_of_the_algorithms_updates(alpha: float, beta: float | None) -> None:
+    s = replace(QUICK, alpha=alpha, beta=beta)
+    simulated = simulate(s, seed=1, runs=20_000)[::50]
+    torch.testing.assert_close(simulated, torch.tensor(s.exact()[::50], dtype=torch.float64), rtol=0.05, atol=1e-3)
+
+
+def test_bias_correction_ends_at_a_loss_without_the_bias_and_wga_at_its_square() -> None:
+    bc = [exact_floor(replace(QUICK, bias=bias)) for bias in (0.0, 1.0, 10.0)]
+    assert bc == pytest.approx([bc[0]] * 3, rel=1e-9)
+    wga = [exact_floor(replace(QUICK, bias=bias, beta=None)) for bias in (0.0, 1.0, 2.0, 3.0)]
+    above = [loss - wga[0] for loss in wga[1:]]
+    assert above == pytest.approx([0.7**2 / 2 * bias**2 for bias in (1, 2, 3)])
+    simulated = [float(simulate(replace(QUICK, bias=bias, steps=600))[-100:].mean()) for bias in (0.0, 10.0)]
+    assert simulated[1] == pytest.approx(simulated[0], rel=0.02)
+
+
+def test_bias_correction_gets_worse_before_it_gets_better() -> None:
+    losses = replace(QUICK, bias=5.0, start=-0.5, steps=2000).exact()
+    assert max(losses) > 4 * losses[0]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_more_helpers_saturate_where_alpha_is_fixed() -> None:
+    few, some, many = (exact_floor(replace(QUICK, helpers=n)) for n in (1, 10, 1000))
+    assert few > 1.8 * some
+    assert many > some / 3
+
+
+@pytest.mark.parametrize("helpers", [1, 3, 10, 100])
+def test_without_bias_the_best_weights_divide_the_variance_by_n_plus_one(helpers: int) -> None:
+    p = Problem(helpers, 0.0, 3.0)
+    alpha = optimal_alpha(p, 0.1)
+    assert alpha == pytest.approx(helpers / (helpers + 1))
+    assert weighted_variance(alpha, 3.0, helpers) == pytest.approx(3.0 / (helpers + 1))
+    s = Setting(helpers=helpers, bias=0.0, noise=3.0, alpha=alpha, beta=None, step_size=0.1)
+    assert exact_floor(replace(s, alpha=0.0)) / exact_floor(s) == pytest.approx(helpers + 1)
+    assert speedup(helpers, 0.0) == helpers + 1
+
+
+@pytest.mark.parametrize("helpers", [1, 20])
+@pytest.mark.parametrize("bias", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("scaling", [0.0, 0.5, 3.0])
+def test_the_best_alpha_minimizes_the_bound(helpers: int, bias: float, scaling: float) -> None:
+    p = Problem(helpers, bias, 2.0, 4.0, 0.5, scaling)
+    allowed = [alpha for alpha in GRID if alpha**2 * scaling < 1]
+    best = min(allowed, key=lambda alpha: wga_floor(p, alpha, 0.1))
+    assert optimal_alpha(p, 0.1) == pytest.approx(best, abs=1e-3)
+    if scaling == 0:
+        gain = wga_floor(p, 0.0, 0.1) / wga_floor(p, optimal_alpha(p, 0.1), 0.1)
+        assert gain == pytest.approx(speedup(helpers, relative_bias(p, 0.1)))
+
+
+def test_the_best_weights_of_the_other_two_minimize_theirs() -> None:
+    p = Problem(7, 1.0, 2.0)
+    best = min(GRID, key=lambda alpha: weighted_variance(alpha, 2.0, 7, 5.0))
+    assert optimal_alpha_oracle(p, 5.0) == pytest.approx(best, abs=1e-3)
+    best = min(GRID, key=lambda alpha: bc_bound_pl(p, alpha, 0.05, 0.1, 10**6, 1.0, 1.0))
+    assert optimal_alpha_bc(p, 0.1, 0.05) == pytest.approx(best, abs=1e-3)
+    floors = [bc_bound_pl(p, alpha, 0.05, 0.1, 10**6, 1.0, 1.0) for alpha in (0.0, optimal_alpha_bc(p, 0.1, 0.05))]
+    assert floors[0] / floors[1] == pytest.approx(speedup(7, relative_bias_bc(p, 0.1, 0.05)))
+    observed = 2.0 * (1 + 1 / 7)
+    best = min(GRID[1:], key=lambda beta: p.bias / (beta * 500) + beta * observed / 2)
+    assert optimal_beta(p, 500) == pytest.approx(best, abs=1e-3)
+
+
+def test_without_noise_nobody_is_needed() -> None:
+    p = Problem(5, 0.5, 0.0)
+    assert (optimal_alpha(p, 0.1), optimal_alpha_oracle(p, 0.0), optimal_alpha_bc(p, 0.1, 0.1)) == (0, 0, 0)
+    assert speedup(5, relative_bias(p, 0.1)) == 1
+
+
+def test_linear_speedup_of_bias_correction_where_beta_falls_with_n() -> None:
+    """At one η: the exact loss falls like 1/(N + 1) up to a constant, where a fixed β stops it."""
+
+    def gain(helpers: int, beta: float) -> float:
+        p, eta = Problem(helpers, 0.0, 10.0), 0.05
+        alpha = optimal_alpha_bc(p, eta, beta)
+        return quadratic_losses(p, 1, 0, None, eta, 2000, 0)[-1] / quadratic_losses(p, 1, alpha, beta, eta, 2000, 0)[-1]
+
+    assert gain(50, 0.05 / 50) > 3.5 * gain(10, 0.05 / 10)
+    assert gain(50, 0.05) < 1.5 * gain(10, 0.05)
+
+
+@pytest.mark.parametrize("beta", [0.02, 0.2, 1.0])
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+@pytest.mark.parametrize("steps", [1, 10, 300])
+def test_bounds_hold_on_quadratics(alpha: float, beta: float, steps: int) -> None:
+    """L = μ = h, δ = 0; the gradient is h z."""
+    h, eta, start = 0.8, 0.5, -2.0
+    p = Problem(5, 1.5, 2.0, h, h)
+    excess = h * start**2 / 2
+    wga = quadratic_losses(p, h, alpha, None, eta, steps, start)
+    assert wga[-1] <= wga_bound_pl(p, alpha, eta, steps, excess)
+    assert 2 * h * sum(wga[:-1]) / steps <= wga_bound(p, alpha, eta, steps, excess)
+    bc = quadratic_losses(p, h, alpha, beta, eta, steps, start)
+    assert bc[-1] <= bc_bound_pl(p, alpha, beta, eta, steps, excess, p.bias)
+    assert 2 * h * sum(bc[:-1]) / steps <= bc_bound(p, alpha, beta, eta, steps, excess, p.bias)
+    unbiased = quadratic_losses(replace(p, bias=0.0), h, alpha, None, eta, steps, start)
+    assert unbiased[-1] <= oracle_bound_pl(p, alpha, eta, steps, excess, 0.0)
+
+
+def test_the_bound_with_unlike_hessians_holds_in_simulation() -> None:
+    """f_0 = x²/2, f_avg = (1 + δ) (x - m)²/2: B(x) = δx - (1 + δ) m."""
+    delta, m, alpha, beta, noise, helpers, steps = 0.5, 1.0, 0.8, 0.3, 1.0, 10, 400
+    p = Problem(helpers, 0.0, noise, dissimilarity=delta)
+    eta = min(bc_step_size(p, alpha, beta), beta / 2)
+    random = torch.Generator().manual_seed(0)
+    x, c = torch.full((4000,), -2.0, dtype=torch.float64), torch.zeros(4000, dtype=torch.float64)
+    start, squares = float(x[0]), 0.0
+    for _ in range(steps):
+        squares += float(x.square().mean()) / steps
+        n = torch.randn(2, 4000, generator=random, dtype=torch.float64) * math.sqrt(noise)
+        own, average = x + n[0], (1 + delta) * (x - m) + n[1] / math.sqrt(helpers)
+        x = x - eta * figures.weighted_gradient(own, average, alpha, c)
+        c = figures.next_bias(c, own, average, beta)
+    excess, bias = start**2 / 2, (delta * start - (1 + delta) * m) ** 2
+    assert squares <= bc_bound(p, alpha, beta, eta, steps, excess, bias)
+    assert float(x.square().mean()) / 2 <= bc_bound_pl(p, alpha, beta, eta, steps, excess, bias)
+    with pytest.raises(ValueError, match=r"step_size: found 0\.9, allowed: above 0 and at most"):
+        bc_bound(p, alpha, beta, 0.9, steps, excess, bias)
+
+
+def test_what_is_no_problem_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"pl: found 2\.0, allowed: above 0 and at most smoothness, 1\.0"):
+        Problem(3, 0.0, 1.0, pl=2.0)
+    with pytest.raises(ValueError, match="noise: found -1"):
+        Problem(3, 0.0, -1.0)
+    with pytest.raises(ValueError, match=r"alpha: found 1, allowed: below 0\.5"):
+        wga_floor(Problem(3, 0.0, 1.0, scaling=4.0), 1, 0.1)
