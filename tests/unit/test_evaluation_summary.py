@@ -182,6 +182,7 @@ def test_metrics_line_is_json() -> None:
         "global",
         "uncertainty",
         "validation_pooled",
+        "validation_loss",
         "left_out",
         "train",
         "communication",

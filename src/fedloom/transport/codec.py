@@ -346,7 +346,10 @@ class Assembler:
         for spec, storage in zip(self._specs, self._storage, strict=True):
             if spec.dtype == torch.bool and bool((storage > 1).any()):
                 raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes that are no bool")
-            tensors[spec.name] = storage.view(spec.dtype).view(spec.shape)
+            # Of nothing (data without classes have no confusion) there is no view that torch finds aligned.
+            tensors[spec.name] = (
+                storage.view(spec.dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=spec.dtype)
+            )
         return cls(**tensors)
 
 
