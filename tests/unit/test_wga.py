@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import Federation, clients, federation, task
+from federations import CLASSES, IMAGE, Federation, clients, federation, task
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from fedloom.algorithms.wga import WGA, OwnModel, WGAClient, WGAServer, WGASetti
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
+from fedloom.models.lenet import LeNet
 from fedloom.models.quadratic import Quadratic
 from fedloom.theory import collaboration
 
@@ -335,3 +336,18 @@ def test_on_a_quadratic_bias_correction_finds_user_zeros_mean_and_wga_a_mix(tmp_
         fed.run()
         expected = means[0] + (0.5 * ((means[1] + means[2]) / 2 - means[0]) if rule == "wga" else 0)
         torch.testing.assert_close(fed.state["theta"][0], expected, atol=1e-9, rtol=0)
+
+
+def test_every_client_of_a_lenet_is_user_zero(tmp_path: Path) -> None:
+    p, data = problem(model=LeNet(IMAGE, CLASSES)), clients(SIZES)
+    fed = run(tmp_path, made(users="all", rule="bc", block=2, lr=0.1), data, rounds=2, problem=p)
+    start = fed.state["theta"].clone()
+    leaf = start[1].clone().requires_grad_()
+    index = drawn(data[1], made(), 1)[0]
+    assert data[1].train.y is not None
+    loss = torch.nn.functional.cross_entropy(p.model.logits(leaf, data[1].train.x[index]), data[1].train.y[index])
+    close(at(p, start[1], data[1], index), torch.autograd.grad(loss, [leaf])[0])
+    evaluation = fed.run()
+    assert torch.isfinite(fed.state["theta"]).all()
+    assert not torch.equal(fed.state["theta"][0], fed.state["theta"][2])
+    assert evaluation.present.all()
