@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,15 +149,17 @@ def test_interrupt(tmp_path: Path) -> None:
     """Ctrl-C while it waits for an experiment that comes through a pipe."""
     os.mkfifo(tmp_path / "pipe")
     command = [sys.executable, "-m", "fedloom", "partition", str(tmp_path / "pipe")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell lets background jobs ignore Ctrl-C, and their children would, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     with process, (tmp_path / "pipe").open("w"):  # open() returns when the command has opened it too
+        time.sleep(0.5)  # into its blocking read
         process.send_signal(signal.SIGINT)
-        try:
-            _, err = process.communicate(timeout=5)
-        except subprocess.TimeoutExpired:
-            # It came between the last look at signals and the blocking read: a person would press Ctrl-C again.
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED
     assert "Traceback" not in err
 

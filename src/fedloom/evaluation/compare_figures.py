@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from fedloom.evaluation.compare import Row, Spread, differences, spread
 from fedloom.evaluation.figures import FULL, INK, as_svg
@@ -26,7 +26,7 @@ COLOURS = {
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1.5, 1.5), (6, 2, 1.5, 2), (10, 3), (3, 1.5, 1.5, 1.5, 1.5, 1.5))
 MARKERS = "os^DvPX"
 
-_SPENT = (("rounds", "round"), ("communication", "GB sent and received"), ("client steps", "client steps"))
+_SPENT = (("rounds", "round"), ("communication", "tensors sent and received"), ("client steps", "client steps"))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def accuracy(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
         bottom.set_xlabel(label)
         bottom.set_xlim(left=0)
         bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=title != "communication"))
-        bottom.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+        plain = FuncFormatter(lambda x, _: f"{x:,.10g}")
+        bottom.xaxis.set_major_formatter(EngFormatter("B") if title == "communication" else plain)
     _legend(figure, grid[0][0], grid[-1][0])
     return figure
 
@@ -179,7 +180,7 @@ def _groups(rows: Sequence[Row]) -> list[str]:
 
 
 def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], Spread]]:
-    """(round, GB, client steps) and accuracy of the rounds that every seed has evaluated: means over seeds."""
+    """(round, bytes, client steps) and accuracy of the rounds that every seed has evaluated: means over seeds."""
     by_round = [{point.round: point for point in result.curve} for result in row.results]
     found: list[tuple[tuple[float, float, float], Spread]] = []
     for number in sorted(set.intersection(*(set(points) for points in by_round))):
@@ -187,7 +188,7 @@ def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], Sprea
         accuracy = spread(point.accuracy[group] for point in points)
         if accuracy is not None:
             n = len(points)
-            x = (number, sum(p.payload for p in points) / n / 1e9, sum(p.client_steps for p in points) / n)
+            x = (number, sum(p.payload for p in points) / n, sum(p.client_steps for p in points) / n)
             found.append((x, accuracy))
     return found
 
