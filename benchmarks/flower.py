@@ -1,17 +1,23 @@
-"""FedLoom beside Flower: the same FedAvg, LeNet, data, partition, steps and cohort.
+"""FedLoom beside Flower: the same FedAvg, LeNet, data, partition, SGD steps and cohort.
 
     .venv/bin/python benchmarks/flower.py [--json FILE]
 
-Flower gets a virtual environment of its own (made on the first call) and runs ``flower_app/`` in both of its ways: a
-SuperLink and one SuperNode per client on loopback, and its simulation (Ray, one CPU per client, so that two train at a
-time). FedLoom runs with two worker processes. All clients take part in every round, one torch thread per process, no
-evaluation between rounds. The ways take turns; accuracies after the last round stand beside them, since equal work
-must give equal accuracy up to the order of batches and the initial draw.
+Flower gets a virtual environment of its own (made on the first call) and runs ``flower_app/`` in three ways: as its
+documentation deploys it, a SuperLink and one SuperNode per client on loopback, speaking gRPC (``grpc-rere``), a process
+for every message (``subprocess`` isolation, the default); with its older ``start_server`` and ``start_client``, one
+gRPC stream and one lasting process per client; and in its simulation (Ray, one CPU per client, so that as many train
+at a time as there are cores). FedLoom runs with two worker processes, over gRPC on loopback. All clients take part in
+every round, one torch thread per process, no evaluation between rounds. The ways take turns; accuracies after the last
+round stand beside them, since equal work must give equal accuracy up to the order of batches and the initial draw.
+
+Flower is pinned below 1.23: the last releases whose SuperNodes speak gRPC and that still have ``start_server`` (1.41
+speaks HTTP between SuperNode and SuperLink).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -35,6 +41,8 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 from common import MIB, ROOT, descendants, describe, machine, spread, table, write_json
 
 APP = Path(__file__).parent / "flower_app"
+FLOWER = "flwr[simulation]>=1.20,<1.23"  # the last line with gRPC between SuperNode and SuperLink
+PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 EXPERIMENT = """
 name: beside-flower
 seed: {seed}
@@ -43,11 +51,21 @@ data:
   partition: {{scheme: classes, clients: {clients}, classes_per_client: 5, train_per_client: 800, test_per_client: 500}}
   unseen_fraction: 0.0
 model: {{name: lenet}}
-algorithm: {{name: fedavg, local: {{steps: {steps}, batch_size: 32, lr: 0.01, momentum: 0.9}}}}
+algorithm:
+  name: fedavg
+  local: {{steps: {steps}, batch_size: {batch_size}, lr: {lr}, momentum: {momentum}}}
 federation: {{rounds: {rounds}, clients_per_round: {clients}}}
 evaluation: {{every: {rounds}}}
 runtime: {{workers: 2, threads: 1}}
 """
+
+
+NAMES = {
+    "fedloom": "FedLoom, 2 workers",
+    "deployment": "Flower, SuperLink and SuperNodes",
+    "lasting": "Flower, start_server and start_client",
+    "simulation": "Flower, simulation (Ray)",
+}
 
 
 class Memory:
@@ -79,14 +97,18 @@ def _pss(process: int) -> int:
 
 
 def make_venv(venv: Path) -> None:
-    """Make Flower's virtual environment, with the torch that FedLoom has, unless it is there."""
+    """Make Flower's virtual environment, with the torch that FedLoom has, unless it is there.
+
+    ``FLOWER`` is not the newest release: in the newest a SuperNode speaks HTTP with the SuperLink, and the comparison
+    is of two systems that speak gRPC.
+    """
     import torch
 
     if (venv / "bin" / "flwr").exists():
         return
     uv = str(Path(sys.executable).parent / "uv")
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(venv)], check=True)
-    packages = ["flwr[simulation]", f"torch=={torch.__version__.partition('+')[0]}", "numpy", "safetensors"]
+    packages = [FLOWER, f"torch=={torch.__version__.partition('+')[0]}", "numpy", "safetensors"]
     subprocess.run([uv, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), *packages], check=True)
 
 
@@ -105,14 +127,14 @@ def export(experiment: Path, folder: Path) -> None:
         safetensors.torch.save_file(tensors, folder / f"client-{i}.safetensors")
 
 
-def fedloom_run(experiment: Path, scratch: Path) -> dict[str, Any]:
+def fedloom_run(experiment: Path, scratch: Path, seconds: float) -> dict[str, Any]:
     """Run FedLoom; returns its figures."""
     out = scratch / "run"
     shutil.rmtree(out, ignore_errors=True)
-    memory = Memory()
     command = [sys.executable, "-m", "fedloom", "run", str(experiment), "--out", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    peak = memory.stop()
+    with Processes(scratch) as processes:
+        run = processes.start(command, "fedloom", {})
+        processes.succeed(run, time.time() + seconds, "FedLoom's run")
     rounds = [json.loads(line)["seconds"] for line in (out / "journal.jsonl").read_text().splitlines()]
     ready = re.search(r"ready to train after ([0-9.]+) s", (out / "logs" / "aggregator.jsonl").read_text())
     assert ready is not None
@@ -120,95 +142,181 @@ def fedloom_run(experiment: Path, scratch: Path) -> dict[str, Any]:
     return {
         "rounds": rounds,
         "start_s": float(ready[1]),
-        "peak_bytes": peak,
+        "peak_bytes": processes.peak,
         "accuracy": summary["global"]["accuracy_mean"],
     }
 
 
-class Flower:
-    """Flower's processes: their environment, ports and end."""
+class Failure(Exception):
+    """A run that ended badly or not in time, with the end of what its processes wrote."""
 
-    def __init__(self, venv: Path, folder: Path, settings: dict[str, Any]) -> None:
+
+class Processes:
+    """The processes of one run: their logs, their memory, and their end, whatever happens.
+
+    Orphans come to this process (it is their subreaper), so that what a process started ends with it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self.peak = 0
+
+    def __enter__(self) -> Processes:
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+        for log in self._folder.glob("*.log"):
+            log.unlink()
+        self._memory = Memory()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = self._memory.stop()
+        for _name, process in reversed(self._started):
+            process.send_signal(signal.SIGTERM)
+        for _name, process in self._started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        while left := descendants(os.getpid())[1:]:
+            for process_id in left:
+                os.kill(process_id, signal.SIGKILL)
+            for _child in left:
+                try:
+                    os.waitpid(-1, 0)
+                except ChildProcessError:
+                    break
+
+    def start(self, command: list[str], name: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start a process whose output goes to a log of this name."""
+        with (self._folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log, cwd=APP)
+        self._started.append((name, process))
+        return process
+
+    def until(self, condition: Callable[[], bool], deadline: float, what: str) -> None:
+        """Wait for a condition; all processes must live on meanwhile."""
+        while not condition():
+            self._check(deadline, what)
+            time.sleep(0.05)
+
+    def succeed(self, run: subprocess.Popen[bytes], deadline: float, what: str) -> None:
+        """Wait until a process ends well; no other may end badly meanwhile."""
+        while run.poll() is None:
+            self._check(deadline, what)
+            time.sleep(0.05)
+        if run.returncode != 0:
+            raise self.failure(f"{what} ended with exit status {run.returncode}")
+
+    def _check(self, deadline: float, what: str) -> None:
+        for name, process in self._started:
+            if process.poll():
+                raise self.failure(f"{what}: {name} ended with exit status {process.returncode}")
+        if time.time() > deadline:
+            raise self.failure(f"{what} was not done in time (--timeout)")
+
+    def failure(self, message: str) -> Failure:
+        """A failure with the ends of the logs."""
+        logs = (f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in self._folder.glob("*.log"))
+        return Failure("\n".join([message, *logs]))
+
+
+class Flower:
+    """Flower's three ways to run the app."""
+
+    def __init__(self, venv: Path, folder: Path, settings: dict[str, Any], seconds: float) -> None:
         self._bin = venv / "bin"
         self._folder = folder
-        self._settings = settings
-        home = folder / "flwr-home"
-        self._environment = {
-            **os.environ,
-            "PATH": f"{self._bin}:{os.environ['PATH']}",
-            "FLWR_HOME": str(home),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "RAY_DEDUP_LOGS": "0",
-        }
-        self._environment.pop("PYTHONPATH", None)
+        self._settings = {"folder": str(folder), **settings}
+        self._seconds = seconds
+        self._clients: int = settings["clients"]
 
     def deployment(self) -> dict[str, Any]:
-        """A SuperLink and a SuperNode for each client."""
-        return self._run([], self._settings["clients"], None)
+        """A SuperLink, and a SuperNode for each client that starts a process for every message."""
+        app_io, fleet, control = (f"127.0.0.1:{_free_port()}" for _ in range(3))
+
+        def start(processes: Processes, deadline: float) -> subprocess.Popen[bytes]:
+            link = [self._program("flower-superlink"), "--insecure", "--serverappio-api-address", app_io]
+            link += ["--fleet-api-type", "grpc-rere", "--fleet-api-address", fleet, "--control-api-address", control]
+            processes.start(link, "superlink", self._environment("superlink"))
+            processes.until(lambda: _listening(fleet) and _listening(control), deadline, "the SuperLink's start")
+            for i in range(self._clients):
+                node = [self._program("flower-supernode"), "--insecure", "--grpc-rere", "--superlink", fleet]
+                node += ["--clientappio-api-address", f"127.0.0.1:{_free_port()}"]
+                node += ["--node-config", f"partition-id={i} num-partitions={self._clients}"]
+                processes.start(node, f"supernode-{i}", self._environment(f"supernode-{i}"))
+            return self._flwr_run(processes, "deployment", f'address="{control}"')
+
+        return self._run(start, "Flower's deployment")
+
+    def lasting(self) -> dict[str, Any]:
+        """``start_server``, and a process with ``start_client`` for each client."""
+        address = f"127.0.0.1:{_free_port()}"
+
+        def start(processes: Processes, deadline: float) -> subprocess.Popen[bytes]:
+            python = [self._program("python"), "-m", "flower_app.lasting"]
+            config = json.dumps(self._run_config())
+            server = processes.start([*python, "server", address, config], "server", self._environment("server"))
+            processes.until(lambda: _listening(address), deadline, "the server's start")
+            for i in range(self._clients):
+                client = [*python, f"client-{i}", address, config]
+                processes.start(client, f"client-{i}", self._environment(f"client-{i}"))
+            return server
+
+        return self._run(start, "Flower's start_server")
 
     def simulation(self) -> dict[str, Any]:
-        """A SuperLink that simulates the clients on Ray, one CPU each."""
-        resources = (
-            f"num-supernodes={self._settings['clients']} client-resources-num-cpus=1 client-resources-num-gpus=0.0"
-        )
-        return self._run(["--simulation"], 0, resources)
+        """All clients in Flower's simulation on Ray, one CPU each."""
 
-    def _run(self, link_options: list[str], nodes: int, federation: str | None) -> dict[str, Any]:
+        def start(processes: Processes, deadline: float) -> subprocess.Popen[bytes]:
+            return self._flwr_run(processes, "simulation", f"options.num-supernodes={self._clients}")
+
+        return self._run(start, "Flower's simulation")
+
+    def _run(self, start: Callable[[Processes, float], subprocess.Popen[bytes]], what: str) -> dict[str, Any]:
         result = self._folder / "flower.json"
         result.unlink(missing_ok=True)
-        home = Path(self._environment["FLWR_HOME"])
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir()
-        port = _free_port()
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "bench"\n\n[superlink.bench]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-        )
+        shutil.rmtree(self._folder / "homes", ignore_errors=True)
         started = time.time()
-        memory = Memory()
-        processes = []
-        try:
-            link = ["flower-superlink", "--insecure", "--port", str(port), "--disable-runtime-dependency-installation"]
-            processes.append(self._start([*link, *link_options], "superlink"))
-            _until(lambda: _listening(port), 60, processes, "the SuperLink does not listen")
-            for i in range(nodes):
-                node = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}", "--port"]
-                node += [str(_free_port()), "--node-config", f"partition-id={i} num-partitions={nodes}"]
-                processes.append(self._start(node, f"supernode-{i}"))
-            overrides = {**self._settings, "folder": str(self._folder)}
-            run_config = " ".join(f"{key}={json.dumps(value)}" for key, value in overrides.items())
-            command = ["flwr", "run", str(APP), "bench", "--stream", "--run-config", run_config]
-            command += ["--federation-config", federation] if federation is not None else []
-            if self._start(command, "run").wait(300) != 0 or not result.exists():
-                raise RuntimeError("Flower's run failed")
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in self._folder.glob("*.log"))
-            raise RuntimeError(f"{error}\n{logs}") from None
-        finally:
-            peak = memory.stop()
-            for process in reversed(processes):
-                process.send_signal(signal.SIGTERM)
-            for process in processes:
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        deadline = started + self._seconds
+        with Processes(self._folder) as processes:
+            processes.succeed(start(processes, deadline), deadline, what)
+            if not result.exists():  # `flwr run` ends with 0 when the app fails
+                raise processes.failure(f"{what} ended without a result")
         figures = json.loads(result.read_text())
         ends = figures["ends"]
         return {
             "rounds": [b - a for a, b in pairwise(ends)],
             "start_s": ends[0] - started,
-            "peak_bytes": peak,
+            "peak_bytes": processes.peak,
             "accuracy": figures["accuracy"],
         }
 
-    def _start(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
-        program = str(self._bin / command[0])
-        with (self._folder / f"{name}.log").open("wb") as log:
-            return subprocess.Popen(
-                [program, *command[1:]], env=self._environment, stdout=log, stderr=log, start_new_session=True
-            )
+    def _flwr_run(self, processes: Processes, federation: str, options: str) -> subprocess.Popen[bytes]:
+        run_config = " ".join(f"{key}={json.dumps(value)}" for key, value in self._run_config().items())
+        command = [self._program("flwr"), "run", str(APP), federation, "--stream"]
+        command += ["--run-config", run_config, "--federation-config", options]
+        return processes.start(command, "run", self._environment("run"))
+
+    def _run_config(self) -> dict[str, Any]:
+        return {key.replace("_", "-"): value for key, value in self._settings.items()}
+
+    def _program(self, name: str) -> str:
+        return str(self._bin / name)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        home = self._folder / "homes" / name  # one for each, as on machines of their own
+        home.mkdir(parents=True, exist_ok=True)
+        return {
+            "PATH": f"{self._bin}:{os.environ['PATH']}",
+            "PYTHONPATH": "",
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": str(self._folder),
+        }
 
 
 def _free_port() -> int:
@@ -217,70 +325,60 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def _listening(port: int) -> bool:
+def _listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _until(condition: Callable[[], bool], seconds: float, processes: list[subprocess.Popen[bytes]], what: str) -> None:
-    ends = time.time() + seconds
-    while not condition():
-        if time.time() > ends or any(process.poll() is not None for process in processes):
-            raise RuntimeError(what)
-        time.sleep(0.05)
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="local SGD steps per client and round")
-    parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--only", choices=["fedloom", "deployment", "simulation"], nargs="*")
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--only", choices=list(NAMES), nargs="*")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds that one run may take")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv" / "flower", help="Flower's virtual environment")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that Flower's processes end with us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all processes end with us
     make_venv(options.venv)
     about = machine()
-    version = subprocess.run(
-        [options.venv / "bin" / "flwr", "--version"], capture_output=True, text=True
-    ).stdout.strip()
-    about["flower"] = version.splitlines()[0] if version else "unknown"
+    shown = subprocess.run([options.venv / "bin" / "flwr", "--version"], capture_output=True, text=True, check=True)
+    about["flower"] = shown.stdout.strip().splitlines()[0]
     print(f"{describe(about)}, {about['flower']}")
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         experiment = folder / "experiment.yaml"
         settings = {"clients": options.clients, "rounds": options.rounds, "steps": options.steps, "seed": 1}
+        settings |= {"batch_size": 32, "lr": 0.01, "momentum": 0.9}
         experiment.write_text(EXPERIMENT.format(**settings))
         export(experiment, folder)
-        flower = Flower(options.venv, folder, settings)
+        flower = Flower(options.venv, folder, settings, options.timeout)
         ways = {
-            "fedloom": lambda: fedloom_run(experiment, folder),
+            "fedloom": lambda: fedloom_run(experiment, folder, options.timeout),
             "deployment": flower.deployment,
+            "lasting": flower.lasting,
             "simulation": flower.simulation,
         }
         for _ in range(options.repetitions):
             for name, way in ways.items():
                 if not options.only or name in options.only:
-                    results.setdefault(name, []).append(way())
+                    try:
+                        results.setdefault(name, []).append(way())
+                    except Failure as failure:
+                        sys.exit(f"\n{failure}")
                     print(".", end="", flush=True)
+                    write_json(options.json, about, results)
     print("\n")
     steps = options.clients * options.steps
-    head = ["", "client steps/s", "round, s", "first round, s", "start-up, s", "peak memory, MiB", "accuracy after"]
+    head = ["", "client steps/s", "round, s", "first round done after, s", "peak memory, MiB", "accuracy after"]
     print(table(head, [_line(name, runs, steps) for name, runs in results.items()]))
-    print("\nmedian (lowest-highest) over repetitions; steps/s and rounds without the first round; accuracy: mean over")
-    print(f"clients of the global model after {options.rounds} rounds; start-up: from the command to the first round")
-    write_json(options.json, about, results)
-
-
-NAMES = {
-    "fedloom": "FedLoom, 2 workers",
-    "deployment": "Flower, SuperLink and SuperNodes",
-    "simulation": "Flower, simulation (Ray)",
-}
+    print("\nmedian (lowest-highest) over repetitions; steps/s and rounds without the first round, which waits for the")
+    print("clients to start; accuracy: mean over clients of the global model after all rounds")
 
 
 def _line(name: str, runs: list[dict[str, Any]], steps: int) -> list[str]:
@@ -289,8 +387,7 @@ def _line(name: str, runs: list[dict[str, Any]], steps: int) -> list[str]:
         NAMES[name],
         spread([steps / s for s in later], "{:.1f}"),
         spread(later),
-        spread([run["rounds"][0] for run in runs]),
-        spread([run["start_s"] for run in runs], "{:.1f}"),
+        spread([run["start_s"] + run["rounds"][0] for run in runs], "{:.1f}"),
         spread([run["peak_bytes"] / MIB for run in runs], "{:.0f}"),
         spread([run["accuracy"] for run in runs], "{:.3f}"),
     ]

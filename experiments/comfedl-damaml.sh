@@ -6,7 +6,6 @@
 #   experiments/comfedl-damaml.sh                   Fashion-MNIST, all parts
 #   experiments/comfedl-damaml.sh cifar10 methods   CIFAR-10 (long), one part: methods | rho | tau | gamma
 #
-# What came out: docs/results/comfedl-damaml.md
 set -eu
 cd "$(dirname "$0")/.."
 dataset=${1:-fashion-mnist}

@@ -6,7 +6,6 @@
 #   experiments/comfedl-robust.sh                       Fashion-MNIST, all parts
 #   experiments/comfedl-robust.sh mnist methods         one data set, one part: methods | literal | step | gamma | tau
 #
-# What came out: docs/results/comfedl-robust.md
 set -eu
 cd "$(dirname "$0")/.."
 dataset=${1:-fashion-mnist}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_app.task import LeNet, shard, train
+from flower_app.task import LeNet, shard, train, visit_generator
 
 app = ClientApp()
 
@@ -20,16 +19,8 @@ def train_client(message: Message, context: Context) -> Message:
     net = LeNet()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     data = shard(str(config["folder"]), client)
-    loss = train(
-        net,
-        data["train_x"],
-        data["train_y"],
-        steps=int(config["steps"]),
-        size=int(config["batch-size"]),
-        lr=float(config["lr"]),
-        momentum=float(config["momentum"]),
-        generator=torch.Generator().manual_seed(1_000_000 * int(config["seed"]) + 1000 * number + client),
-    )
+    generator = visit_generator(int(config["seed"]), number, client)
+    loss = train(net, data["train_x"], data["train_y"], config, generator)
     content = RecordDict(
         {
             "arrays": ArrayRecord(net.state_dict()),

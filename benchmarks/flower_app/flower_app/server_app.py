@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from flower_app.task import LeNet, accuracy
+from flower_app.task import LeNet, write_figures
 
 app = ServerApp()
 
@@ -39,8 +37,4 @@ def main(grid: Grid, context: Context) -> None:
     )
     net = LeNet()
     net.load_state_dict(result.arrays.to_torch_state_dict())
-    folder = str(config["folder"])
-    figures = {"ends": ends, "accuracy": accuracy(net, folder, clients)}
-    partial = Path(folder) / "flower.json.partial"
-    partial.write_text(json.dumps(figures))
-    partial.rename(Path(folder) / "flower.json")
+    write_figures(net, str(config["folder"]), clients, ends)
