@@ -102,7 +102,7 @@ def fedloom_run(out: Path, rounds: int, cohort: int, workers: int) -> dict[str, 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement of the bare loop")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
