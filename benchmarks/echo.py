@@ -96,8 +96,8 @@ class EchoServer(ServerHalf):
         return {"client_steps": 0.0}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Nobody asks an echo for a predictor."""
-        raise NotImplementedError("an echo has no predictors")
+        """The same exchange: an echo's predictor is what it was sent."""
+        return cohort.send(Model(self.theta[: len(cohort.clients)]))
 
 
 class EchoClient(ClientHalf):

@@ -35,8 +35,8 @@ class Rules:
     min_replies: int
     shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
     stop: threading.Event
-    states: Callable[[str], Versions] | None = None
-    """Of a method whose clients keep a state: which version a client starts from now."""
+    states: Callable[[Sequence[str]], tuple[Versions, ...]] | None = None
+    """Of a method whose clients keep a state: which version each client starts from now."""
 
 
 class Conversation:
@@ -133,7 +133,7 @@ class Conversation:
 
     def _states(self) -> tuple[Versions, ...]:
         states = self._rules.states
-        return () if states is None else tuple(states(self.clients[row]) for row in self._alive)
+        return () if states is None else states([self.clients[row] for row in self._alive])
 
     def record(self, name: str, values: Tensor) -> None:
         """Keep one row per client for the evaluation."""

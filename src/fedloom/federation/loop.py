@@ -244,10 +244,15 @@ class Loop:
             session.close()
         return {loss.client: loss.reason for conversation in attempt.conversations for loss in conversation.lost}
 
-    def _states(self, client: str) -> Versions:
-        """Which state a client starts from now, and which others a checkpoint that is kept would start from."""
-        needed = (self.journal.version(client, round) for round in self.checkpoints.rounds())
-        return Versions(self.journal.version(client, self.round), frozenset(v for v in needed if v is not None))
+    def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
+        """Which state each client starts from now, and which others a checkpoint that is kept would start from."""
+        kept = self.checkpoints.rounds()
+
+        def versions(client: str) -> Versions:
+            needed = (self.journal.version(client, round) for round in kept)
+            return Versions(self.journal.version(client, self.round), frozenset(v for v in needed if v is not None))
+
+        return tuple(versions(client) for client in clients)
 
     def _measuring(self, attempt: Attempt, planned: Attempt | None = None) -> Attempting:
         """Conversations outside training: those who answer are measured, however few."""

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fedloom.algorithms.base import Shapes
 from fedloom.messages import Message, Quantity
-
-Shapes = Mapping[type[Message], Mapping[str, tuple[int, ...]]]
-"""For each message that may come back: the trailing shape of each field (without the row axis)."""
 
 _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
     # Counts and metrics are summed over examples: float64 whatever the model computes in.
