@@ -59,6 +59,8 @@ def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root:
     assert wild.returncode == 5, wild.stderr
     assert "lr=1.0e+30: failed" in wild.stderr
     assert "1 of 2 runs failed" in wild.stderr
+    assert "pooled validation accuracy seen" in wild.stderr  # choosing a setting shows no test accuracy on the way
+    assert "test accuracy" not in wild.stderr
     assert (tmp_path / "wild" / "lr=0.03" / "summary.json").exists()
     assert (tmp_path / "wild" / "comparison" / "compare.csv").exists()
 

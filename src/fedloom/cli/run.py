@@ -127,6 +127,7 @@ def _sweep(
                 listen=None,
                 wait_s=WORKERS_COME_S,
                 table=False,
+                choosing=bool(grid),
             )
         except QuorumError as error:  # as after a step size that is too large: a result, too
             typer.echo(f"{where}: failed: {error}", err=True)
@@ -149,6 +150,7 @@ def _conduct(
     listen: str | None,
     wait_s: float,
     table: bool = True,
+    choosing: bool = False,
 ) -> None:
     from fedloom import experiment as experiments
     from fedloom.cli import compose
@@ -177,7 +179,7 @@ def _conduct(
         folder.write_json("environment.json", compose.fingerprint(e))
 
     stop = threading.Event()
-    with ExitStack() as held, Watch(e.federation.rounds) as watch:
+    with ExitStack() as held, Watch(e.federation.rounds, choosing=choosing) as watch:
         watch.say(
             f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {len(dataset.manifest.clients)} clients, {folder.path}"
         )

@@ -21,9 +21,18 @@ LINE_EVERY_S = 10.0
 
 
 class Watch:
-    """Tells a person how the run goes (``federation.loop.Observer``); everything goes to standard error."""
+    """Tells a person how the run goes (``federation.loop.Observer``); everything goes to standard error.
 
-    def __init__(self, rounds: int, done: int = 0) -> None:
+    Parameters
+    ----------
+    rounds, done
+        In all, and before this start.
+    choosing
+        Whether settings are being chosen: then evaluations show validation accuracy, and none on test data.
+    """
+
+    def __init__(self, rounds: int, done: int = 0, *, choosing: bool = False) -> None:
+        self._choosing = choosing
         self._console = Console(stderr=True, highlight=False)
         self._rounds = rounds
         self._seconds: list[float] = []
@@ -94,6 +103,11 @@ class Watch:
                 accuracy = line[group]["accuracy_pooled"]
                 what = "mean test loss" if accuracy is None else what
                 parts.append(f"{group} {line[group]['loss_mean'] if accuracy is None else accuracy:.4f}")
+        if self._choosing:
+            accuracy, loss = line["validation_pooled"], line["validation_loss"]
+            what = "mean validation loss" if accuracy is None else "pooled validation accuracy"
+            found = loss if accuracy is None else accuracy
+            parts = ["none: no validation examples" if found is None else f"seen {found:.4f}"]
         where = f" (time: {self.phases()})" if self._phases else ""
         self.say(f"after round {line['round']}: {what} {', '.join(parts)}{where}")
 
