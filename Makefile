@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format protos docs bench clean
+.PHONY: help setup run test lint format protos docs bench clean kind-up kind-test kind-down
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## make .venv with FedLoom and everything its tests need
 
@@ -54,11 +54,21 @@ protos: setup ## generate src/fedloom/transport/wire from protos/
 
 docs: setup ## write the pages that are made from the code
 	@$(BIN)/python docs/generate_keys.py
+	@$(BIN)/fedloom pipeline compile --out pipelines
 
 bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/benchmarks.md)
 	@for name in local_training aggregator_overhead registered_clients resume flower; do \
 		echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit; echo; \
 	done
+
+kind-up: ## make a Kubernetes in Docker with our image and an object store (docs/e2e.md)
+	@images/kind/kind.sh up
+
+kind-test: setup ## run the end-to-end tests on it
+	@PYTHON=$(BIN)/python images/kind/kind.sh test
+
+kind-down: ## remove it
+	@images/kind/kind.sh down
 
 clean: ## remove what tests and tools leave behind; .venv, data and runs stay
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

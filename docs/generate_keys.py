@@ -1,4 +1,4 @@
-"""Write docs/experiment-keys.md, the tables of all keys of an experiment file, from its schema (``make docs``)."""
+"""Write the tables of all keys of an experiment file, and of a cluster's settings, from the schemas (``make docs``)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedloom.cluster.settings import ClusterSettings
 from fedloom.experiment import json_schema
 from fedloom.mistakes import Schema, branches, describe
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
+CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 
 HEAD = """\
 # Keys of an experiment file
 
 Made from the code by `make docs`; the guide is [experiment.md](experiment.md).
+"""
+
+CLUSTER_HEAD = """\
+# Settings of a federation on Kubernetes
+
+Made from the code by `make docs`; the guide is [cluster.md](cluster.md).
 """
 
 
@@ -31,6 +39,12 @@ def page() -> str:
             for scheme in branches(nested[0]["properties"]["partition"], schema):
                 parts += _section(_title("data.partition", scheme), scheme, schema)
     return "\n".join(parts)
+
+
+def cluster_page() -> str:
+    """Return the page of the cluster settings: one table."""
+    schema = ClusterSettings.model_json_schema()
+    return "\n".join([CLUSTER_HEAD, *_section("All keys", schema, schema)])
 
 
 def _title(key: str, branch: Schema) -> str:
@@ -65,8 +79,13 @@ def _rows(
 def _default(node: Schema, key: str, value: Any) -> str:
     if key in node.get("required", ()):
         return "required"
-    return "all defaults" if isinstance(value, dict) else f"`{json.dumps(value, ensure_ascii=False)}`"
+    return (
+        "all defaults"
+        if isinstance(value, dict) and "additionalProperties" not in node["properties"][key]
+        else f"`{json.dumps(value, ensure_ascii=False)}`"
+    )
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")

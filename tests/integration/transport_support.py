@@ -91,6 +91,7 @@ class Worker:
         self.sessions: list[ToySession] = []
         self.joined: list = []
         self.error: BaseException | None = None
+        self.over: bool | None = None  # what serve returned
         self.before = lambda client, exchange: None
         self.stop = threading.Event()
         extra = {} if incarnation is None else {"incarnation": incarnation}
@@ -100,7 +101,7 @@ class Worker:
 
     def _run(self, address, identity, reconnect_s) -> None:
         try:
-            serve(address, identity, make_session=self._session, stop=self.stop, reconnect_s=reconnect_s)
+            self.over = serve(address, identity, make_session=self._session, stop=self.stop, reconnect_s=reconnect_s)
         except BaseException as error:
             self.error = error
 

@@ -22,11 +22,12 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss, Replay
 from fedloom.federation.loop import Loop, Schedule, vocabulary
 from fedloom.federation.randomness import generator
-from fedloom.federation.states import StateFolder
+from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.settings import Settings
+from fedloom.storage import Store, open_store
 
 CLASSES = 3
 IMAGE = (1, 16, 16)  # the least that a LeNet takes
@@ -143,6 +144,9 @@ def federation(
     seed: int = 7,
     evaluation_cohort: int = 2,
     start_afresh: bool = False,
+    checkpoint_every_s: float = 1e9,
+    states: Store | None = None,
+    after: Callable[[int], None] | None = None,
 ) -> Federation:
     """The real loop over the in-process carrier, everyone sampled; ``lost`` is exchange -> row, in every round."""
     made = RunFolder(folder)
@@ -164,7 +168,7 @@ def federation(
             load or by_id.__getitem__,
             seed,
             conclude,
-            states=StateFolder(made.states) if half.stateful else None,
+            states=StoredStates(states or open_store(made.states)) if half.stateful else None,
             start_afresh=start_afresh,
         ),
         problem.dtype,
@@ -181,7 +185,7 @@ def federation(
             deadline_s=60.0,
             min_replies=1,
             attempts=1,
-            checkpoint_every_s=1e9,
+            checkpoint_every_s=checkpoint_every_s,
             evaluate_every=rounds or 1,
             evaluation_cohort=evaluation_cohort,
             label_mask=False,
@@ -197,5 +201,6 @@ def federation(
         threading.Event(),
         lambda evaluation: {},
         replay,
+        after,
     )
     return Federation(loop, predictors)

@@ -164,7 +164,10 @@ def test_bad_overrides(write: Write, override: str, expected: str) -> None:
         ("evaluation.label_mask", "1", "true or false"),
         ("runtime.device", "tpu", "cpu, cuda"),
         ("runtime.clients_at_once", "2", "1 with device: cpu"),
-        ("storage", "s3://bucket", "a folder"),
+        ("storage", "gs://bucket", "s3://BUCKET/PREFIX"),
+        ("storage", "s3:/bucket/runs", "s3://BUCKET/PREFIX"),
+        ("storage", "s3://My_Bucket/runs", "lower-case letters"),
+        ("storage", "s3://bucket/a/../b", "without empty parts"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(write: Write, key: str, value: str, allowed: str) -> None:

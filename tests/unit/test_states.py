@@ -14,11 +14,13 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, opened_by
 from fedloom.algorithms.training import predictors_of
-from fedloom.errors import DataError
+from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss
-from fedloom.federation.states import StateFolder, Version, Versions
+from fedloom.federation.states import StoredStates, Version, Versions
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.settings import Settings
+from fedloom.storage import Store
+from fedloom.storage.folder import FolderStore
 from fedloom.transport.stream import states_from_wire, states_to_wire
 
 
@@ -195,8 +197,8 @@ def test_the_journal_names_versions_by_round_and_forgets_what_is_rewound(tmp_pat
     assert Journal.read(f.loop.folder).version("b", 3) == Version(1, 1, 0, 1)
 
 
-def test_a_folder_of_states(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path)
+def test_a_store_of_states(store: Store) -> None:
+    folder = StoredStates(store)
     versions = [Version(t, 1, 0, 0) for t in (1, 2, 10)]
     for i, version in enumerate(versions):
         folder.save("c", version, {"x": torch.full((3, 2), i).t(), "n": torch.tensor(True)})
@@ -209,9 +211,47 @@ def test_a_folder_of_states(tmp_path: Path) -> None:
     folder.forget("c", versions[2], [versions[0]])
     assert [folder.load("c", version) is not None for version in versions] == [True, False, True]
     folder.forget("nobody", versions[2], [])
-    (tmp_path / "c" / f"{versions[0]}.safetensors").write_bytes(b"\x00")
+    folder.save("c2", versions[0], {})
+    folder.forget("c", Version(99, 1, 0, 0), [versions[0]])
+    assert [entry.name for entry in store.entries()] == [
+        f"c/{versions[0]}.safetensors",
+        f"c2/{versions[0]}.safetensors",
+    ]
+    store.write(f"c/{versions[0]}.safetensors", b"\x00")
     with pytest.raises(DataError, match="not a client state"):
         folder.load("c", versions[0])
+
+
+@pytest.mark.parametrize("failure", [StorageError, RefusedError])
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_a_store_that_fails_is_no_failure_of_its_clients(
+    tmp_path: Path, failure: type[FedloomError], method: str
+) -> None:
+    """The run ends, resumable; it does not go on without those whose states are out of reach."""
+    states = Failing(tmp_path / "states", method, failure)
+    f = made(tmp_path, rounds=3, states=states)
+    with pytest.raises(failure, match="the bucket is gone"):
+        f.run()
+    assert f.loop.round == 1
+    assert not any(c.lost for attempt in f.loop.journal.attempts for c in attempt.conversations)
+
+
+class Failing(FolderStore):
+    """Fails when a state of the first round is read, or one of the second is written."""
+
+    def __init__(self, folder: Path, method: str, failure: type[FedloomError]) -> None:
+        super().__init__(folder)
+        self.method, self.failure = method, failure
+
+    def read(self, name: str) -> bytes:
+        if self.method == "read":
+            raise self.failure("the bucket is gone")
+        return super().read(name)
+
+    def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
+        if self.method == "write" and "/2-" in name:
+            raise self.failure("the bucket is gone")
+        super().write(name, content, durably=durably)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import platform
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from fedloom.evaluation.summary import (
     predictor_statistics,
     summary,
 )
+from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.conversations import Conversations
@@ -37,8 +37,9 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
 from fedloom.federation.randomness import generator
-from fedloom.federation.states import StateFolder
+from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
+from fedloom.storage import is_url, open_store
 
 DTYPE = torch.float32
 
@@ -110,13 +111,60 @@ def dealt(experiment: Experiment) -> FederatedDataset:
     )
     dataset = FederatedDataset.open(folder)
     dataset.verify()
-    roster, federation = dataset.manifest.roster, experiment.federation
-    if federation.rounds and federation.clients_per_round > len(roster):
-        raise ExperimentError(
-            f"federation.clients_per_round: found {federation.clients_per_round}; allowed: at most {len(roster)}, the "
-            f"seen clients of {data.dataset} ({len(dataset.manifest.clients)} clients)"
-        )
+    _check_cohort(experiment, dataset.manifest)
     return dataset
+
+
+def given(experiment: Experiment, where: str, *, verify: bool) -> FederatedDataset:
+    """A partition that was made before, and is the one that the experiment asks for.
+
+    Parameters
+    ----------
+    where
+        Its folder or URL.
+    verify
+        Check the shards of a folder, and not just when a client is first served. Those of a store are checked then.
+
+    Raises
+    ------
+    DataError
+        If it is missing or damaged.
+    ExperimentError
+        If the experiment asks for another, or its settings cannot be met with these data.
+    """
+    dataset = FederatedDataset.open(where)
+    manifest, data = dataset.manifest, experiment.data
+    found = {
+        "data.dataset": (manifest.dataset, data.dataset),
+        "seed": (manifest.seed, experiment.seed),
+        "data.unseen_fraction": (manifest.unseen_fraction, data.unseen_fraction),
+        "data.validation_fraction": (manifest.validation_fraction, data.validation_fraction),
+    }
+    asked = data.partition.model_dump(mode="json")
+    found |= {
+        f"data.partition.{key}": (manifest.scheme.get(key), asked.get(key)) for key in {**manifest.scheme, **asked}
+    }
+    differences = [
+        f"{key}: the partition has {had!r}, the experiment {has!r}" for key, (had, has) in found.items() if had != has
+    ]
+    if differences:
+        raise ExperimentError(
+            f"--partition: {where} is not the experiment's partition:\n  " + "\n  ".join(differences[:10]),
+            hint="make it with the same experiment file: fedloom partition EXPERIMENT",
+        )
+    if verify and not is_url(where):
+        dataset.verify()
+    _check_cohort(experiment, manifest)
+    return dataset
+
+
+def _check_cohort(experiment: Experiment, manifest: Manifest) -> None:
+    federation = experiment.federation
+    if federation.rounds and federation.clients_per_round > len(manifest.roster):
+        raise ExperimentError(
+            f"federation.clients_per_round: found {federation.clients_per_round}; allowed: at most "
+            f"{len(manifest.roster)}, the seen clients of {manifest.dataset} ({len(manifest.clients)} clients)"
+        )
 
 
 def use_device(name: str, threads: int) -> torch.device:
@@ -150,12 +198,12 @@ def conversations(
     these: Parts,
     dataset: FederatedDataset,
     device: torch.device,
-    states: Path | None,
+    states: str | None,
     conclude: Conclude | None = None,
 ) -> Conversations:
     """The clients' side of all conversations; by default predictors are measured.
 
-    ``states`` is the folder of the clients' states, which every worker of the run shares.
+    ``states`` is the folder or URL of the clients' states, which every worker of the run shares.
 
     Raises
     ------
@@ -165,8 +213,8 @@ def conversations(
     half = these.client_half()
     if half.stateful and states is None:
         raise ExperimentError(
-            f"--states: found none; {these.algorithm.name} keeps a state with every client, and needs a folder that "
-            "every worker allowed to serve the client reaches"
+            f"--states: found none; {these.algorithm.name} keeps a state with every client, and needs a folder or "
+            "store that every worker allowed to serve the client reaches"
         )
     batch_size = these.experiment.evaluation.batch_size
 
@@ -181,7 +229,7 @@ def conversations(
         conclude or evaluate,
         device,
         these.experiment.runtime.clients_at_once,
-        StateFolder(states) if half.stateful and states is not None else None,
+        StoredStates(open_store(states)) if half.stateful and states is not None else None,
         start_afresh=these.experiment.federation.lost_state == "afresh",
     )
 
@@ -189,10 +237,18 @@ def conversations(
 def in_process(
     these: Parts, dataset: FederatedDataset, folder: RunFolder, conclude: Conclude | None = None
 ) -> InProcess:
-    """Clients in this process, on the experiment's device; their states lie in the run's folder."""
+    """Clients in this process, on the experiment's device; their states lie where the run has them."""
     runtime = these.experiment.runtime
     device = use_device(runtime.device, runtime.threads)
-    return InProcess(conversations(these, dataset, device, folder.states, conclude), DTYPE)
+    return InProcess(conversations(these, dataset, device, states_of(folder), conclude), DTYPE)
+
+
+def states_of(folder: RunFolder) -> str:
+    """Where the clients' states of a run are: in its folder, or where it is published."""
+    published = folder.read("published.json")
+    if published is None or folder.states.is_dir():
+        return str(folder.states)
+    return f"{json.loads(published)['url']}/states"
 
 
 def welcome(these: Parts) -> str:
@@ -209,8 +265,12 @@ def loop(
     replay: Replay | None = None,
     *,
     keep_descriptors: bool = True,
+    after: Callable[[int], None] | None = None,
 ) -> Loop:
-    """The round loop of an experiment; descriptors go to ``descriptors.json`` of the run's folder."""
+    """The round loop of an experiment; descriptors go to ``descriptors.json`` of the run's folder.
+
+    ``after`` is called with each round that has become durable, while the next ones are trained.
+    """
     e = these.experiment
     schedule = Schedule(
         rounds=e.federation.rounds,
@@ -228,6 +288,8 @@ def loop(
     pi = these.manifest.class_proportions()
 
     def extra(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
+        if keep_descriptors:
+            _keep_uncertainty(folder, evaluation)
         if "user" in evaluation.records:
             users = evaluation.records["user"][:, 0] > 0
             return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
@@ -262,7 +324,26 @@ def loop(
         stop,
         extra,
         replay,
+        after,
     )
+
+
+def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
+    """Add a round to ``uncertainty.json``, of methods whose personal predictors are distributions over networks."""
+    p = evaluation.predictors.index("personal")
+    uncertainty = evaluation.uncertainty[:, p]
+    if not bool(uncertainty[:, INFORMATION].any()):
+        return
+    before = folder.read("uncertainty.json")
+    document = client_document(
+        None if before is None else json.loads(before),
+        evaluation.round,
+        clients=evaluation.clients,
+        seen=evaluation.seen,
+        calibration=evaluation.calibration[:, p],
+        uncertainty=uncertainty,
+    )
+    folder.write_json("uncertainty.json", document)
 
 
 def conclude(these: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:

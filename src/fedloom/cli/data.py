@@ -58,23 +58,33 @@ def description(source: Source, official: Official) -> str:
 
 
 def partition(
-    experiment: Annotated[Path, typer.Argument(help="The experiment file.")],
+    experiment: Annotated[str, typer.Argument(help="The experiment file, or its URL.")],
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Copy the partition to this new folder too.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Copy the partition to this new folder too, or publish it at s3://BUCKET/PREFIX.", metavar="DIR|URL"
+        ),
+    ] = None,
 ) -> None:
     """Deal an experiment's data out to its clients, and mend a damaged partition."""
     import shutil
 
-    from fedloom import experiment as experiments
+    from fedloom.cli import reading
     from fedloom.data.federated import FederatedDataset
     from fedloom.data.folders import published
     from fedloom.data.partition import partition as deal
+    from fedloom.data.remote import publish
     from fedloom.errors import ExperimentError
+    from fedloom.storage import is_url, open_store
 
-    settings = experiments.load(experiment, set_ or ())
-    if out is not None and out.exists():
+    settings = reading.experiment(experiment, set_ or ())
+    store = open_store(out) if out is not None and is_url(out) else None
+    if store is not None:
+        store.check()
+    elif out is not None and Path(out).exists():
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
     data = settings.data
     folder = deal(
@@ -87,9 +97,11 @@ def partition(
         mend=True,
     )
     manifest = FederatedDataset.open(folder).manifest
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with published(out) as staging:
+    where = out or str(folder)
+    if store is not None:
+        publish(folder, store)
+    elif out is not None:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        with published(Path(out)) as staging:
             shutil.copytree(folder, staging, dirs_exist_ok=True)
-        folder = out
-    typer.echo(f"{len(manifest.roster)} seen and {len(manifest.unseen)} unseen clients in {folder}")
+    typer.echo(f"{len(manifest.roster)} seen and {len(manifest.unseen)} unseen clients in {where}")

@@ -28,13 +28,13 @@ class Point:
     experiment: Experiment
 
 
-def points(path: Path, overrides: Sequence[str], seeds: str | None, grid: Sequence[str]) -> list[Point]:
+def points(path: str | Path, overrides: Sequence[str], seeds: str | None, grid: Sequence[str]) -> list[Point]:
     """Every run of a sweep, the seeds of one setting next to each other.
 
     Parameters
     ----------
     path
-        The experiment file.
+        The experiment file, or its URL.
     overrides
         ``key=value`` for every run.
     seeds
@@ -48,6 +48,7 @@ def points(path: Path, overrides: Sequence[str], seeds: str | None, grid: Sequen
         If the grid cannot be read, or an experiment in it is not allowed; before anything runs.
     """
     from fedloom import experiment as experiments
+    from fedloom.cli import reading
     from fedloom.errors import ExperimentError
 
     axes = [experiments.grid_values(text) for text in grid]
@@ -58,13 +59,13 @@ def points(path: Path, overrides: Sequence[str], seeds: str | None, grid: Sequen
     if seeds is not None:
         if "seed" in keys:
             raise ExperimentError("--grid seed: found with --seeds; allowed: one of them")
-        axes.append(("seed", [str(seed) for seed in _seeds(seeds)]))
+        axes.append(("seed", [str(seed) for seed in seeds_of(seeds)]))
     labels = _labels([key for key, _ in axes])
     found: list[Point] = []
     for values in itertools.product(*(values for _, values in axes)):
         settings = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
         try:
-            experiment = experiments.load(path, [*overrides, *settings])
+            experiment = reading.experiment(path, [*overrides, *settings])
         except ExperimentError as error:
             raise ExperimentError(f"at {', '.join(settings)}: {error}") from error
         name = _folder_name([f"{label}={_short(value)}" for label, value in zip(labels, values, strict=True)], settings)
@@ -72,7 +73,14 @@ def points(path: Path, overrides: Sequence[str], seeds: str | None, grid: Sequen
     return found
 
 
-def _seeds(text: str) -> list[int]:
+def seeds_of(text: str) -> list[int]:
+    """Return the seeds that ``1,2,3`` or ``1-3`` stands for.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot be read, or a seed occurs twice.
+    """
     from fedloom.errors import ExperimentError
 
     seeds: list[int] = []
@@ -143,23 +151,22 @@ def conclude(folder: Path) -> None:
     from fedloom.cli.use import show_comparison
     from fedloom.cli.watch import narrow
     from fedloom.evaluation.compare import compare
-    from fedloom.evaluation.compare_tables import percent
 
     comparison = compare([folder])
     tried = {
-        (comparison.rows[choice.row].block, comparison.rows[choice.row].runs[0].algorithm)
-        for choice in comparison.chosen
+        (comparison.rows[choice.row].block, comparison.rows[choice.row].runs[0].method) for choice in comparison.chosen
     }
     chosen = {run.path for choice in comparison.chosen for run in comparison.rows[choice.row].runs}
     shown: dict[Path, None] = {}
-    table = narrow("Validation accuracy (%, seen clients, pooled)", ("", "last round", "best round"))
+    title = f"Validation {comparison.scale.words} (seen clients, pooled)"
+    table = narrow(title, ("", "last round", "best round"))
     for row in comparison.rows:
         paths = [run.path for run in row.runs]
-        candidate = (row.block, row.runs[0].algorithm) in tried
+        candidate = (row.block, row.runs[0].method) in tried
         personal = [r for r in comparison.rows if r.runs == row.runs and r.predictor == "personal"]
         if candidate and (row in personal or not personal):  # without fine-tuning the global model is everybody's own
             mark = "  <- chosen" if chosen.issuperset(paths) else ""
-            table.add_row(row.label + mark, *(percent(row.validation(best=best)) for best in (False, True)))
+            table.add_row(row.label + mark, *(row.scale.shown(row.validation(best=best)) for best in (False, True)))
         if not candidate or chosen.issuperset(paths):
             shown |= dict.fromkeys(paths)
     if comparison.chosen:

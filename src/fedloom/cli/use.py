@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,12 +15,13 @@ import typer
 if TYPE_CHECKING:
     from fedloom.cli.compose import Parts
     from fedloom.data.federated import FederatedDataset
+    from fedloom.evaluation.summary import Evaluation
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
 Other = Annotated[
-    Path | None,
-    typer.Option("--partition", metavar="DIR", help="Clients of another partition of the same kind of data."),
+    str | None,
+    typer.Option("--partition", metavar="DIR|URL", help="Clients of another partition of the same kind of data."),
 ]
 
 
@@ -33,10 +35,44 @@ def evaluate(
     from rich.console import Console
 
     from fedloom.cli.watch import results
+
+    statistics = measured(run, checkpoint, partition).statistics
+    if out is not None:
+        from fedloom.storage.folder import write_atomically
+
+        write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
+    Console().print(results(statistics))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation of a checkpoint found, and of what."""
+
+    statistics: dict[str, Any]
+    evaluation: Evaluation
+    parts: Parts
+
+
+def measured(run: Path, checkpoint: str = "last", partition: str | Path | None = None) -> Measured:
+    """Measure a checkpoint of a run on the run's clients, or on those of another partition, who are all unseen.
+
+    Raises
+    ------
+    ExperimentError
+        If ``checkpoint`` is none of last, best and a number.
+    DataError
+        If the folder is not that of a run, has no such checkpoint, or the partition is of another kind of data.
+    QuorumError
+        If clients could not be measured.
+    """
+    import torch
+
     from fedloom.evaluation.summary import groups
 
     these, loop, dataset = _restored(run, checkpoint, partition)
     evaluation = loop.evaluate()
+    if not these.task.same_clients:  # whatever their partition calls them, this training never saw them
+        evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
     statistics = {
         "name": these.experiment.name,
         "algorithm": these.algorithm.name,
@@ -46,11 +82,7 @@ def evaluate(
         **groups(evaluation, label_mask=these.experiment.evaluation.label_mask),
         **loop.extra(evaluation),
     }
-    if out is not None:
-        from fedloom.federation.folder import write_atomically
-
-        write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
-    Console().print(results(statistics))
+    return Measured(statistics, evaluation, these)
 
 
 def personalize(
@@ -67,8 +99,8 @@ def personalize(
     from fedloom.cli import compose
     from fedloom.errors import ExperimentError
     from fedloom.evaluation.measure import nothing_measured
-    from fedloom.federation.folder import write_atomically
     from fedloom.messages import Message
+    from fedloom.storage.folder import write_atomically
 
     if out.exists():
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
@@ -131,7 +163,7 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
     from fedloom.cli.watch import narrow
     from fedloom.evaluation.compare import compare
     from fedloom.evaluation.compare_report import check_out, write_comparison
-    from fedloom.evaluation.compare_tables import CHOICE_HEADINGS, HEADINGS, as_text, choices_as_text, spread_note
+    from fedloom.evaluation.compare_tables import as_text, choice_headings, choices_as_text, headings, text_title
 
     if out is not None:
         check_out(out)
@@ -142,15 +174,15 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
     several = len(comparison.blocks) > 1
     styles = {"best": "bold", "tied": "underline"}
     for title, lines in as_text(comparison).items():
-        about = f"What each client would get (test accuracy, %, {spread_note(comparison)})"
-        table = narrow(f"{about}\n{title}" if several else about, HEADINGS)
+        about = text_title(comparison)
+        table = narrow(f"{about}\n{title}" if several else about, headings(comparison))
         for cells in lines:
             table.add_row(*(Text(cell.text, styles.get(cell.mark, "")) for cell in cells))
         console.print(table)
     if console.is_terminal and len(comparison.rows) > 1:
         typer.echo("bold: best; underlined: not told from it by a paired test over clients")
     if comparison.chosen:
-        table = narrow("\nBest on validation (accuracy, %)", CHOICE_HEADINGS)
+        table = narrow(f"\nBest on validation ({comparison.scale.words})", choice_headings(comparison))
         for line in choices_as_text(comparison):
             table.add_row(*map(Text, line))
         console.print(table)
@@ -158,7 +190,7 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
         write_comparison(comparison, out)
 
 
-def _restored(run: Path, which: str, partition: Path | None) -> tuple[Parts, Any, FederatedDataset]:
+def _restored(run: Path, which: str, partition: str | Path | None) -> tuple[Parts, Any, FederatedDataset]:
     """A run's server at a checkpoint, with clients in this process."""
     from fedloom import experiment as experiments
     from fedloom.cli import compose
@@ -186,16 +218,21 @@ def _restored(run: Path, which: str, partition: Path | None) -> tuple[Parts, Any
             raise DataError(f"{dataset.folder}: {what} is {found}, the run was trained with {needed}")
     # The models have learned inputs as the training partition normalizes them.
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
-    dataset = FederatedDataset(dataset.folder, manifest)
+    dataset = FederatedDataset(dataset.folder, manifest, dataset.source)
     compose.use_device("cpu", e.runtime.threads)
     these = compose.parts(e, dataset.manifest, trained_on)
     loop = compose.loop(
-        these, compose.in_process(these, dataset, folder), folder, Watch(0), threading.Event(), keep_descriptors=False
+        these,
+        compose.in_process(these, dataset, folder),
+        folder,
+        Watch(0),
+        threading.Event(),
+        keep_descriptors=False,
     )
     checkpoint = loop.checkpoints.load(int(which) if which.isdecimal() else which)
     check_fits(checkpoint, loop.server.state(), these.algorithm.name, these.algorithm.version)
     loop.server.load(checkpoint.state)
     loop.round = checkpoint.round
-    if partition is None:  # a client of another partition is another client, whatever its name
+    if these.task.same_clients:  # a client of another partition is another client, whatever its name
         loop.journal = Journal.read(folder)
     return these, loop, dataset

@@ -9,13 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fedloom.federation.journal import Attempt
+
+if TYPE_CHECKING:
+    from fedloom.federation.loop import Observer
 
 LINE_EVERY_S = 10.0
 
@@ -115,6 +118,33 @@ class Watch:
         """Share of each phase so far."""
         total = sum(self._phases.values()) or 1.0
         return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in self._phases.items())
+
+
+class Observers:
+    """Several who are told how the run goes."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def round_done(self, attempt: Attempt, rounds: int) -> None:
+        """A round has ended."""
+        for observer in self._observers:
+            observer.round_done(attempt, rounds)
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        """An attempt came to nothing."""
+        for observer in self._observers:
+            observer.attempt_failed(attempt, attempts)
+
+    def evaluating(self, round: int, done: int, clients: int) -> None:
+        """An evaluation has measured so many clients."""
+        for observer in self._observers:
+            observer.evaluating(round, done, clients)
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl has been written."""
+        for observer in self._observers:
+            observer.evaluated(line)
 
 
 def results(summary: dict[str, Any]) -> Table:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -29,11 +31,20 @@ class Device(StrEnum):
 def worker(
     aggregator: Annotated[str, typer.Option(help="The aggregator's address.", metavar="HOST:PORT")],
     partition: Annotated[
-        Path, typer.Option(help="Folder of the partition: its manifest and the shards to serve.", metavar="DIR")
+        str,
+        typer.Option(
+            help="The partition: a folder, or s3://BUCKET/PREFIX, of which each shard is fetched when its "
+            "client is first served.",
+            metavar="DIR|URL",
+        ),
     ],
     name: Annotated[str | None, typer.Option(help="Unique name; by default host and process id.")] = None,
     clients: Annotated[
         str | None, typer.Option(help="Ids of the clients to serve, separated by commas; by default all.")
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(help="Serve the I-th, from 0, of N equal blocks of the partition's clients.", metavar="I/N"),
     ] = None,
     device: Annotated[Device, typer.Option(help="What to compute on.")] = Device.CPU,
     threads: Annotated[int, typer.Option(help="Torch threads; the aggregator must use as many.", min=1)] = 1,
@@ -42,9 +53,11 @@ def worker(
         float, typer.Option(help="Seconds to go on dialling an aggregator that is gone.", min=0, metavar="S")
     ] = 60.0,
     states: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Folder of the clients' states, for methods that keep any: one that all workers reach.", metavar="DIR"
+            help="Folder or s3://BUCKET/PREFIX of the clients' states, for methods that keep any: one that all workers "
+            "reach.",
+            metavar="DIR|URL",
         ),
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
@@ -59,19 +72,21 @@ def worker(
     from fedloom.cli import compose
     from fedloom.cli.watch import logged_to
     from fedloom.data.federated import FederatedDataset
-    from fedloom.data.manifest import read_shard
-    from fedloom.errors import DataError, ExperimentError
+    from fedloom.errors import DataError, ExperimentError, InterruptedRun
+    from fedloom.storage import is_url
     from fedloom.transport.worker import Identity, serve
 
     if device is Device.CPU and clients_at_once > 1:
         raise ExperimentError(f"--clients-at-once: found {clients_at_once} on cpu, allowed: 1")
     dataset = FederatedDataset.open(partition)
     everyone = [entry.id for entry in dataset.manifest.clients]
-    served = everyone if clients is None else [part.strip() for part in clients.split(",") if part.strip()]
+    served = chosen(everyone, clients, part)
     for client in served:
-        entry = dataset.manifest.entry(client)
-        if not until_eof:  # `fedloom run` has checked the shards of its own workers
-            read_shard(partition, entry)
+        dataset.manifest.entry(client)
+    # `fedloom run` has checked the shards of its own workers. Of a store, only shards that nobody else serves are
+    # fetched now; others when their client comes here.
+    if not until_eof and (served != everyone or not is_url(partition)):
+        dataset.verify(served)
     target = compose.use_device(device.value, threads)
     runtime = experiments.Runtime(workers=0, threads=threads, device=device.value, clients_at_once=clients_at_once)
 
@@ -99,7 +114,44 @@ def worker(
     )
     gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
     with nullcontext() if log is None else logged_to(log):
-        serve(aggregator, identity, make_session=make_session, stop=stop, reconnect_s=reconnect)
+        over = serve(aggregator, identity, make_session=make_session, stop=stop, reconnect_s=reconnect)
+    if not over and not until_eof:  # a pod that is told to go has not done its work, and another has to
+        raise InterruptedRun("asked to stop before the run was over; another worker may take over")
+
+
+def chosen(everyone: Sequence[str], clients: str | None, part: str | None) -> list[str]:
+    """Return the clients that a worker is to serve.
+
+    Parameters
+    ----------
+    everyone
+        Ids of all clients of the partition, in its order.
+    clients
+        Ids, separated by commas.
+    part
+        ``I/N``: the I-th, from 0, of N blocks of equal size (to one), in order.
+
+    Raises
+    ------
+    ExperimentError
+        If both are given, or ``part`` is none.
+    """
+    from fedloom.errors import ExperimentError
+
+    if clients is not None:
+        if part is not None:
+            raise ExperimentError(f"--part: found {part} with --clients; allowed: one of them")
+        return [name.strip() for name in clients.split(",") if name.strip()]
+    if part is None:
+        return list(everyone)
+    given = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
+    i, n = (int(given[1]), int(given[2])) if given else (0, 0)
+    if not i < n <= len(everyone):
+        raise ExperimentError(
+            f"--part: found {part}; allowed: I/N, with I from 0 to N - 1, and N at most {len(everyone)}, the number of "
+            "clients"
+        )
+    return list(everyone[i * len(everyone) // n : (i + 1) * len(everyone) // n])
 
 
 def _leave_at_eof(stop: threading.Event) -> None:

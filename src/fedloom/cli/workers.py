@@ -8,12 +8,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError, RefusedError, WorkerLostError
 
 if TYPE_CHECKING:
-    from fedloom.federation.folder import RunFolder
+    from fedloom.experiment import Runtime
 
 log = logging.getLogger("fedloom.workers")
 
@@ -27,25 +27,40 @@ FINAL: dict[int, type[FedloomError]] = {
 
 
 class Workers:
-    """N ``fedloom worker`` processes on this machine.
+    """``fedloom worker`` processes on this machine.
 
     A worker leaves when its standard input ends, which the operating system sees to even if we are killed.
 
     Parameters
     ----------
+    runtime
+        How many, and what they use.
+    partition, states
+        Folder or URL of the partition, and of the clients' states.
+    logs
+        Folder for what they say.
+    address
+        The aggregator's.
     on_failure
         Called once, in another thread, when a worker is lost for good; ``failure`` says why.
     """
 
     def __init__(
-        self, count: int, address: str, partition: Path, folder: RunFolder, runtime: Any, on_failure: Callable[[], None]
+        self,
+        runtime: Runtime,
+        partition: str,
+        states: str,
+        logs: Path,
+        address: str,
+        on_failure: Callable[[], None],
     ) -> None:
         self.failure: FedloomError | None = None
         self._address = address
         self._partition = partition
-        self._logs = folder.logs
-        self._states = folder.states
+        self._logs = logs
+        self._states = states
         self._runtime = runtime
+        count = runtime.workers
         self._on_failure = on_failure
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -87,8 +102,8 @@ class Workers:
     def _start(self, i: int) -> subprocess.Popen[bytes]:
         name = f"worker-{i}"
         command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", self._address]
-        command += ["--partition", str(self._partition), "--name", name, "--until-eof"]
-        command += ["--log", str(self._logs / f"{name}.jsonl"), "--states", str(self._states)]
+        command += ["--partition", self._partition, "--name", name, "--until-eof"]
+        command += ["--log", str(self._logs / f"{name}.jsonl"), "--states", self._states]
         command += ["--device", self._runtime.device, "--threads", str(self._runtime.threads)]
         command += ["--clients-at-once", str(self._runtime.clients_at_once)]
         # A session of its own, so that Ctrl-C reaches us alone and the round at hand can end.

@@ -1,7 +1,8 @@
-"""The federated data set on disk: a manifest, and one shard per client that a worker loads alone."""
+"""The federated data set: a manifest, and one shard per client that a worker loads alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from fedloom.data.manifest import (
     read_shard,
     shard_path,
 )
+from fedloom.data.remote import Remote
 from fedloom.errors import DataError
+from fedloom.storage import is_url, open_store
 
 __all__ = ["ClientData", "ClientEntry", "FederatedDataset", "Manifest", "Normalization", "Split"]
 
@@ -79,42 +82,70 @@ class ClientData:
 
 
 class FederatedDataset:
-    """A partition on disk, read one client at a time.
+    """A partition, read one client at a time.
 
     Parameters
     ----------
     folder
-        Holds ``partition.json`` and ``shards/<client>.safetensors``.
+        Holds ``partition.json`` and ``shards/<client>.safetensors``; with a ``source``, only the shards that have
+        been asked for.
     manifest
         What ``partition.json`` says.
+    source
+        Where the partition is published, if it is not all in the folder.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, source: Remote | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.source = source
         self._loaded: dict[str, ClientData] = {}
 
     @classmethod
-    def open(cls, folder: Path | str) -> FederatedDataset:
+    def open(cls, where: Path | str, cache: Path | None = None) -> FederatedDataset:
         """Open a partition; reads the manifest and no shard.
+
+        Parameters
+        ----------
+        where
+            Its folder, or the URL it is published at (:func:`fedloom.data.remote.publish`). Of the latter, a shard is
+            fetched when it is first asked for.
+        cache
+            Folder for what is fetched, which any number of processes may share and which outlives them; without, a
+            temporary one that goes with the data set.
 
         Raises
         ------
         DataError
             If the manifest is missing or damaged.
+        StorageError, RefusedError, ExperimentError
+            If ``where`` is a URL: the store fails, refuses us, or the URL is none.
         """
-        return cls(Path(folder), read_manifest(Path(folder)))
+        if not is_url(where):
+            return cls(Path(where), read_manifest(Path(where)))
+        source = Remote(open_store(where))
+        manifest = source.manifest()
+        return cls(source.cached(manifest, cache), manifest, source)
 
-    def verify(self) -> None:
-        """Check every shard against its hash, keeping nothing in memory.
+    def verify(self, clients: Iterable[str] | None = None) -> None:
+        """Check shards against their hashes, keeping nothing in memory; of a URL, they are fetched.
+
+        Parameters
+        ----------
+        clients
+            Whose; all clients' by default.
 
         Raises
         ------
         DataError
-            If one is missing or damaged.
+            If there is no such client, or a shard is missing or damaged.
         """
-        for entry in self.manifest.clients:
-            read_shard(self.folder, entry)
+        entries = self.manifest.clients if clients is None else [self.manifest.entry(client) for client in clients]
+        for entry in entries:
+            self._shard(entry)
+
+    def _shard(self, entry: ClientEntry) -> bytes:
+        return read_shard(self.folder, entry) if self.source is None else self.source.shard(self.folder, entry)
 
     def client(self, client: str) -> ClientData:
         """Return one client's data, checked against the manifest, normalized, and kept.
@@ -130,7 +161,7 @@ class FederatedDataset:
 
     def _load(self, entry: ClientEntry) -> ClientData:
         path = shard_path(self.folder, entry.id)
-        content = read_shard(self.folder, entry)
+        content = self._shard(entry)
         try:
             tensors = safetensors.torch.load(content)
         except SafetensorError as error:

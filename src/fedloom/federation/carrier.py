@@ -96,7 +96,9 @@ class Refusals:
 class Carrier(Protocol):
     """Carries exchanges to clients."""
 
-    refusals: Refusals
+    @property
+    def refusals(self) -> Refusals:
+        """What was refused or dropped so far."""
 
     @property
     def traffic(self) -> Traffic:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedloom.errors import DataError
-from fedloom.federation.folder import write_atomically
+from fedloom.storage.folder import write_atomically
 
 VERSION = 1
 KEPT = 2
@@ -59,10 +59,18 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run: the last two and the best are kept, and writing overlaps with training."""
+    """The checkpoints of a run: the last two and the best are kept, and writing overlaps with training.
 
-    def __init__(self, folder: Path) -> None:
+    Parameters
+    ----------
+    after
+        Called in the background with each round that has become durable; the next checkpoint waits for it, and raises
+        what it raised.
+    """
+
+    def __init__(self, folder: Path, after: Callable[[int], None] | None = None) -> None:
         self._folder = folder
+        self._after = after
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -80,7 +88,7 @@ class Checkpoints:
         self._writing = self._writer.submit(self._write, copy)
 
     def wait(self) -> None:
-        """Wait until everything saved is durable.
+        """Wait until everything saved is durable, and what comes after that is done.
 
         Raises
         ------
@@ -149,6 +157,8 @@ class Checkpoints:
         for round in rounds:
             if round not in keep:
                 self._path(round).unlink(missing_ok=True)
+        if self._after is not None:
+            self._after(checkpoint.round)
 
     def _read(self, round: int) -> Checkpoint:
         path = self._path(round)

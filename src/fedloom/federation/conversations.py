@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientHalf, Conversation, Group, Predictors
 from fedloom.data.federated import ClientData, Split
-from fedloom.errors import DataError, StorageError
+from fedloom.errors import DataError, RefusedError, StorageError
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Version, Versions
@@ -173,7 +173,7 @@ class Conversations:
             if key.purpose == TRAIN:
                 for client, version in zip(clients, versions, strict=False):
                     self._forget(client, version)
-        except StorageError:
+        except (RefusedError, StorageError):  # the store's
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
             _log.exception("conversation %s, clients %s: cannot be opened", key, ", ".join(clients))
@@ -240,7 +240,7 @@ class Conversations:
             reply = _message_to(reply, torch.device("cpu"))
             self._store(opened)
             opened.answers = [reply.select([i]) for i in range(g)]
-        except StorageError:
+        except (RefusedError, StorageError):  # the store's
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
             _log.exception("clients %s failed", ", ".join(c.id for c in opened.group.clients))

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import ExperimentError, StorageError
-
-PARTIAL = ".partial"
+from fedloom.errors import ExperimentError
+from fedloom.storage.folder import PARTIAL, storing, write_atomically
 
 
 class RunFolder:
@@ -106,49 +105,3 @@ class RunFolder:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 continue
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Turn a failure to write into a StorageError that names the place."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
-            hint="nothing that was complete is lost; make room and go on with --resume",
-        ) from error
-
-
-def write_atomically(path: Path, content: bytes, *, durably: bool = True) -> None:
-    """Write a file so that it is whole or absent, whatever happens meanwhile.
-
-    Parameters
-    ----------
-    durably
-        Wait until the disk has it. Without, it outlives this process, not a power cut.
-
-    Raises
-    ------
-    StorageError
-        If it cannot be written; a file of that name stays as it was.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    with storing(path):
-        try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                if durably:
-                    os.fsync(file.fileno())
-            partial.replace(path)
-            if not durably:
-                return
-            parent = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(parent)
-            finally:
-                os.close(parent)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise

@@ -77,6 +77,8 @@ class Loop:
         Only for the names of its predictors, and whether clients keep states.
     stop
         Set it (from a signal handler) to end the run after the exchange at hand, with a checkpoint.
+    after
+        Called with each round that has become durable, in the thread that writes checkpoints.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Loop:
         stop: threading.Event,
         extra: Extra,
         replay: Replay | None = None,
+        after: Callable[[int], None] | None = None,
     ) -> None:
         self.schedule = schedule
         self.manifest = manifest
@@ -104,7 +107,7 @@ class Loop:
         self.extra = extra
         self.replay = replay
         self.predictors = client_half.predictors
-        self.checkpoints = Checkpoints(folder.checkpoints)
+        self.checkpoints = Checkpoints(folder.checkpoints, after=after)
         self.journal = Journal(folder)
         self.best: Best | None = None
         self.round = 0

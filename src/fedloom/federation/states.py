@@ -1,9 +1,9 @@
 """Client state: what a client keeps from one round to the next, with the workers and never with the aggregator.
 
-A state is one file, named by the conversation it was kept in (:class:`Version`). The aggregator knows the names alone:
-it tells each client which version to start from, that of the last round that counted it, so that a client lost in the
-middle of a round goes on from where it was before. A conversation held again after a crash writes its version again,
-with equal content.
+A state is one file, or one object of a bucket, named by the conversation it was kept in (:class:`Version`). The
+aggregator knows the names alone: it tells each client which version to start from, that of the last round that counted
+it, so that a client lost in the middle of a round goes on from where it was before. A conversation held again after a
+crash writes its version again, with equal content.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import safetensors.torch
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.errors import DataError
-from fedloom.federation.folder import storing, write_atomically
+from fedloom.storage import Absent, Store
 
 log = logging.getLogger("fedloom.states")
 
@@ -71,11 +70,11 @@ class States(Protocol):
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
 
 
-class StateFolder:
-    """Client states in a folder: ``<client>/<version>.safetensors``."""
+class StoredStates:
+    """Client states in a store, a folder or S3: ``<client>/<version>.safetensors``."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, store: Store) -> None:
+        self._store = store
 
     def load(self, client: str, version: Version) -> dict[str, Tensor] | None:
         """Return a state, None if it is not there.
@@ -83,17 +82,19 @@ class StateFolder:
         Raises
         ------
         DataError
-            If the file is damaged.
+            If it is damaged.
+        StorageError
+            If the store cannot be read.
         """
-        path = self._path(client, version)
+        name = _name(client, version)
         try:
-            content = path.read_bytes()
-        except FileNotFoundError:
+            content = self._store.read(name)
+        except Absent:
             return None
         try:
             return safetensors.torch.load(content)
         except SafetensorError as error:
-            raise DataError(f"{path}: not a client state ({error})") from error
+            raise DataError(f"{self._store.url}/{name}: not a client state ({error})") from error
 
     def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """Store a state, whole or not at all.
@@ -106,21 +107,20 @@ class StateFolder:
         StorageError
             If it cannot be written.
         """
-        path = self._path(client, version)
-        with storing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        write_atomically(path, safetensors.torch.save(dense), durably=False)
+        self._store.write(_name(client, version), safetensors.torch.save(dense), durably=False)
 
     def forget(self, client: str, before: Version, needed: Iterable[Version]) -> None:
         """Remove a client's versions before one, but those that are needed."""
         kept = set(needed)
-        folder = self._folder / client
-        for path in list(folder.iterdir()) if folder.is_dir() else []:
-            named = _NAME.fullmatch(path.name)
+        old = []
+        for entry in self._store.entries(f"{client}/"):
+            named = _NAME.fullmatch(entry.name, len(client) + 1)
             version = Version(*map(int, named.groups())) if named else None
             if version is not None and version < before and version not in kept:
-                path.unlink(missing_ok=True)
+                old.append(entry.name)
+        self._store.remove(old)
 
-    def _path(self, client: str, version: Version) -> Path:
-        return self._folder / client / f"{version}.safetensors"
+
+def _name(client: str, version: Version) -> str:
+    return f"{client}/{version}.safetensors"

@@ -34,7 +34,8 @@ from fedloom.transport.codec import (
     serialize,
 )
 from fedloom.transport.exchanges import Arrived, Exchange, Link, WorkerInfo
-from fedloom.transport.stream import METHOD, PROTOCOL, SERVER_OPTIONS, SERVICE
+from fedloom.transport.notices import Notices
+from fedloom.transport.stream import METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
 from fedloom.transport.switchboard import STOPPED, Switchboard
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -60,6 +61,8 @@ class Aggregator:
         Of the run's floating-point numbers.
     algorithm, version
         What a worker must have to be let in.
+    notices
+        What those who watch the run are told; without, nobody can.
 
     Examples
     --------
@@ -82,9 +85,11 @@ class Aggregator:
         dtype: torch.dtype,
         algorithm: str,
         version: int,
+        notices: Notices | None = None,
     ) -> None:
         self._algorithm = algorithm
         self._version = version
+        self._notices = notices
         welcome = wire.Welcome(run=run, incarnation=incarnation, experiment=experiment)
         self._welcome = _frame(wire.AggregatorPart(welcome=welcome))
         if len(self._welcome) > FRAME_BYTES:
@@ -95,7 +100,6 @@ class Aggregator:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
-        self._finished = False
         self._stopped = False  # guarded by _joined
         self._joined = threading.Condition()
         self._workers: tuple[WorkerInfo, ...] = ()  # guarded by _joined
@@ -122,17 +126,22 @@ class Aggregator:
             self._thread.join()
             raise
 
-    def stop(self, finished: bool = False) -> None:
-        """End all streams and free the port; waiting exchanges end with all rows lost. Idempotent.
+    def dismiss(self, finished: bool = False) -> None:
+        """End all workers' streams; waiting exchanges end with all rows lost. Idempotent.
 
         Parameters
         ----------
         finished
-            Tell the workers that the run is over, so that they leave instead of waiting for us to come back.
+            Tell the workers, also those that come later, that the run is over, so that they leave instead of waiting
+            for us to come back.
         """
+        self._post(self._begin_dismissal, finished)
+
+    def stop(self, finished: bool = False) -> None:
+        """Dismiss the workers, end all streams and free the port. Idempotent."""
         if self._thread is None or self._loop is None:
             return
-        self._finished = finished
+        self.dismiss(finished)
         self._post(self._begin_stop)
         self._thread.join()
 
@@ -269,10 +278,19 @@ class Aggregator:
         # The frames are read and written as bytes: what is no frame ends its stream with our status, and what is
         # measured as traffic is what was sent.
         handler = grpc.stream_stream_rpc_method_handler(self._join)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        services = {SERVICE: {METHOD: handler}}
+        if self._notices is not None:
+            services[OBSERVATION] = {
+                WATCH: grpc.unary_stream_rpc_method_handler(
+                    self._notices.watch, wire.WatchRequest.FromString, wire.Progress.SerializeToString
+                )
+            }
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()]
+        )
         state = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(state, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         host, _, port = address.rpartition(":")
         try:
             bound = server.add_insecure_port(address)
@@ -285,7 +303,7 @@ class Aggregator:
                 hint="choose another one with --listen HOST:PORT (port 0: any free one)",
             )
         await server.start()
-        for service in ("", SERVICE):
+        for service in ("", *services):
             await state.set(service, health_pb2.HealthCheckResponse.SERVING)
         started.set_result(f"{host}:{bound}")
         log.info("serving on %s:%d", host, bound)
@@ -293,12 +311,14 @@ class Aggregator:
         await state.enter_graceful_shutdown()
         await server.stop(1.0)
 
-    def _begin_stop(self) -> None:
-        assert self._stopping is not None
+    def _begin_dismissal(self, finished: bool) -> None:
         with self._joined:
             self._stopped = True
             self._joined.notify_all()
-        self._board.stop(self._finished)
+        self._board.stop(finished)
+
+    def _begin_stop(self) -> None:
+        assert self._stopping is not None
         self._stopping.set()
 
     async def _join(self, _: Any, context: Any) -> None:
@@ -373,6 +393,8 @@ class Aggregator:
         with self._joined:
             self._workers = workers
             self._joined.notify_all()
+        if self._notices is not None:
+            self._notices.workers(workers)
 
     async def _read(self, link: Link, context: Any) -> None:
         """Take in a worker's frames until its stream ends.

@@ -14,6 +14,8 @@ from fedloom.transport.wire import federation_pb2 as wire
 PROTOCOL = 1
 SERVICE = "fedloom.v1.Federation"
 METHOD = "Join"
+OBSERVATION = "fedloom.v1.Observation"
+WATCH = "Watch"
 
 # A worker that vanishes without closing its connection is noticed after time + timeout. The server allows pings
 # twice as often as clients send them, so that nobody is told "too_many_pings". No message limit is raised.
@@ -21,6 +23,7 @@ _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 SERVER_OPTIONS = (

@@ -68,6 +68,7 @@ class Switchboard:
         self._dtype = dtype
         self._publish = publish
         self._stopping = False
+        self._finished = False
         self._links: dict[str, Link] = {}
         self._conversations: dict[ConversationKey, Conversation] = {}
         self._newest: tuple[int, int, int] = (-1, -1, -1)
@@ -86,7 +87,7 @@ class Switchboard:
             self._release(old)
         self._links[link.name] = link
         if self._stopping:
-            link.outbox.close()
+            self._end(link)
         log.info("worker %s (%s, %d clients) joined", link.name, link.worker.device, len(link.worker.clients))
         self._publish(tuple(self._links[name].worker for name in sorted(self._links)))
         self._dispatch_all()
@@ -110,15 +111,19 @@ class Switchboard:
                 exchange.sent = {row: sent for row, sent in exchange.sent.items() if sent is not link}
 
     def stop(self, finished: bool) -> None:
-        """End all streams, with a goodbye if the run is over, and lose what is awaited."""
-        self._stopping = True
+        """End all streams, with a goodbye if the run is over, and lose what is awaited. Idempotent."""
+        self._stopping, self._finished = True, self._finished or finished
         for link in self._links.values():
-            if finished:
-                link.outbox.put(None, _one(wire.AggregatorPart(goodbye=wire.Goodbye())))
-            link.outbox.close()
+            self._end(link)
         for conversation in self._conversations.values():
             if conversation.current is not None:
                 self._lose(conversation.current, STOPPED)
+
+    def _end(self, link: Link) -> None:
+        """Let a stream end; whoever knows that the run is over does not come back."""
+        if self._finished:
+            link.outbox.put(None, _one(wire.AggregatorPart(goodbye=wire.Goodbye())))
+        link.outbox.close()
 
     # ---- refusing
 

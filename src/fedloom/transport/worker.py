@@ -155,8 +155,8 @@ def serve(
     make_session: Callable[[Joined], Session],
     stop: threading.Event,
     reconnect_s: float = 60.0,
-) -> None:
-    """Serve clients until the run is over or ``stop`` is set.
+) -> bool:
+    """Serve clients until the run is over or ``stop`` is set; return whether it is over.
 
     Parameters
     ----------
@@ -182,12 +182,12 @@ def serve(
     connection = _Connection(address, identity, reconnect_s)
     connection.start()
     try:
-        _work(connection, make_session, stop)
+        return _work(connection, make_session, stop)
     finally:
         connection.stop()
 
 
-def _work(connection: _Connection, make_session: Callable[[Joined], Session], stop: threading.Event) -> None:
+def _work(connection: _Connection, make_session: Callable[[Joined], Session], stop: threading.Event) -> bool:
     joined: Joined | None = None
     session: Session | None = None
     while not stop.is_set():
@@ -199,7 +199,7 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
             case FedloomError():
                 raise event
             case _Finished():
-                return
+                return True
             case Joined():
                 if session is None or joined is None or event.incarnation != joined.incarnation:
                     session = make_session(event)
@@ -211,6 +211,7 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
                 if session is not None:
                     session.close(event.key)
                 connection.closed.discard(event.key)
+    return False
 
 
 def _answer(connection: _Connection, session: Session, request: _Request, stop: threading.Event) -> None:

@@ -40,6 +40,15 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_CODE_PACKAGE: _ClassVar[RefusalCode]
     REFUSAL_CODE_ALGORITHM: _ClassVar[RefusalCode]
     REFUSAL_CODE_REPLACED: _ClassVar[RefusalCode]
+
+class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_UNSPECIFIED: _ClassVar[State]
+    STATE_WAITING: _ClassVar[State]
+    STATE_TRAINING: _ClassVar[State]
+    STATE_EVALUATING: _ClassVar[State]
+    STATE_FINISHED: _ClassVar[State]
+    STATE_FAILED: _ClassVar[State]
 QUANTITY_UNSPECIFIED: Quantity
 QUANTITY_DESCRIPTOR: Quantity
 QUANTITY_DESCRIPTOR_UPDATE: Quantity
@@ -65,6 +74,12 @@ REFUSAL_CODE_PROTOCOL: RefusalCode
 REFUSAL_CODE_PACKAGE: RefusalCode
 REFUSAL_CODE_ALGORITHM: RefusalCode
 REFUSAL_CODE_REPLACED: RefusalCode
+STATE_UNSPECIFIED: State
+STATE_WAITING: State
+STATE_TRAINING: State
+STATE_EVALUATING: State
+STATE_FINISHED: State
+STATE_FAILED: State
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "quantity", "per_client", "dtype", "shape")
@@ -296,3 +311,27 @@ class AggregatorPart(_message.Message):
     transfer_refused: TransferRefused
     goodbye: Goodbye
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("run", "state", "round", "rounds", "workers", "clients_unserved", "evaluated", "message")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_UNSERVED_FIELD_NUMBER: _ClassVar[int]
+    EVALUATED_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    state: State
+    round: int
+    rounds: int
+    workers: int
+    clients_unserved: int
+    evaluated: str
+    message: str
+    def __init__(self, run: _Optional[str] = ..., state: _Optional[_Union[State, str]] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., workers: _Optional[int] = ..., clients_unserved: _Optional[int] = ..., evaluated: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...

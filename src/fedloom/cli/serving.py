@@ -1,0 +1,138 @@
+"""A run whose clients are in other processes: the aggregator that serves them, and the workers it has or waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from fedloom.cli import compose
+from fedloom.cli.compose import Parts
+from fedloom.cli.stopping import Stopping
+from fedloom.cli.workers import Workers
+from fedloom.errors import InterruptedRun, QuorumError
+from fedloom.federation.loop import vocabulary
+from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.notices import Notices
+
+
+@dataclass(frozen=True)
+class Serving:
+    """An aggregator that serves: itself, what it tells those who watch, and where it is."""
+
+    server: Aggregator
+    notices: Notices
+    address: str
+
+
+@contextmanager
+def serving(these: Parts, listen: str, incarnation: str, grace_s: float) -> Iterator[Serving]:
+    """Serve from before the first worker until those who watch have read how the run ended.
+
+    A run that was interrupted has not ended: whoever watches sees the connection break.
+
+    Parameters
+    ----------
+    listen
+        ``host:port``.
+    incarnation
+        Of this process.
+    grace_s
+        How long to wait for those who watch.
+
+    Raises
+    ------
+    ExperimentError
+        If the port is taken or the address cannot be bound.
+    """
+    e = these.experiment
+    notices = Notices(e.name, e.federation.rounds, [entry.id for entry in these.manifest.clients])
+    server = Aggregator(
+        run=e.name,
+        incarnation=incarnation,
+        experiment=compose.welcome(these),
+        vocabulary=vocabulary(these.algorithm),
+        dtype=compose.DTYPE,
+        algorithm=these.algorithm.name,
+        version=these.algorithm.version,
+        notices=notices,
+    )
+    address = server.start(listen)
+    try:
+        yield Serving(server, notices, address)
+        notices.tell("finished")
+        notices.read_within(grace_s)
+    except (InterruptedRun, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        notices.tell("failed", str(error) or type(error).__name__)
+        notices.read_within(grace_s)
+        raise
+    finally:
+        server.stop()
+
+
+@contextmanager
+def staffed(
+    at: Serving,
+    these: Parts,
+    workers: partial[Workers] | None,
+    stopping: Stopping,
+    wait_s: float,
+    orphan_after_s: float | None,
+) -> Iterator[None]:
+    """Training, with workers: those of this run, or those that come.
+
+    Parameters
+    ----------
+    workers
+        Starts the run's own workers; it lacks the address and ``on_failure``. None: others come.
+    wait_s
+        Seconds until every client must be served.
+    orphan_after_s
+        Seconds without anyone watching after which the run stops; None: it need not be watched.
+
+    Raises
+    ------
+    QuorumError
+        If clients are not served in time.
+    WorkerLostError, DataError, ExperimentError, RefusedError
+        What became of the run's own workers, if it stopped for them.
+    AbandonedError
+        If the run was stopped because nobody watches it.
+    InterruptedRun
+        If it was stopped while it waited for workers.
+    """
+
+    def abort() -> None:
+        stopping.event.set()
+        at.server.dismiss()
+
+    stopping.abort = abort
+    own = None if workers is None else workers(address=at.address, on_failure=abort)
+    finished = False
+    try:
+        with stopping.when_unwatched(lambda: at.notices.unwatched_s, orphan_after_s):
+            at.notices.tell("waiting", "waiting for workers")
+            count = these.experiment.runtime.workers if own is not None else 1
+            at.server.wait_for([entry.id for entry in these.manifest.clients], wait_s, workers=count)
+            stopping.training = True
+            at.notices.tell("training")
+            yield
+        finished = True
+    except BaseException as error:
+        # The loop only sees that everything was lost; what really happened is the worker's failure.
+        if own is not None and own.failure is not None:
+            raise own.failure from error
+        if stopping.reason is not None and isinstance(error, InterruptedRun | QuorumError):
+            raise stopping.reason from error
+        if stopping.event.is_set() and isinstance(error, QuorumError):
+            raise InterruptedRun("stopped while waiting for workers; go on with --resume") from error
+        raise
+    finally:
+        if own is not None:
+            own.dismiss()
+        at.server.dismiss(finished)
+        if own is not None:
+            own.stop()

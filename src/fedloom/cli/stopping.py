@@ -1,0 +1,103 @@
+"""How a run is asked to stop: by a signal, or because nobody watches it any more."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fedloom.errors import AbandonedError, FedloomError
+
+STOP_GRACE_S = 15.0
+
+
+class Stopping:
+    """Ends a run after the round at hand; after a grace, or when asked again, at once.
+
+    Parameters
+    ----------
+    say
+        Shows a person a line.
+
+    Attributes
+    ----------
+    event
+        Set when the run is to end; the round loop looks at it.
+    reason
+        What the run then ends with, if not with an interruption.
+    training
+        Whether there is a round at hand that is worth waiting for.
+    abort
+        Loses what the round loop waits for, so that it sees the event.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.event = threading.Event()
+        self.reason: FedloomError | None = None
+        self.training = False
+        self.abort: Callable[[], None] = lambda: None
+        self._say = say
+        self._timers: list[threading.Timer] = []
+
+    def ask(self, reason: FedloomError | None = None) -> None:
+        """Ask the run to stop."""
+        again = self.event.is_set()
+        self.reason = self.reason or reason
+        self.event.set()
+        # In a thread of its own: what a signal handler interrupts may hold what abort needs.
+        timer = threading.Timer(STOP_GRACE_S if self.training and not again else 0.0, lambda: self.abort())
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM stop the run; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: Any) -> None:
+            again = self.event.is_set()
+            self.ask()
+            if again:
+                raise KeyboardInterrupt
+            self._say("stopping after this round (again to stop at once)" if self.training else "stopping")
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def when_unwatched(self, unwatched_s: Callable[[], float], after_s: float | None) -> Iterator[None]:
+        """Stop the run once nobody has watched it for so many seconds; None: nobody need watch."""
+        over = threading.Event()
+
+        def look() -> None:
+            assert after_s is not None
+            while not over.wait(min(1.0, after_s / 4)):
+                if unwatched_s() >= after_s:
+                    self.ask(
+                        AbandonedError(
+                            f"nobody has watched the run for {after_s:g} s (--orphan-after)",
+                            hint="what started it is gone; start it again, and go on with --resume",
+                        )
+                    )
+                    return
+
+        watch = threading.Thread(target=look, name="orphan", daemon=True)
+        if after_s is not None:
+            watch.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if after_s is not None:
+                watch.join()

@@ -1,0 +1,327 @@
+"""The Kubernetes API as the launcher needs it: dictionaries in and out, and failures in FedLoom's own words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from fedloom.cluster.manifests import Manifest
+from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
+
+log = logging.getLogger("fedloom.cluster")
+
+Kind: TypeAlias = Literal["Service", "Job", "Pod", "Event"]
+
+COLLECTIONS: Mapping[Kind, tuple[str, str]] = {
+    "Service": ("/api/v1", "services"),
+    "Job": ("/apis/batch/v1", "jobs"),
+    "Pod": ("/api/v1", "pods"),
+    "Event": ("/api/v1", "events"),
+}
+NEEDED = (
+    *((verb, "", "services") for verb in ("get", "list", "create", "delete")),
+    *((verb, "batch", "jobs") for verb in ("get", "list", "watch", "create", "delete")),
+    *((verb, "", "pods") for verb in ("get", "list")),
+    ("get", "", "pods/log"),
+)
+"""Verb, API group and resource of everything a launcher does; components/federate/rbac.yaml allows it, and events."""
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+CONNECT_S, READ_S = 10.0, 30.0
+PASSING = (429, 500, 502, 503, 504)
+"""What an API server answers that is overloaded, or just being replaced."""
+
+
+class Unreachable(WorkerLostError):
+    """The API server does not answer; what runs on the cluster runs on."""
+
+
+class Api:
+    """Objects of one namespace.
+
+    Credentials are those of $KUBECONFIG, else of the pod this runs in, else of ``~/.kube/config``.
+
+    Parameters
+    ----------
+    namespace
+        Which; None is that of the pod, else of the kubeconfig's context, else ``default``.
+    patience_s
+        How long an API server that does not answer, or answers that it cannot now, is asked again.
+
+    Raises
+    ------
+    ExperimentError
+        If the extra ``kubernetes`` is not installed, or the kubeconfig cannot be read.
+    RefusedError
+        If there are no credentials.
+    """
+
+    def __init__(self, namespace: str | None = None, *, patience_s: float = 20.0) -> None:
+        try:
+            from kubernetes import client
+        except ModuleNotFoundError as error:
+            raise ExperimentError(
+                "backend kubernetes: found no package kubernetes here", hint="pip install 'fedloom[kubernetes]'"
+            ) from error
+        configuration, own = _configuration(client.Configuration())
+        configuration.retries = 0  # ours are slower, and know what may be repeated
+        self._client = client.ApiClient(configuration)
+        self._exceptions = client.exceptions.ApiException
+        self.server = str(configuration.host)
+        self.namespace = namespace or own
+        self.patience_s = patience_s
+
+    def create(self, manifest: Manifest) -> Manifest | None:
+        """Create an object; None if there is one of its name."""
+        try:
+            made: Manifest = self._call("POST", self._path(manifest["kind"]), body=manifest)
+        except _Conflict:
+            return None
+        return made
+
+    def read(self, kind: Kind, name: str) -> Manifest | None:
+        """Return an object; None if there is none of that name."""
+        try:
+            found: Manifest = self._call("GET", self._path(kind, name))
+        except _Absent:
+            return None
+        return found
+
+    def select(self, kind: Kind, labels: str = "", fields: str = "") -> tuple[list[Manifest], str]:
+        """Return the objects that selectors select, and the version of the collection, to watch it from."""
+        query = [("labelSelector", labels), ("fieldSelector", fields)]
+        found = self._call("GET", self._path(kind), query=[(key, value) for key, value in query if value])
+        return [*(found.get("items") or ())], str(found.get("metadata", {}).get("resourceVersion", ""))
+
+    def delete(self, kind: Kind, name: str) -> None:
+        """Delete an object and, first, what it owns; that may take a while after this returns."""
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        try:
+            self._call("DELETE", self._path(kind, name), body=body)
+        except (_Absent, _Conflict):
+            return
+
+    def log(self, pod: str, container: str, lines: int = 10_000) -> str:
+        """Return the end of a container's log; empty if it has none, or none any more."""
+        query = [("container", container), ("tailLines", str(lines))]
+        try:
+            return str(self._call("GET", self._path("Pod", pod) + "/log", query=query, text=True))
+        except (_Absent, _Invalid, RefusedError):  # not started, or its node is gone: a log is never worth failing for
+            return ""
+
+    def events(self, name: str) -> list[Manifest]:
+        """Return the events of an object, oldest first; none where they may not be read."""
+        try:
+            found, _ = self.select("Event", fields=f"involvedObject.name={name}")
+        except (RefusedError, _Absent):
+            return []
+        return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+
+    def wait_for_change(self, kind: Kind, labels: str, version: str, wait_s: float) -> None:
+        """Return when a selected object has changed since a version, or after some time; look yourself what it was."""
+        from kubernetes.watch.watch import iter_resp_lines
+        from urllib3.exceptions import HTTPError
+
+        query = [("labelSelector", labels), ("watch", "true"), ("timeoutSeconds", str(max(1, round(wait_s))))]
+        query += [("resourceVersion", version)] if version else []
+        began = time.monotonic()
+        try:
+            response = self._once("GET", self._path(kind), query, None, read_s=wait_s + 5, stream=True)
+            try:
+                for line in iter_resp_lines(response):
+                    event = json.loads(line)
+                    if event.get("type") == "ERROR":  # usually 410: the version is too old; a list gives a new one
+                        log.debug("watch ended: %s", event.get("object"))
+                        break
+                    return
+            finally:
+                response.close()
+                response.release_conn()
+        except (self._exceptions, HTTPError, OSError, ValueError) as error:
+            log.debug("watch ended: %s", error)
+        # A watch that fails at once must not become a busy loop.
+        time.sleep(max(0.0, min(1.0, wait_s) - (time.monotonic() - began)))
+
+    def missing_rights(self) -> list[str]:
+        """Return what a launcher needs and these credentials do not allow, such as ``create jobs``."""
+        missing = []
+        for verb, group, name in NEEDED:
+            resource, _, sub = name.partition("/")
+            asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+            asked |= {"subresource": sub} if sub else {}
+            review = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": asked},
+            }
+            try:
+                answer = self._call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
+            except (_Absent, _Forbidden):  # nobody tells; then the first refusal does
+                return []
+            if not answer.get("status", {}).get("allowed", False):
+                missing.append(f"{verb} {name}")
+        return missing
+
+    def _path(self, kind: Kind, name: str = "") -> str:
+        group, plural = COLLECTIONS[kind]
+        return f"{group}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: list[tuple[str, str]] | None = None,
+        body: Manifest | None = None,
+        text: bool = False,
+    ) -> Any:
+        """Ask, and ask again while the server cannot answer; everything we ask for may be asked twice."""
+        from urllib3.exceptions import HTTPError
+
+        until = time.monotonic() + self.patience_s
+        pause_s = 0.25
+        while True:
+            try:
+                response = self._once(method, path, query, body, read_s=READ_S)
+                return response.data.decode(errors="replace") if text else json.loads(response.data)
+            except self._exceptions as error:
+                if error.status not in PASSING:  # 0 is a certificate that is not accepted
+                    raise self._failure(error, f"{method} {path}") from error
+                problem = f"answers {error.status} {_message(error)}"
+            except (HTTPError, OSError, ValueError) as error:
+                problem = f"cannot be reached: {_innermost(error)}"
+            if time.monotonic() + pause_s > until:
+                raise Unreachable(
+                    f"the Kubernetes API at {self.server} {problem}",
+                    hint="check KUBECONFIG, the network and the cluster; then start again with the same run id",
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 8.0)
+
+    def _once(
+        self,
+        method: str,
+        path: str,
+        query: list[tuple[str, str]] | None,
+        body: Manifest | None,
+        *,
+        read_s: float,
+        stream: bool = False,
+    ) -> Any:
+        response = self._client.call_api(
+            path,
+            method,
+            query_params=query or [],
+            header_params={"Accept": "*/*", "Content-Type": "application/json"},
+            body=body,
+            auth_settings=["BearerToken"],
+            _return_http_data_only=True,
+            _preload_content=False,
+            _request_timeout=(CONNECT_S, read_s),
+        )
+        if not stream:
+            response.read(cache_content=True)
+        return response
+
+    def _failure(self, error: Any, doing: str) -> FedloomError:
+        said, where = _message(error), f"Kubernetes, namespace {self.namespace}"
+        if error.status == 404:
+            return _Absent(f"{where}: {said}", hint=f"kubectl create namespace {self.namespace}")
+        if error.status == 409:
+            return _Conflict(f"{where}: {said}")
+        if error.status == 401:
+            return RefusedError(
+                f"the Kubernetes API at {self.server} does not accept these credentials: {said}",
+                hint="log in again, or set KUBECONFIG to a kubeconfig that is valid",
+            )
+        if error.status == 403 and "exceeded quota" in said:
+            return _Quota(f"{where}: {said}", hint=QUOTA_HINT)
+        if error.status == 403:
+            return _Forbidden(f"{where}: {said}", hint=rights_hint(self.namespace))
+        if error.status in (400, 422):
+            return _Invalid(f"{where}: {said}", hint="change the cluster setting that it names")
+        return RefusedError(f"{where}: {doing}: {error.status} {said}")
+
+
+class _Absent(ExperimentError):
+    """404: the object, or the namespace in which it was to be made, is not there."""
+
+
+class _Conflict(ExperimentError):
+    """409: something of that name is there."""
+
+
+class _Invalid(ExperimentError):
+    """400 or 422: the API server does not take the manifest."""
+
+
+class _Forbidden(RefusedError):
+    """403: the credentials are good, and do not allow it."""
+
+
+class _Quota(RefusedError):
+    """403: the namespace has used up what it may have."""
+
+
+QUOTA_HINT = "ask for less (workers, requests, limits), or have the quota raised: kubectl describe quota"
+
+
+def rights_hint(namespace: str) -> str:
+    """Say how a launcher gets the rights it needs."""
+    return f"kubectl apply -n {namespace} -f components/federate/rbac.yaml (its RoleBinding names the service account)"
+
+
+def own_pod() -> str | None:
+    """Return the name of the pod this process runs in, as Kubeflow or else the pod itself says; None outside of one."""
+    return os.environ.get("KFP_POD_NAME") or (os.environ.get("HOSTNAME") if in_cluster() else None)
+
+
+def in_cluster() -> bool:
+    """Whether this process runs in a pod, and is to use its credentials."""
+    return "KUBECONFIG" not in os.environ and (SERVICE_ACCOUNT / "token").is_file()
+
+
+def _configuration(configuration: Any) -> tuple[Any, str]:
+    """Fill in where the API server is and who we are; return that, and the namespace that goes with it."""
+    from kubernetes import config
+
+    if in_cluster():
+        try:
+            config.load_incluster_config(client_configuration=configuration)
+            return configuration, (SERVICE_ACCOUNT / "namespace").read_text().strip()
+        except (config.ConfigException, OSError) as error:
+            raise RefusedError(f"{SERVICE_ACCOUNT}: no credentials of a pod: {error}") from error
+    path = os.environ.get("KUBECONFIG", str(Path("~/.kube/config").expanduser()))
+    if not any(Path(part).is_file() for part in path.split(os.pathsep)):
+        raise RefusedError(
+            f"found no Kubernetes cluster: no kubeconfig at {path}, and this is no pod with a service account's token",
+            hint="set KUBECONFIG, or use the backend local",
+        )
+    try:
+        config.load_kube_config(config_file=path, client_configuration=configuration, persist_config=False)
+        _, context = config.list_kube_config_contexts(config_file=path)
+    except Exception as error:  # it meets files of any content, and plug-ins of any kind
+        raise ExperimentError(f"{path}: not a kubeconfig that can be used: {error}") from error
+    return configuration, str(context.get("context", {}).get("namespace") or "default")
+
+
+def _message(error: Any) -> str:
+    """What the API server said, without what surrounds it."""
+    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
+    try:
+        said = json.loads(body).get("message")
+    except (ValueError, AttributeError):
+        said = body.strip()[:200]
+    return str(said or error.reason)
+
+
+def _innermost(error: BaseException) -> str:
+    """The reason below the wrappings of an HTTP library."""
+    while isinstance(reason := getattr(error, "reason", None), BaseException):
+        error = reason
+    return str(error).rpartition(">: ")[2] or type(error).__name__

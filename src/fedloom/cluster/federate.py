@@ -1,0 +1,324 @@
+"""One federation from an experiment and its partition to a whole run's folder, wherever it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.cluster import local
+from fedloom.cluster.api import Api, Unreachable, in_cluster, own_pod, rights_hint
+from fedloom.cluster.manifests import INSTANCE, RUN_ID, Federation, Manifest, identity, label, owners_of_pod
+from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
+from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError
+
+if TYPE_CHECKING:
+    from fedloom.cluster.launcher import Launcher
+    from fedloom.experiment import Experiment
+    from fedloom.storage import Store
+
+Say = Callable[[str], None]
+
+
+class _Stopped(InterruptedRun):
+    """This process was asked to stop; not the federation."""
+
+
+ORPHAN_AFTER_S = 600.0
+PLAIN = ("FEDLOOM_S3_ENDPOINT", "AWS_REGION")
+"""What pods are told of the launcher's environment; credentials come from a Secret."""
+
+
+def _print(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def federate(
+    experiment: Experiment,
+    partition: Path,
+    out: Path,
+    *,
+    backend: str,
+    cluster: ClusterSettings,
+    run_id: str,
+    task: str = "federate",
+    task_config: Mapping[str, Any] | None = None,
+    say: Say = _print,
+) -> None:
+    """Hold a federation, and leave the whole run's folder in ``out``.
+
+    Parameters
+    ----------
+    experiment
+        What to run.
+    partition
+        Folder of its partition.
+    out
+        Becomes the run's folder. After a failure it holds logs, and what the run had got to.
+    backend
+        ``local``: worker processes on this machine, ``experiment.runtime.workers`` of them. ``kubernetes``: pods.
+    cluster
+        For the backend ``kubernetes``; ``local`` only heeds ``deadline_s``.
+    run_id, task
+        Together they are the identity of the federation. Called again with the same, after whatever happened, the
+        federation is taken up where it is: adopted, resumed, or only fetched. Two federations of one pipeline run need
+        different tasks.
+    task_config
+        A ``kfp.dsl.TaskConfig`` as a mapping: what was set on the Kubeflow task, for the worker pods.
+    say
+        Told lines of progress.
+
+    Raises
+    ------
+    FedloomError
+        Of the class of what went wrong (docs/exit-codes.md), with one message that says what to do.
+    """
+    if backend == "local":
+        with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, _terminable(say, ""):
+            path = Path(folder) / f"{experiment.name}.yaml"
+            path.write_text(experiment.resolved_yaml(), encoding="utf-8")
+            local.run(path, partition, out, deadline_s=cluster.deadline_s, say=say)
+    elif backend == "kubernetes":
+        _on_kubernetes(experiment, partition, out, cluster, run_id, task, TaskConfig.read(task_config), say)
+    else:
+        raise ExperimentError(f"backend: found {backend!r}; allowed: local, kubernetes")
+
+
+def cleanup(run_id: str, namespace: str | None = None, *, say: Say = _print) -> list[str]:
+    """Delete every federation of a pipeline run that is still there; for exit handlers, which run whatever happened.
+
+    Parameters
+    ----------
+    run_id
+        As it was given to :func:`federate`.
+    namespace
+        Where; None is the launcher's own.
+    say
+        Told a line for each object.
+
+    Returns
+    -------
+    list[str]
+        ``Kind name`` of each; none if all had been deleted before.
+
+    Raises
+    ------
+    FedloomError
+        If the cluster cannot be reached, or does not allow it.
+    """
+    from fedloom.cluster.launcher import delete
+
+    deleted = delete(Api(namespace), f"{RUN_ID}={label(run_id)},app.kubernetes.io/managed-by=fedloom")
+    for what in deleted:
+        say(f"deleted {what}")
+    return deleted
+
+
+def _on_kubernetes(
+    experiment: Experiment,
+    partition: Path,
+    out: Path,
+    cluster: ClusterSettings,
+    run_id: str,
+    task: str,
+    task_config: TaskConfig,
+    say: Say,
+) -> None:
+    from fedloom.cluster.launcher import Launcher, Occupied, delete
+    from fedloom.data.manifest import read_manifest
+    from fedloom.data.remote import publish
+    from fedloom.storage import open_store
+
+    check(experiment, cluster, task_config)
+    manifest = read_manifest(partition)
+    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
+    if cluster.s3_endpoint is not None:
+        plain["FEDLOOM_S3_ENDPOINT"] = cluster.s3_endpoint
+    storage = str(experiment.storage).rstrip("/")
+    store = open_store(storage, {**os.environ, **plain})
+    run = store.under(f"runs/{experiment.name}-{identity(run_id, task)}")
+    store.check()
+    if _finished(run, experiment):
+        say(f"this federation has ended before: fetching {run.url}")
+        _collect(run, out)
+        try:  # what its launcher had not come to
+            delete(Api(cluster.namespace), f"{INSTANCE}=fl-{identity(run_id, task)}")
+        except FedloomError as error:
+            say(f"its objects, if there are any, go by themselves: {error}")
+        return
+    api = Api(cluster.namespace)
+    missing = api.missing_rights()
+    if missing:
+        raise RefusedError(
+            f"Kubernetes, namespace {api.namespace}: these credentials do not allow: {', '.join(missing)}",
+            hint=rights_hint(api.namespace),
+        )
+    shards = store.under(f"partitions/{manifest.fingerprint}")
+    federation = Federation(
+        run_id=run_id,
+        task=task,
+        namespace=api.namespace,
+        settings=cluster,
+        task_config=task_config,
+        experiment=experiment.resolved_yaml(),
+        run_url=run.url,
+        partition_url=shards.url,
+        clients=len(manifest.clients),
+        device=experiment.runtime.device,
+        threads=experiment.runtime.threads,
+        clients_at_once=experiment.runtime.clients_at_once,
+        storage_environment=plain,
+        orphan_after_s=cluster.orphan_after_s or (ORPHAN_AFTER_S if in_cluster() else None),
+    )
+    say(f"federation {federation.name} in namespace {api.namespace}, {federation.workers} workers; run {run.url}")
+    publish(partition, shards)
+    _publish_experiment(run, experiment)
+    launcher = Launcher(federation, api, say, owners=_owners(api))
+    keep = f"the federation runs on: start again with run id {run_id} to adopt it, or delete it: " + (
+        f"kubectl delete jobs,services -n {api.namespace} -l {federation.selector}"
+    )
+    try:
+        with _terminable(say, "" if cluster.delete_on_interrupt else keep):
+            launcher.run()
+            _collect(run, out)
+    except (Occupied, Unreachable):  # what runs there is not ours to end, or runs on without us
+        raise
+    except (_Stopped, KeyboardInterrupt):
+        if cluster.delete_on_interrupt:
+            launcher.remove()
+        raise
+    except FedloomError:
+        _put_away(launcher, out, say)
+        raise
+    _put_away(launcher, out, say)
+    say(f"the run is in {out}")
+
+
+def check(experiment: Experiment, cluster: ClusterSettings, task_config: TaskConfig) -> None:
+    """Refuse what cannot run on any cluster.
+
+    Raises
+    ------
+    ExperimentError
+        Naming the key.
+    """
+    if not (experiment.storage or "").startswith("s3://"):
+        raise ExperimentError(
+            f"storage: found {experiment.storage or 'none'}; allowed with backend kubernetes: s3://BUCKET/PREFIX, "
+            "where pods find partition, checkpoints and states"
+        )
+    if cluster.image is None:
+        raise ExperimentError(f"cluster.image: found none; allowed: {ALLOWED_IMAGE}")
+    if cluster.storage_secret is None and "AWS_ACCESS_KEY_ID" not in cluster.env:
+        raise ExperimentError(
+            "cluster.storage_secret: found none; allowed: the name of a Secret with the credentials of the storage",
+            hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... "
+            "--from-literal=AWS_SECRET_ACCESS_KEY=...",
+        )
+    limits = {**cluster.worker.limits, **((task_config.resources or {}).get("limits") or {})}
+    gpu = cluster.gpu is not None or any("gpu" in resource for resource in limits)
+    device = experiment.runtime.device
+    if gpu and device == "cpu":
+        raise ExperimentError(
+            "cluster.gpu: found a GPU for each worker, and runtime.device: cpu; allowed: runtime.device: cuda, or no "
+            "GPU"
+        )
+    if device == "cuda" and not gpu and not any("/" in resource for resource in limits):
+        raise ExperimentError(
+            "cluster.gpu: found no GPU for the workers, and runtime.device: cuda; allowed: cluster.gpu, or "
+            "runtime.device: cpu"
+        )
+
+
+def _owners(api: Api) -> list[Manifest]:
+    """What the federation belongs to: the workflow whose pod this is; nothing outside of a cluster."""
+    name = own_pod()
+    pod = api.read("Pod", name) if name is not None else None
+    return [] if pod is None else owners_of_pod(pod)
+
+
+def _finished(run: Store, experiment: Experiment) -> bool:
+    """Whether this very run has been published to its end."""
+    from fedloom.federation.published import SUMMARY
+    from fedloom.storage import Absent
+
+    try:
+        run.read(SUMMARY)
+        return run.read("experiment.yaml") == experiment.resolved_yaml().encode()
+    except Absent:
+        return False
+
+
+def _publish_experiment(run: Store, experiment: Experiment) -> None:
+    from fedloom.storage import Taken
+
+    text = experiment.resolved_yaml().encode()
+    try:
+        run.create("experiment.yaml", text)
+    except Taken:
+        if run.read("experiment.yaml") != text:
+            raise ExperimentError(
+                f"{run.url}: found another experiment there, which ran with the same run id and task",
+                hint="use another run id or task",
+            ) from None
+
+
+def _collect(run: Store, out: Path) -> None:
+    """Fetch a finished run's folder.
+
+    Raises
+    ------
+    DataError
+        If the run is not whole.
+    """
+    from fedloom.federation.published import OF_ITS_OWN, SUMMARY
+
+    names = [entry.name for entry in run.entries() if entry.name.partition("/")[0] not in OF_ITS_OWN]
+    if SUMMARY not in names:
+        raise DataError(f"{run.url}: the federation has ended, and there is no {SUMMARY}")
+    for name in sorted(names, key=lambda name: name == SUMMARY):
+        run.download(name, out / name)
+
+
+def _put_away(launcher: Launcher, out: Path, say: Say) -> None:
+    """At the end: keep the logs, delete the objects. What fails here changes no outcome: they have a time to live."""
+    acts: tuple[Callable[[], None], ...] = (lambda: launcher.save_logs(out / "logs"), lambda: launcher.remove())
+    for act in acts:
+        try:
+            act()
+        except (FedloomError, OSError) as error:
+            say(f"while putting the federation away: {error}")
+
+
+@contextmanager
+def _terminable(say: Say, note: str) -> Iterator[None]:
+    """Turn SIGTERM into an exception in the block, as Ctrl-C is one.
+
+    Raises
+    ------
+    _Stopped
+        On SIGTERM.
+    """
+
+    def handle(number: int, frame: object) -> None:
+        raise _Stopped("the launcher was asked to stop", hint=note or None)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if note:
+            say(note)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

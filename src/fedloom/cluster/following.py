@@ -1,0 +1,106 @@
+"""Following an aggregator's progress, which also tells it that it is no orphan."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fedloom.errors import RefusedError
+from fedloom.transport.progress import Progress, follow
+
+LINE_EVERY_S = 10.0
+CONNECT_S = 10.0
+AGAIN_S = 1.0
+DOUBT_AFTER_S = 60.0
+
+
+class Follower:
+    """Says how far a run is, through restarts of its aggregator.
+
+    Parameters
+    ----------
+    address
+        ``host:port`` of the aggregator.
+    say
+        Told lines for a person.
+
+    Attributes
+    ----------
+    latest
+        What the aggregator told last; None before it has told anything.
+    """
+
+    def __init__(self, address: str, say: Callable[[str], None]) -> None:
+        self.latest: Progress | None = None
+        self._address = address
+        self._say = say
+        self._stopping = threading.Event()
+        self._said_at = -LINE_EVERY_S
+        self._heard_at = time.monotonic()
+        self._doubted = False
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the rounds have begun: from then on the aggregator judges what it can do without."""
+        return self.latest is not None and self.latest.state not in ("waiting", "failed")
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow in the block, in a thread of its own."""
+        # Not waited for: it may be in the middle of dialling, and there is nothing of it to keep.
+        threading.Thread(target=self._follow, name="follow", daemon=True).start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+
+    def _follow(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                for progress in follow(self._address, connect_s=CONNECT_S):
+                    if self._stopping.is_set():
+                        return
+                    self._heard_at = time.monotonic()
+                    self._tell(progress)
+                    self.latest = progress
+                if self.latest is not None and self.latest.state == "finished":
+                    return
+            except RefusedError as error:
+                self._say(f"progress is not shown: {error}")
+                return
+            except ConnectionError as error:  # not there yet, or about to be replaced
+                if self.latest is None and not self._doubted and time.monotonic() - self._heard_at > DOUBT_AFTER_S:
+                    self._doubted = True
+                    self._say(f"no progress is shown yet: {error}")
+            self._stopping.wait(AGAIN_S)
+
+    def _tell(self, now: Progress) -> None:
+        before = self.latest
+        if now.evaluated is not None:
+            self._say(f"after round {now.evaluated['round']}: {_measured(now.evaluated)}")
+        changed = before is None or (now.state, now.workers) != (before.state, before.workers)
+        moved = before is None or (now.round, now.message) != (before.round, before.message)
+        urgent = moved and now.state in ("waiting", "failed")
+        if changed or urgent or (moved and time.monotonic() - self._said_at >= LINE_EVERY_S):
+            self._said_at = time.monotonic()
+            unserved = (
+                f", {now.clients_unserved} clients without a worker"
+                if now.clients_unserved and now.state == "waiting"
+                else ""
+            )
+            message = f": {now.message}" if now.message else ""
+            self._say(f"{now.state}: round {now.round}/{now.rounds}, workers: {now.workers}{unserved}{message}")
+
+
+def _measured(line: dict[str, object]) -> str:
+    """Accuracies of an evaluation, or the losses of data without classes."""
+    parts, what = [], "pooled test accuracy"
+    for name in ("seen", "unseen", "global"):
+        group = line.get(name)
+        if isinstance(group, dict):
+            accuracy = group.get("accuracy_pooled")
+            what = "mean test loss" if accuracy is None else what
+            parts.append(f"{name} {group['loss_mean'] if accuracy is None else accuracy:.4f}")
+    return f"{what} {', '.join(parts)}"

@@ -1,0 +1,132 @@
+"""How a federation on Kubernetes ended: from what the API says of Jobs and pods to a failure class of FedLoom. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedloom.cluster.manifests import COMPONENT, FINAL
+from fedloom.errors import ExitCode, FedloomError, QuorumError, WorkerLostError
+
+FAILURES: Mapping[int, type[FedloomError]] = {int(kind.exit_code): kind for kind in FedloomError.__subclasses__()}
+"""Exit code -> the class that a process ends with it for."""
+
+KILLED = 137
+AGAIN = "start it again with the same run id: it goes on from what was published"
+
+
+@dataclass(frozen=True)
+class End:
+    """How a Job ended: well or not, and the reason and message of its condition."""
+
+    complete: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a pod's container ended."""
+
+    pod: str
+    code: int
+    reason: str
+    message: str
+
+    @property
+    def words(self) -> str:
+        """What it said last: its error, if its log ends with one."""
+        lines = [line for line in self.message.strip().splitlines() if line.strip()]
+        for i in range(len(lines) - 1, -1, -1):
+            if lines[i].startswith("error: "):
+                return "\n".join(lines[i:]).removeprefix("error: ")
+        return lines[-1].strip() if lines else "it said nothing"
+
+
+def end_of(job: Mapping[str, Any]) -> End | None:
+    """Return how a Job ended; None if it has not."""
+    for condition in (job.get("status") or {}).get("conditions") or ():
+        if condition.get("type") in ("Complete", "Failed") and condition.get("status") == "True":
+            return End(condition["type"] == "Complete", condition.get("reason", ""), condition.get("message", ""))
+    return None
+
+
+def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
+    """Return how the containers of a component ended that failed, in the order in which they did."""
+    found = []
+    for pod in pods:
+        if (pod["metadata"].get("labels") or {}).get(COMPONENT) != component:
+            continue
+        status = pod.get("status") or {}
+        for container in status.get("containerStatuses") or ():
+            ended = (container.get("state") or {}).get("terminated")
+            if ended and ended.get("exitCode"):
+                reason = str(status.get("reason") or ended.get("reason") or "")
+                failed = Exit(pod["metadata"]["name"], ended["exitCode"], reason, str(ended.get("message") or ""))
+                found.append((str(ended.get("finishedAt") or ""), failed))
+    return [failed for _, failed in sorted(found, key=lambda pair: pair[0])]
+
+
+def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
+    """Return the failure that an aggregator's Job ended with.
+
+    Parameters
+    ----------
+    end
+        Of the Job.
+    failed
+        Of its pods, the last one last.
+    """
+    if end.reason == "DeadlineExceeded":
+        return QuorumError(
+            f"the federation took longer than it may: {end.message}", hint=f"raise cluster.deadline_s, then {AGAIN}"
+        )
+    if not failed:
+        return WorkerLostError(f"the aggregator failed: {end.reason}: {end.message}", hint=AGAIN)
+    last = failed[-1]
+    kind = FAILURES.get(last.code, WorkerLostError)
+    message, _, hint = last.words.partition("\n  ")
+    if last.code == KILLED and last.reason == "OOMKilled":
+        message, hint = "it used more memory than it may", "raise cluster.aggregator.limits.memory"
+    if not hint and last.code not in FINAL:
+        hint = AGAIN
+    return kind(f"the aggregator ended with code {last.code} ({name_of(last.code)}): {message}", hint=hint or None)
+
+
+def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) -> FedloomError | None:
+    """Return the failure that the workers' Job means for the federation; None if it means nothing.
+
+    Parameters
+    ----------
+    job
+        The workers' Job; a worker that ended well was told that the run is over.
+    end
+        Of the Job.
+    failed
+        Of its pods.
+    """
+    status = job.get("status") or {}
+    if end.complete or status.get("completedIndexes"):
+        return None
+    if end.reason == "DeadlineExceeded":
+        return aggregator_failure(end, ())
+    which = status.get("failedIndexes")
+    text = f"workers failed for good: {which or end.message}, more than cluster.max_failed_workers allows"
+    if not failed:
+        return WorkerLostError(text, hint=AGAIN)
+    last = failed[-1]
+    final = last.code in FINAL
+    kind = FAILURES[last.code] if final else WorkerLostError
+    message, _, hint = last.words.partition("\n  ")
+    if last.code == KILLED and last.reason == "OOMKilled":
+        message, hint = "it used more memory than it may", "raise cluster.worker.limits.memory"
+    return kind(f"{text}; {last.pod} ended with code {last.code} ({name_of(last.code)}): {message}", hint=hint or AGAIN)
+
+
+def name_of(code: int) -> str:
+    """Return what an exit code stands for, such as ``QUORUM`` or ``signal 9``."""
+    try:
+        return ExitCode(code).name
+    except ValueError:
+        return f"signal {code - 128}" if code > 128 else "unexpected"

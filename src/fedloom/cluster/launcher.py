@@ -1,0 +1,277 @@
+"""Starting a federation on Kubernetes, or finding the one that an earlier launcher started, and seeing it to its end.
+
+A launcher may be killed at any moment, and another may start in its place: what exists is adopted if its specification
+is the same, and refused if it is not. Nothing here depends on a launcher's last words: Jobs have deadlines and a time
+to live, and an aggregator that nobody follows ends by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from fedloom.cluster.api import Api, Kind
+from fedloom.cluster.following import Follower
+from fedloom.cluster.judging import Exit, aggregator_failure, end_of, exits, name_of, workers_failure
+from fedloom.cluster.manifests import (
+    AGGREGATOR,
+    ATTEMPT,
+    COMPONENT,
+    DIGEST,
+    FINAL,
+    PORT,
+    WORKER,
+    Federation,
+    Manifest,
+    aggregator_job,
+    completed,
+    owner,
+    service,
+    worker_job,
+)
+from fedloom.cluster.pending import PendingPods
+from fedloom.errors import ExperimentError, WorkerLostError
+
+POLL_S = 3.0
+"""How often pods are looked at while one of them does not run; a pod's trouble does not show in its Job."""
+SETTLED_POLL_S = 15.0
+GONE_WITHIN_S = 120.0
+API_PATIENCE_S = 300.0
+KINDS: tuple[Kind, ...] = ("Job", "Service")
+
+
+class Occupied(ExperimentError):
+    """Something is there under the names of this federation that is not this federation."""
+
+
+class Launcher:
+    """One federation, from nothing or from wherever an earlier launcher left it.
+
+    Parameters
+    ----------
+    federation
+        What is to run.
+    api
+        Where.
+    say
+        Told lines for a person.
+    owners
+        References to what the federation belongs to: it is deleted with them.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        api: Api,
+        say: Callable[[str], None],
+        *,
+        owners: Sequence[Manifest] = (),
+    ) -> None:
+        self._federation = federation
+        self._api = api
+        self._say = say
+        self._owners = owners
+        self._digest = federation.digest()
+        s = federation.settings
+        self._pending = {
+            component: PendingPods(s.pending_timeout_s, s.failing_timeout_s, api.events, say)
+            for component in (AGGREGATOR, WORKER)
+        }
+        self._told: set[str] = set()
+
+    def run(self) -> None:
+        """Create or adopt the federation, and return when it has ended well.
+
+        Raises
+        ------
+        FedloomError
+            Of the class of what went wrong. Its objects are still there: see :meth:`save_logs` and :meth:`remove`.
+        """
+        address = self.ensure()
+        if address is None:
+            return
+        follower = Follower(address, self._say)
+        patience_s, self._api.patience_s = self._api.patience_s, API_PATIENCE_S
+        try:
+            with follower.following():
+                self._watch(follower)
+        finally:
+            self._api.patience_s = patience_s
+
+    def ensure(self) -> str | None:
+        """Create what is not there, adopt what is.
+
+        Returns
+        -------
+        str or None
+            Where the aggregator is, ``host:port``; None if it has ended well already.
+
+        Raises
+        ------
+        Occupied
+            If something of these names is there and has another specification.
+        FedloomError
+            If an adopted federation has failed in a way that another attempt would only repeat.
+        """
+        attempt = 1
+        while True:
+            root = self._own(completed(aggregator_job(self._federation), self._digest, self._owners, attempt))
+            end = end_of(root)
+            if end is None:
+                break
+            if end.complete:
+                return None
+            failure = aggregator_failure(end, exits(self._pods(), AGGREGATOR))
+            if failure.exit_code in FINAL:
+                raise failure
+            attempt = int((root["metadata"].get("annotations") or {}).get(ATTEMPT, "1")) + 1
+            self._say(f"found a federation that has failed: {failure}\nstarting it again, attempt {attempt}")
+            self.remove(wait=True)
+        owners = [owner(root)]
+        found = self._own(completed(service(self._federation), self._digest, owners))
+        self._own(completed(worker_job(self._federation), self._digest, owners))
+        host = found.get("spec", {}).get("clusterIP") or f"{self._federation.name}.{self._federation.namespace}.svc"
+        return f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
+
+    def save_logs(self, folder: Path) -> None:
+        """Write the logs of the aggregator's pods, and of workers that failed, to a folder, one file each."""
+        for pod in self._pods():
+            component = (pod["metadata"].get("labels") or {}).get(COMPONENT, "")
+            if component == AGGREGATOR or (pod.get("status") or {}).get("phase") == "Failed":
+                log = self._api.log(pod["metadata"]["name"], component)
+                if log:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    (folder / f"{pod['metadata']['name']}.log").write_text(log)
+
+    def remove(self, *, wait: bool = False) -> None:
+        """Delete the federation's objects; with ``wait``, return when they and their pods are gone.
+
+        Raises
+        ------
+        WorkerLostError
+            If they are still there after two minutes.
+        """
+        delete(self._api, self._federation.selector)
+        until = time.monotonic() + GONE_WITHIN_S
+        while wait and (left := self._left()):
+            if time.monotonic() > until:
+                raise WorkerLostError(
+                    f"still there {GONE_WITHIN_S:.0f} s after being deleted: {', '.join(left)}",
+                    hint="see why with kubectl describe, then start again with the same run id",
+                )
+            time.sleep(0.5)
+
+    def _own(self, manifest: Manifest) -> Manifest:
+        """Create an object, or adopt the one of its name."""
+        kind, name = cast(Kind, manifest["kind"]), manifest["metadata"]["name"]
+        until = time.monotonic() + GONE_WITHIN_S
+        while time.monotonic() < until:
+            made = self._api.create(manifest)
+            if made is not None:
+                self._say(f"created {kind} {name}")
+                return made
+            found = self._api.read(kind, name)
+            if found is not None and not found["metadata"].get("deletionTimestamp"):
+                # What another Job owns is of an earlier attempt, and about to be collected.
+                if (kind == "Job" and name.endswith(AGGREGATOR)) or _uids(found) == _uids(manifest):
+                    return self._adopted(found)
+                self._api.delete(kind, name)
+            time.sleep(0.5)
+        raise WorkerLostError(f"{kind} {name} is being deleted, and is still there after {GONE_WITHIN_S:.0f} s")
+
+    def _adopted(self, found: Manifest) -> Manifest:
+        metadata, f = found["metadata"], self._federation
+        what = f"{found['kind']} {metadata['name']}"
+        if (metadata.get("annotations") or {}).get(DIGEST) != self._digest:
+            raise Occupied(
+                f"{what} is there already, for the same run id ({f.run_id}) and task ({f.task}), with another "
+                "specification: other settings or another experiment",
+                hint=f"use another run id or task, or end it: kubectl delete jobs,services -n {f.namespace} "
+                f"-l {f.selector}",
+            )
+        self._say(f"adopted {what}")
+        return found
+
+    def _watch(self, follower: Follower) -> None:
+        while True:
+            jobs, version = self._api.select("Job", self._federation.selector)
+            by_name = {job["metadata"]["name"]: job for job in jobs}
+            aggregator = self._present(by_name.get(f"{self._federation.name}-{AGGREGATOR}"), AGGREGATOR)
+            pods = self._pods()
+            self._tell_of(pods)
+            if end := end_of(aggregator):
+                if end.complete:
+                    return
+                raise aggregator_failure(end, exits(pods, AGGREGATOR))
+            workers = self._present(by_name.get(f"{self._federation.name}-{WORKER}"), WORKER)
+            finished = follower.latest is not None and follower.latest.state == "finished"
+            if (end := end_of(workers)) and not finished:
+                failure = workers_failure(workers, end, exits(pods, WORKER))
+                if failure is not None:
+                    raise failure
+            settled = self._check_pending(aggregator, workers, pods, follower)
+            self._api.wait_for_change("Job", self._federation.selector, version, SETTLED_POLL_S if settled else POLL_S)
+
+    def _check_pending(
+        self, aggregator: Manifest, workers: Manifest, pods: Sequence[Manifest], follower: Follower
+    ) -> bool:
+        settled = True
+        for component, job in ((AGGREGATOR, aggregator), (WORKER, workers)):
+            if end_of(job):
+                continue
+            own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(COMPONENT) == component]
+            quiet, error = self._pending[component].check(job, own, time.monotonic())
+            settled = settled and quiet
+            # Once the rounds have begun, a worker that cannot run is one that is lost: the quorum decides.
+            if error is not None and (component == AGGREGATOR or not follower.under_way):
+                raise error
+        return settled
+
+    def _present(self, job: Manifest | None, component: str) -> Manifest:
+        if job is None or job["metadata"].get("deletionTimestamp"):
+            raise WorkerLostError(
+                f"Job {self._federation.name}-{component} was deleted while the federation ran",
+                hint="somebody ended it; start it again with the same run id and it goes on from what was published",
+            )
+        return job
+
+    def _tell_of(self, pods: Sequence[Manifest]) -> None:
+        """Say once of each pod that failed how it did."""
+        failed: list[Exit] = [*exits(pods, AGGREGATOR), *exits(pods, WORKER)]
+        for one in failed:
+            if one.pod not in self._told:
+                self._told.add(one.pod)
+                reason = f", {one.reason}" if one.reason not in ("", "Error") else ""
+                self._say(f"{one.pod} ended with code {one.code} ({name_of(one.code)}{reason}): {one.words}")
+
+    def _pods(self) -> list[Manifest]:
+        return self._api.select("Pod", self._federation.selector)[0]
+
+    def _left(self) -> list[str]:
+        kinds: tuple[Kind, ...] = (*KINDS, "Pod")
+        return [
+            f"{kind} {found['metadata']['name']}"
+            for kind in kinds
+            for found in self._api.select(kind, self._federation.selector)[0]
+        ]
+
+
+def delete(api: Api, selector: str) -> list[str]:
+    """Delete all Jobs (with their pods) and Services that a selector selects.
+
+    Returns
+    -------
+    list[str]
+        ``Kind name`` of each.
+    """
+    # All are looked up first: with a Job may go what it owns.
+    there = [(kind, found["metadata"]["name"]) for kind in KINDS for found in api.select(kind, selector)[0]]
+    for kind, name in there:
+        api.delete(kind, name)
+    return [f"{kind} {name}" for kind, name in there]
+
+
+def _uids(found: Any) -> set[str]:
+    return {reference["uid"] for reference in found["metadata"].get("ownerReferences") or ()}

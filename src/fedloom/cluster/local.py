@@ -1,0 +1,107 @@
+"""The backend ``local``: a federation as processes of this machine, by ``fedloom run``; imports no torch, no gRPC."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from fedloom.cluster.judging import FAILURES, name_of
+from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError
+
+_LIBC = ctypes.CDLL(None)
+
+STOP_S = 60.0
+"""How long a run that is asked to stop may take: the round at hand, and a checkpoint."""
+
+
+def run(
+    experiment: Path, partition: Path, out: Path, *, deadline_s: float | None = None, say: Callable[[str], None]
+) -> None:
+    """Run an experiment on a partition in processes of their own.
+
+    Parameters
+    ----------
+    experiment
+        The experiment file.
+    partition
+        The partition's folder; nothing is dealt.
+    out
+        The run's folder. A run that is there already, of the same experiment, goes on.
+    deadline_s
+        How long it may take.
+    say
+        Told the run's lines of progress.
+
+    Raises
+    ------
+    FedloomError
+        Of the class that the run's exit code stands for, with its message.
+    """
+    command = [sys.executable, "-m", "fedloom", "run", str(experiment), "--partition", str(partition)]
+    command += ["--out", str(out), *(["--resume"] if (out / "experiment.yaml").exists() else [])]
+    late = threading.Event()
+    last: list[str] = []
+    # A session of its own: Ctrl-C reaches us alone, who pass it on once, so that the round at hand can end.
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    ) as process:
+
+        def stop() -> None:
+            late.set()
+            _end(process)
+
+        timer = threading.Timer(deadline_s or 0.0, stop)
+        timer.daemon = True
+        if deadline_s is not None:
+            timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                say(line.rstrip("\n"))
+                last = [*last, line.rstrip("\n")] if last or line.startswith("error: ") else []
+                last = last[-20:]
+            code = process.wait()
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            timer.cancel()
+    if code:
+        raise _failure(code, last, late=late.is_set(), deadline_s=deadline_s)
+
+
+def _end_with_parent() -> None:
+    """In the new process: be told to end when the launcher is killed, which then cannot say so itself."""
+    _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _failure(code: int, last: list[str], *, late: bool, deadline_s: float | None) -> FedloomError:
+    if late:
+        return QuorumError(
+            f"the federation took longer than the {deadline_s:g} s it may (cluster.deadline_s)",
+            hint="run it again with the same folder: it goes on from its last checkpoint",
+        )
+    if code < 0:
+        return InterruptedRun(f"fedloom run was ended by signal {-code}", hint="run it again: it goes on")
+    message, _, hint = "\n".join(last).removeprefix("error: ").partition("\n  ")
+    kind = FAILURES.get(code, WorkerLostError)
+    return kind(message or f"fedloom run ended with code {code} ({name_of(code)}); see above", hint=hint or None)

@@ -1,0 +1,354 @@
+"""The objects of a federation on Kubernetes, as the API takes them: a Service, the aggregator's Job, the workers' Job.
+
+Pure: settings in, dictionaries out. The aggregator's Job is the root: the Service and the workers' Job are owned by it,
+so that whatever ends it (time to live, the workflow that owns it, a person) takes them along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fedloom.cluster.settings import DEFAULT_REQUESTS, OWN, AggregatorPod, ClusterSettings, Resources, TaskConfig
+from fedloom.errors import ExitCode
+
+Manifest: TypeAlias = dict[str, Any]
+
+PORT = 7733
+USER = 65532
+RUN_ID, TASK, DIGEST, ATTEMPT = (f"{OWN}{word}" for word in ("run-id", "task", "spec-digest", "attempt"))
+NAME, INSTANCE, COMPONENT, MANAGED_BY = (
+    f"app.kubernetes.io/{word}" for word in ("name", "instance", "component", "managed-by")
+)
+AGGREGATOR, WORKER = "aggregator", "worker"
+FINAL = (int(ExitCode.EXPERIMENT), int(ExitCode.DATA), int(ExitCode.REFUSED))
+"""Exit codes that another try would only repeat."""
+
+CHECKPOINT_GRACE_S = 60
+WORKER_GRACE_S = 15
+STARTUP_S = 600
+"""How long an aggregator may take until it serves: pulled, imported, its last checkpoint fetched."""
+
+
+def identity(run_id: str, task: str) -> str:
+    """Return 12 hex digits that name the federation of one task of one pipeline run, however often that is tried."""
+    return hashlib.sha256(f"{run_id}/{task}".encode()).hexdigest()[:12]
+
+
+def label(text: str) -> str:
+    """Return text as the value of a label: as it is where that is allowed, else its hash."""
+    if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Everything that decides the objects of one federation.
+
+    Attributes
+    ----------
+    run_id, task
+        Of the pipeline; together they are the federation's identity.
+    namespace
+        Where the objects are.
+    settings, task_config
+        What the user said about the cluster.
+    experiment
+        The resolved experiment file, which lies at ``run_url/experiment.yaml``.
+    run_url, partition_url
+        Where the store has the run and its partition.
+    clients
+        How many there are, seen and unseen.
+    device, threads, clients_at_once
+        The experiment's ``runtime``.
+    storage_environment
+        What pods are told about the store in plain text (endpoint, region).
+    orphan_after_s
+        Seconds without a launcher after which the aggregator ends; None is never.
+    """
+
+    run_id: str
+    task: str
+    namespace: str
+    settings: ClusterSettings
+    task_config: TaskConfig
+    experiment: str
+    run_url: str
+    partition_url: str
+    clients: int
+    device: str
+    threads: int
+    clients_at_once: int
+    storage_environment: Mapping[str, str]
+    orphan_after_s: float | None
+
+    @property
+    def name(self) -> str:
+        """Of the Service, and the beginning of the Jobs' names."""
+        return f"fl-{identity(self.run_id, self.task)}"
+
+    @property
+    def workers(self) -> int:
+        """How many worker pods."""
+        per_worker = self.settings.clients_per_worker
+        return self.settings.workers if per_worker is None else math.ceil(self.clients / per_worker)
+
+    @property
+    def selector(self) -> str:
+        """Selects every object and pod of the federation."""
+        return f"{INSTANCE}={self.name}"
+
+    def labels(self, component: str | None = None) -> dict[str, str]:
+        """Labels of all its objects, and those of one of its two components."""
+        own = {NAME: "federation", INSTANCE: self.name, MANAGED_BY: "fedloom", RUN_ID: label(self.run_id)}
+        own |= {TASK: label(self.task)} | ({} if component is None else {COMPONENT: component})
+        return {**self.settings.labels, **own}
+
+    def digest(self) -> str:
+        """Sha256 of all that is to be created and of the experiment: equal specifications have equal digests."""
+        parts = [aggregator_job(self), service(self), worker_job(self), self.experiment]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def service(federation: Federation) -> Manifest:
+    """The address under which workers, and the launcher, find the aggregator, whichever pod it is."""
+    spec = {
+        "selector": {INSTANCE: federation.name, COMPONENT: AGGREGATOR},
+        # An aggregator is asked for as soon as it listens, and says itself what it is not ready for.
+        "publishNotReadyAddresses": True,
+        "ports": [{"name": "grpc", "port": PORT, "targetPort": PORT, "protocol": "TCP", "appProtocol": "grpc"}],
+    }
+    return _object(federation, "v1", "Service", federation.name, AGGREGATOR, spec)
+
+
+def aggregator_job(federation: Federation) -> Manifest:
+    """One aggregator, started again from what it published when it or its node fails."""
+    f, s = federation, federation.settings
+    command = ["aggregator", f"{f.run_url}/experiment.yaml", "--partition", f.partition_url, "--out", "/work/run"]
+    command += ["--publish", f.run_url, "--resume", "--listen", f"0.0.0.0:{PORT}", "--wait", _seconds(s.deadline_s)]
+    if f.orphan_after_s is not None:
+        command += ["--orphan-after", _seconds(f.orphan_after_s)]
+    container = _container(f, AGGREGATOR, s.image, command, resources(s.aggregator))
+    probe = {"grpc": {"port": PORT}, "periodSeconds": 2, "timeoutSeconds": 5}
+    container |= {
+        "ports": [{"name": "grpc", "containerPort": PORT, "protocol": "TCP"}],
+        "startupProbe": {**probe, "failureThreshold": STARTUP_S // 2},
+        "readinessProbe": {**probe, "periodSeconds": 10},
+    }
+    pod = _pod(f, container, CHECKPOINT_GRACE_S, s.aggregator, None)
+    spec = {
+        "completions": 1,
+        "parallelism": 1,
+        "backoffLimit": s.retries,
+        **_patience(s),
+        "podFailurePolicy": _failures("FailJob", AGGREGATOR, (*FINAL, int(ExitCode.ABANDONED))),
+        "template": _template(f, AGGREGATOR, pod),
+    }
+    return _job(f, AGGREGATOR, spec)
+
+
+def worker_job(federation: Federation) -> Manifest:
+    """All workers, each with an index and retries of its own."""
+    f, s, task = federation, federation.settings, federation.task_config
+    command = ["worker", "--aggregator", f"{f.name}.{f.namespace}.svc:{PORT}"]
+    command += ["--name", "worker-$(JOB_COMPLETION_INDEX)", "--partition", f.partition_url]
+    command += ["--states", f"{f.run_url}/states", "--reconnect", _seconds(s.pending_timeout_s)]
+    command += ["--device", f.device, "--threads", str(f.threads), "--clients-at-once", str(f.clients_at_once)]
+    if s.clients_per_worker is not None:
+        command += ["--part", f"$(JOB_COMPLETION_INDEX)/{f.workers}"]
+    gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
+    container = _container(f, WORKER, s.worker_image or s.image, command, resources(s.worker, gpu, task.resources))
+    told = {entry["name"] for entry in task.env or ()}
+    container["env"] = [entry for entry in container["env"] if entry["name"] not in told] + [*(task.env or ())]
+    container["volumeMounts"] += [*(task.volume_mounts or ())]
+    where = AggregatorPod(
+        tolerations=(*s.tolerations, *(task.tolerations or ())),
+        node_selector={**s.node_selector, **(task.node_selector or {})},
+    )
+    pod = _pod(f, container, WORKER_GRACE_S, where, task.affinity or s.affinity)
+    pod["volumes"] += [*(task.volumes or ())]
+    pod["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {INSTANCE: f.name, COMPONENT: WORKER}},
+        }
+    ]
+    spec = {
+        "completionMode": "Indexed",
+        "completions": f.workers,
+        "parallelism": f.workers,
+        "backoffLimitPerIndex": s.retries,
+        "maxFailedIndexes": min(s.max_failed_workers, f.workers),
+        **_patience(s),
+        "podFailurePolicy": _failures("FailIndex", WORKER, FINAL),
+        "template": _template(f, WORKER, pod),
+    }
+    return _job(f, WORKER, spec)
+
+
+def completed(
+    manifest: Manifest, digest: str, owners: Sequence[Mapping[str, Any]], attempt: int | None = None
+) -> Manifest:
+    """Return a manifest with what does not belong to the specification: its digest, its owners, and the attempt."""
+    metadata = manifest["metadata"]
+    annotations = {**metadata["annotations"], DIGEST: digest} | ({} if attempt is None else {ATTEMPT: str(attempt)})
+    owned = {"ownerReferences": [*owners]} if owners else {}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations, **owned}}
+
+
+def owner(found: Mapping[str, Any], *, api_version: str = "batch/v1", kind: str = "Job") -> Manifest:
+    """Return the reference to an object that exists, for what it is to own."""
+    metadata = found["metadata"]
+    # blockOwnerDeletion would ask for rights on the owner's finalizers.
+    reference = {"apiVersion": api_version, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
+    return {**reference, "controller": False, "blockOwnerDeletion": False}
+
+
+def owners_of_pod(pod: Mapping[str, Any]) -> list[Manifest]:
+    """Return the reference to what controls a pod, such as the workflow of a pipeline: none if nothing does."""
+    references = pod["metadata"].get("ownerReferences") or []
+    controlling = [reference for reference in references if reference.get("controller")] or references
+    keys = ("apiVersion", "kind", "name", "uid")
+    return [
+        {**{key: reference[key] for key in keys}, "controller": False, "blockOwnerDeletion": False}
+        for reference in controlling[:1]
+    ]
+
+
+def resources(
+    own: Resources, gpu: Mapping[str, int] | None = None, task: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, str]]:
+    """Put together what a container asks for.
+
+    Parameters
+    ----------
+    own
+        From the settings.
+    gpu
+        Resource and count, where GPUs are asked for.
+    task
+        From the task of the pipeline, with ``requests`` and ``limits``; it has the last word.
+    """
+    task = task or {}
+    limits = {**own.limits, **(gpu or {}), **(task.get("limits") or {})}
+    requests: dict[str, Any] = {k: v for k, v in DEFAULT_REQUESTS.items() if k not in limits}
+    requests |= {**own.requests, **(task.get("requests") or {})}
+    both = {"requests": requests, "limits": limits}
+    return {name: {k: str(v) for k, v in values.items()} for name, values in both.items() if values}
+
+
+def _object(federation: Federation, version: str, kind: str, name: str, component: str, spec: Manifest) -> Manifest:
+    metadata = {
+        "name": name,
+        "namespace": federation.namespace,
+        "labels": federation.labels(component),
+        "annotations": {**federation.settings.annotations},
+    }
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _job(federation: Federation, component: str, spec: Manifest) -> Manifest:
+    job = _object(federation, "batch/v1", "Job", f"{federation.name}-{component}", component, spec)
+    if federation.settings.queue_name is not None:
+        job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = federation.settings.queue_name
+    return job
+
+
+def _patience(settings: ClusterSettings) -> Manifest:
+    return {
+        "activeDeadlineSeconds": math.ceil(settings.deadline_s),
+        "ttlSecondsAfterFinished": settings.ttl_s,
+        "podReplacementPolicy": "Failed",  # never two pods with one index
+    }
+
+
+def _failures(action: str, component: str, codes: Sequence[int]) -> Manifest:
+    exits = {"containerName": component, "operator": "In", "values": [*codes]}
+    disruption = [{"type": "DisruptionTarget", "status": "True"}]
+    return {"rules": [{"action": action, "onExitCodes": exits}, {"action": "Ignore", "onPodConditions": disruption}]}
+
+
+def _template(federation: Federation, component: str, pod: Manifest) -> Manifest:
+    # Both ways to keep a service mesh out, old and new: a sidecar would keep a Job from ending, and break early calls.
+    out = {"sidecar.istio.io/inject": "false"}
+    metadata = {
+        "labels": {**federation.labels(component), **out},
+        "annotations": {**federation.settings.annotations, **out},
+    }
+    return {"metadata": metadata, "spec": pod}
+
+
+def _pod(
+    federation: Federation, container: Manifest, grace_s: int, where: AggregatorPod, affinity: Manifest | None
+) -> Manifest:
+    settings = federation.settings
+    optional = {
+        "serviceAccountName": settings.service_account,
+        "priorityClassName": settings.priority_class,
+        "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
+        "nodeSelector": where.node_selector,
+        "tolerations": [*where.tolerations],
+        "affinity": affinity,
+    }
+    return {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}, *settings.volumes],
+        **{key: value for key, value in optional.items() if value},
+    }
+
+
+def _container(
+    federation: Federation, name: str, image: str | None, arguments: list[str], needs: Mapping[str, Any]
+) -> Manifest:
+    s = federation.settings
+    plain = {"HOME": "/work", **federation.storage_environment, **s.env}
+    env: list[Manifest] = [{"name": key, "value": value} for key, value in plain.items()]
+    if s.storage_secret is not None:
+        env += [
+            {"name": key, "valueFrom": {"secretKeyRef": {"name": s.storage_secret, "key": in_secret}}}
+            for key, in_secret in s.storage_secret_keys.items()
+        ]
+    return {
+        "name": name,
+        "image": image,
+        "command": ["fedloom"],
+        "args": arguments,
+        "env": env,
+        "resources": {**needs},
+        # The end of the log says why a container ended, when nothing else does.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "workingDir": "/work",
+        "volumeMounts": [
+            {"name": "work", "mountPath": "/work"},
+            {"name": "tmp", "mountPath": "/tmp"},
+            *s.volume_mounts,
+        ],
+    }
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:g}" if seconds < 1e5 else f"{seconds:.0f}"

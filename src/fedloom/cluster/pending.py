@@ -1,0 +1,194 @@
+"""Why a pod does not run yet: whether waiting helps, and what to tell the person who can help if it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fedloom.cluster.api import QUOTA_HINT
+from fedloom.errors import ExperimentError, FedloomError, QuorumError, RefusedError
+
+
+class Verdict(Enum):
+    """What a launcher does about a pod that does not run."""
+
+    START = "start"
+    """It is starting; nothing is wrong."""
+    WAIT = "wait"
+    """It needs something that others may give back: a node, a GPU."""
+    FAIL = "fail"
+    """Only a person can mend it."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What keeps a pod from running."""
+
+    verdict: Verdict
+    reason: str
+    message: str
+
+    def error(self, who: str, waited_s: float) -> FedloomError:
+        """Return the failure that this has become."""
+        text = f"{who} does not start: {self.reason}: {self.message}".rstrip(": ")
+        if self.verdict is Verdict.WAIT:
+            return QuorumError(
+                f"{text} (waited {waited_s:.0f} s)",
+                hint="ask for less (gpu, requests, node_selector), add nodes, or raise cluster.pending_timeout_s",
+            )
+        if self.reason in IMAGE:
+            return ExperimentError(
+                text, hint="push the image, correct cluster.image, or name its registry's Secret in image_pull_secrets"
+            )
+        if self.reason in CONFIGURATION:
+            return ExperimentError(
+                text, hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... (docs/cluster.md)"
+            )
+        if "exceeded quota" in self.message:
+            return RefusedError(text, hint=QUOTA_HINT)
+        return ExperimentError(text, hint="change the cluster setting that it names (docs/cluster.md)")
+
+
+IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
+CONFIGURATION = {"CreateContainerConfigError"}
+CREATION = {"CreateContainerError", "RunContainerError", "StartError"}
+EVENTS = {"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"}
+"""Reasons of events that say what a status does not."""
+
+
+def trouble(pod: Mapping[str, Any]) -> Trouble | None:
+    """Say why a pod does not run.
+
+    Parameters
+    ----------
+    pod
+        As the API gives it.
+
+    Returns
+    -------
+    Trouble or None
+        None if it runs, has run, or is being removed.
+    """
+    status = pod.get("status") or {}
+    if status.get("phase", "Pending") != "Pending" or pod["metadata"].get("deletionTimestamp"):
+        return None
+    for container in status.get("containerStatuses") or ():
+        waiting = container.get("state", {}).get("waiting") or {}
+        reason = waiting.get("reason", "")
+        if reason in IMAGE | CONFIGURATION | CREATION:
+            message = waiting.get("message") or container.get("image", "")
+            return Trouble(Verdict.FAIL, reason, f"{container.get('image', '')}: {message}".removeprefix(": "))
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            gated = condition.get("reason") == "SchedulingGated"  # a queue holds it, and will let it go
+            verdict = Verdict.START if gated else Verdict.WAIT
+            return Trouble(verdict, condition.get("reason", "Unschedulable"), condition.get("message", ""))
+    return Trouble(Verdict.START, "", "")
+
+
+def trouble_of_events(events: Iterable[Mapping[str, Any]]) -> Trouble | None:
+    """Return what the last of some events says, if it is one that keeps a pod from existing or starting."""
+    told = [event for event in events if event.get("type", "Warning") == "Warning"]
+    if told and told[-1].get("reason") in EVENTS:
+        return Trouble(Verdict.FAIL, told[-1]["reason"], str(told[-1].get("message", "")))
+    return None
+
+
+def lacking(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
+    """Count the pods that a job should have and has not: they were refused, or it waits before it tries again."""
+    spec, status = job.get("spec") or {}, job.get("status") or {}
+    if spec.get("suspend"):
+        return 0
+    live = sum((pod.get("status") or {}).get("phase", "Pending") not in ("Succeeded", "Failed") for pod in pods)
+    given_up = 0
+    for part in filter(None, str(status.get("failedIndexes") or "").split(",")):
+        first, _, last = part.partition("-")
+        given_up += int(last or first) - int(first) + 1
+    return max(0, int(spec.get("completions") or 1) - live - int(status.get("succeeded") or 0) - given_up)
+
+
+class PendingPods:
+    """How long each pod has been kept from running, and by what.
+
+    Parameters
+    ----------
+    pending_timeout_s
+        How long a pod may wait for what others may give back.
+    failing_timeout_s
+        How long it may wait for what only a person can give: a registry or a Secret can be a moment late.
+    events
+        Gives the events of an object, by its name; asked only about what neither runs nor says why.
+    say
+        Told once of each thing that is waited for.
+    """
+
+    def __init__(
+        self,
+        pending_timeout_s: float,
+        failing_timeout_s: float,
+        events: Callable[[str], Sequence[Mapping[str, Any]]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._pending_timeout_s = pending_timeout_s
+        self._failing_timeout_s = failing_timeout_s
+        self._quiet_s = min(5.0, failing_timeout_s)
+        self._events = events
+        self._say = say
+        self._pending: dict[str, float] = {}  # since when a pod has not run, whatever the reason
+        self._failing: dict[str, float] = {}  # since when waiting has not helped
+        self._said: set[tuple[str, str]] = set()
+
+    def check(
+        self, job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], now: float
+    ) -> tuple[bool, FedloomError | None]:
+        """Look at a job's pods.
+
+        Parameters
+        ----------
+        job, pods
+            As the API gives them; the pods are the job's.
+        now
+            Seconds of a monotonic clock.
+
+        Returns
+        -------
+        settled
+            Whether every pod that should be there runs or has run.
+        error
+            Why the federation should be given up, if it should.
+        """
+        found: dict[str, Trouble] = {}
+        for pod in pods:
+            seen = trouble(pod)
+            if seen is not None:
+                found[pod["metadata"]["name"]] = seen
+        name = job["metadata"]["name"]
+        if lacking(job, pods):
+            found[name] = Trouble(Verdict.START, "", f"pods that were not created: {lacking(job, pods)}")
+        for clocks in (self._pending, self._failing):
+            for who in clocks.keys() - found.keys():
+                del clocks[who]
+        errors = []
+        for who, seen in found.items():
+            if seen.reason == "SchedulingGated":
+                self._pending[who] = now
+                continue
+            pending_s = now - self._pending.setdefault(who, now)
+            if seen.verdict is Verdict.START and pending_s >= self._quiet_s:
+                seen = trouble_of_events(self._events(who)) or seen
+            self._tell(who, seen)
+            if seen.verdict is not Verdict.FAIL:
+                self._failing.pop(who, None)
+                if pending_s >= self._pending_timeout_s:
+                    known = seen.reason or "no reason is known"
+                    errors.append(Trouble(Verdict.WAIT, known, seen.message).error(who, pending_s))
+            elif (failing_s := now - self._failing.setdefault(who, now)) >= self._failing_timeout_s:
+                errors.append(seen.error(who, failing_s))
+        return not found, next(iter(errors), None)
+
+    def _tell(self, who: str, seen: Trouble) -> None:
+        if seen.verdict is not Verdict.START and (who, seen.reason) not in self._said:
+            self._said.add((who, seen.reason))
+            self._say(f"{who} waits: {seen.reason}: {seen.message}")

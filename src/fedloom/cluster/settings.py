@@ -1,0 +1,222 @@
+"""What a federation on Kubernetes is given: images, sizes, GPUs, credentials, patience."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from fedloom import mistakes
+from fedloom.errors import ExperimentError
+from fedloom.mistakes import shown
+from fedloom.settings import Settings
+
+OWN = "fedloom.dev/"
+"""Prefix of our own labels and annotations."""
+
+ALLOWED_IMAGE = "NAME:TAG or NAME@sha256:DIGEST, not :latest"
+DEFAULT_REQUESTS: Mapping[str, str] = {"cpu": "500m", "memory": "1Gi"}
+"""Asked for where neither a request nor a limit says otherwise."""
+
+
+IMAGE = re.compile(
+    r"[a-z0-9][a-z0-9._-]*(:[0-9]+(?=/))?(/[a-z0-9._-]+)*(:(?P<tag>\w[\w.-]*))?(@(?P<digest>[a-z0-9]+:[0-9a-f]+))?"
+)
+
+
+def check_image(image: str) -> str:
+    """Return an image's name, if it always means the same image.
+
+    Raises
+    ------
+    ValueError
+        If it has neither a tag nor a digest, or its tag is ``latest``: what runs could change between two runs.
+    """
+    parts = IMAGE.fullmatch(image)
+    if parts is None or (parts["digest"] is None and parts["tag"] in (None, "latest")):
+        raise ValueError(f"found {shown(image)}; allowed: {ALLOWED_IMAGE}")
+    return image
+
+
+def _names_of_others(words: dict[str, str]) -> dict[str, str]:
+    for word in words:
+        if word.startswith((OWN, "app.kubernetes.io/")):
+            raise ValueError(f"found {shown(word)}; allowed: names outside {OWN} and app.kubernetes.io/")
+    return words
+
+
+QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
+
+
+def _are_quantities(quantities: dict[str, str | int]) -> dict[str, str | int]:
+    for resource, quantity in quantities.items():
+        if not QUANTITY.fullmatch(str(quantity)):
+            raise ValueError(f"{resource}: found {shown(quantity)}; allowed: a quantity such as 2, 500m or 4Gi")
+    return quantities
+
+
+Quantities = Annotated[dict[str, str | int], AfterValidator(_are_quantities)]
+Image = Annotated[str, AfterValidator(check_image)]
+Words = Annotated[dict[str, str], AfterValidator(_names_of_others)]
+KubernetesObject = dict[str, Any]
+"""Handed to the API server as it is, which checks it."""
+
+
+class Resources(Settings):
+    """What a container asks for, and what it may use at most; such as ``{"cpu": "2", "memory": "4Gi"}``."""
+
+    requests: Quantities = Field(
+        default={}, description="Asked for; by default 500m CPU and 1Gi memory where there is no limit either."
+    )
+    limits: Quantities = Field(default={}, description="Used at most.")
+
+
+class AggregatorPod(Resources):
+    """The aggregator's container and where it runs."""
+
+    tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Taints that it stands.")
+    node_selector: dict[str, str] = Field(default={}, description="Labels that its node must have.")
+
+
+class Gpu(Settings):
+    """GPUs of each worker."""
+
+    resource: str = Field(default="nvidia.com/gpu", pattern=r"^[^/\s]+/[^/\s]+$", description="Name of the resource.")
+    count: int = Field(default=1, ge=1, description="How many for each worker.")
+
+
+class ClusterSettings(Settings):
+    """Everything about a federation on Kubernetes that changes no number of its result."""
+
+    namespace: str | None = Field(
+        default=None, min_length=1, description="Where it runs; null is the launcher's own, else the kubeconfig's."
+    )
+    image: Image | None = Field(default=None, description="Image of aggregator and workers, with tag or digest.")
+    worker_image: Image | None = Field(default=None, description="Image of the workers, if it is another (CUDA).")
+    image_pull_secrets: tuple[str, ...] = Field(default=(), description="Names of Secrets for private registries.")
+    workers: int = Field(default=2, ge=1, le=10_000, description="Worker pods; each may serve every client.")
+    clients_per_worker: int | None = Field(
+        default=None, ge=1, description="Each worker pod serves its own block of this many clients; decides `workers`."
+    )
+    worker: Resources = Field(default=Resources(), description="Resources of each worker.")
+    aggregator: AggregatorPod = Field(default=AggregatorPod(), description="Resources and place of the aggregator.")
+    gpu: Gpu | None = Field(
+        default=None,
+        description='GPUs of each worker, as in `{"count": 1, "resource": "nvidia.com/gpu"}`; needs device: cuda.',
+    )
+    tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Taints that workers stand.")
+    node_selector: dict[str, str] = Field(default={}, description="Labels that workers' nodes must have.")
+    affinity: KubernetesObject | None = Field(default=None, description="Where workers run, as in a pod's spec.")
+    env: dict[str, str] = Field(default={}, description="Environment of both, such as proxies and SSL_CERT_FILE.")
+    volumes: tuple[KubernetesObject, ...] = Field(default=(), description="Volumes of both, such as certificates.")
+    volume_mounts: tuple[KubernetesObject, ...] = Field(default=(), description="Where both mount them.")
+    service_account: str | None = Field(
+        default=None, description="Service account of the pods; its token is not mounted."
+    )
+    priority_class: str | None = Field(default=None, description="Priority class of the pods.")
+    storage_secret: str | None = Field(default=None, description="Secret with the credentials of `storage`.")
+    storage_secret_keys: dict[str, str] = Field(
+        default={"AWS_ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY": "AWS_SECRET_ACCESS_KEY"},
+        min_length=1,
+        description="Environment variable to the key of that Secret which holds it.",
+    )
+    s3_endpoint: str | None = Field(
+        default=None, description="Endpoint of the object store; null is the launcher's own $FEDLOOM_S3_ENDPOINT."
+    )
+    deadline_s: float = Field(default=86_400.0, ge=1, description="Seconds that the whole federation may take.")
+    pending_timeout_s: float = Field(
+        default=600.0, ge=1, description="Seconds that a pod may wait for a node, and a worker for its aggregator."
+    )
+    failing_timeout_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="Seconds that a pod may wait for what only a person can mend, such as an image or a Secret.",
+    )
+    orphan_after_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds without a launcher after which the aggregator ends; null is 600 for a launcher in the "
+        "cluster, and never for one outside, which may not reach the aggregator.",
+    )
+    ttl_s: int = Field(default=3600, ge=60, description="Seconds after which finished objects are removed in any case.")
+    retries: int = Field(default=2, ge=0, description="How often a failed aggregator, and each worker, starts again.")
+    max_failed_workers: int = Field(
+        default=0, ge=0, description="Workers that may fail for good while the federation goes on."
+    )
+    queue_name: str | None = Field(default=None, description="Kueue's local queue.")
+    labels: Words = Field(default={}, description="Labels of all objects and pods.")
+    annotations: Words = Field(default={}, description="Annotations of all objects and pods.")
+    delete_on_interrupt: bool = Field(
+        default=False,
+        description="Whether an interrupted launcher deletes the federation, which it else leaves running.",
+    )
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "cluster settings") -> ClusterSettings:
+        """Read settings from JSON, as pipelines carry them.
+
+        Parameters
+        ----------
+        text
+            A JSON object; empty text gives the defaults.
+        source
+            What the text is, for messages.
+
+        Raises
+        ------
+        ExperimentError
+            If it is no JSON object, or a setting is not allowed; every mistake is named, with what is allowed.
+        """
+        return _read(cls, text or "{}", source)
+
+
+class TaskConfig(Settings):
+    """What was set on the Kubeflow task of the launcher and is meant for the workers (``kfp.dsl.TaskConfig``)."""
+
+    resources: KubernetesObject | None = None
+    tolerations: tuple[KubernetesObject, ...] | None = None
+    node_selector: dict[str, str] | None = None
+    affinity: KubernetesObject | None = None
+    env: tuple[KubernetesObject, ...] | None = None
+    volumes: tuple[KubernetesObject, ...] | None = None
+    volume_mounts: tuple[KubernetesObject, ...] | None = None
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any] | None) -> TaskConfig:
+        """Check what Kubeflow hands over; numbers that it made floats on the way become whole again.
+
+        Raises
+        ------
+        ExperimentError
+            If it has a field that is not known here, or of another shape.
+        """
+        return _read(cls, json.dumps(_whole(dict(value or {}))), "task_config")
+
+
+_S = TypeVar("_S", bound=Settings)
+
+
+def _read(settings: type[_S], text: str, source: str) -> _S:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ExperimentError(f"{source}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ExperimentError(f"{source}: found {shown(value)}; allowed: an object")
+    try:
+        return settings.model_validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        found = mistakes.explain(error, settings.model_json_schema(), value)
+        raise ExperimentError(mistakes.listing(source, found, {})) from None
+
+
+def _whole(value: Any) -> Any:
+    """Numbers cross Kubeflow as floats; Kubernetes takes 3600 and refuses 3600.0."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _whole(item) for key, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,267 @@
+"""A run published in a store as it goes, so that an aggregator elsewhere can go on with it.
+
+Below the run's place in the store:
+
+``published/<n>.json``
+    The record of one publication: round, incarnation, and for each file of the run's folder its blob. Records count
+    up from 1, and each is written with a conditional put. So of two aggregators that both go on from record n only one
+    gets to write n + 1; the other is told, and stops. Records stay.
+``blobs/<n>-<sha256>``
+    The files that the last record names, each written for the first record that names it. What a record names is never
+    written over with something else, and its successors name only that, or blobs with their own numbers.
+``states/``
+    The clients' states, which the workers keep there.
+everything else
+    The finished run's folder, for people and programs to read. What has a ``summary.json`` is whole.
+
+A restart needs the last record and its blobs alone. Order makes that safe: the blobs first, then the record, and then
+blobs of this and earlier numbers go that it does not name. Even an aggregator that is held up before that last step and
+replaced meanwhile removes nothing that its successors need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import DataError, StorageError
+from fedloom.federation.folder import RunFolder
+from fedloom.storage import Absent, Store, Taken
+from fedloom.storage.folder import PARTIAL, copy_atomically, storing
+
+log = logging.getLogger("fedloom.published")
+
+VERSION = 1
+SUMMARY = "summary.json"
+OF_ITS_OWN = ("blobs", "published", "states")
+"""Folders in the store that are no part of the finished run's folder."""
+
+_RECORD = re.compile(r"published/(\d{8})\.json")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One publication.
+
+    Attributes
+    ----------
+    number
+        Counts up from 1.
+    round
+        The last that it holds.
+    incarnation
+        Of the aggregator that wrote it.
+    files
+        The blob of each file, ``<number>-<sha256 in hex>``, by its path in the run's folder.
+    """
+
+    number: int
+    round: int
+    incarnation: str
+    files: Mapping[str, str]
+
+
+class Published:
+    """A run's place in a store, for one aggregator's life.
+
+    Parameters
+    ----------
+    folder
+        The run's folder on this machine.
+    store
+        For this run alone.
+    incarnation
+        Names this life of the aggregator.
+    """
+
+    def __init__(self, folder: RunFolder, store: Store, incarnation: str) -> None:
+        self._folder = folder
+        self._store = store
+        self._incarnation = incarnation
+        self._last: Record | None = None
+        self._blobs: dict[str, str] = {}  # what is there, by sha256
+
+    def take_up(self) -> bool:
+        """Bring the files of the last publication into the run's folder.
+
+        They take the place of those of the same names, and checkpoints that are not among them are removed.
+
+        Returns
+        -------
+        bool
+            False if nothing has been published; the folder is then as it was.
+
+        Raises
+        ------
+        DataError
+            If what is published is missing or damaged.
+        StorageError, RefusedError
+            If the store fails, or refuses us; or the folder cannot be written.
+        """
+        record = self._latest()
+        while record is not None:
+            try:
+                self._fetch(record)
+            except Absent as error:
+                # Perhaps an aggregator that is still at work has published again, and removed what this record needs.
+                newer = self._latest()
+                if newer is None or newer.number == record.number:
+                    raise DataError(f"{self._store.url}: the published run is not whole: {error}") from error
+                record = newer
+            else:
+                break
+        if record is None:
+            return False
+        self._last, self._blobs = record, _by_digest(record)
+        log.info("took up round %d of %s", record.round, self._store.url)
+        return True
+
+    def publish(self, round: int) -> None:
+        """Publish the run as of a round that is durable.
+
+        Raises
+        ------
+        StorageError
+            If another aggregator has published since this one took the run up, or the store fails.
+        RefusedError
+            If the store refuses us.
+        """
+        number = 1 if self._last is None else self._last.number + 1
+        files = {}
+        for name in self._needed():
+            content = self._content(name)
+            digest = hashlib.sha256(content).hexdigest()
+            if digest not in self._blobs:
+                self._store.write(f"blobs/{number:08d}-{digest}", content)
+                self._blobs[digest] = f"{number:08d}-{digest}"
+            files[name] = self._blobs[digest]
+        record = Record(number, round, self._incarnation, files)
+        text = json.dumps({"version": VERSION, **asdict(record)}, indent=2, sort_keys=True) + "\n"
+        try:
+            self._store.create(_name(number), text.encode())
+        except Taken:
+            other = self._read(number)
+            raise StorageError(
+                f"{self._store.url}: found round {other.round} published meanwhile by another aggregator "
+                f"({other.incarnation[:12]}), so this one ({self._incarnation[:12]}) stops",
+                hint="let one aggregator at a time work on a run; --resume goes on with what is published",
+            ) from None
+        self._last, self._blobs = record, _by_digest(record)
+        self._sweep(record)
+        log.info("published round %d at %s", round, self._store.url)
+
+    def finish(self) -> None:
+        """Publish the finished run's folder under the names it has here.
+
+        Raises
+        ------
+        StorageError
+            If another aggregator has published since, or the store fails.
+        RefusedError
+            If the store refuses us.
+        """
+        # Who writes over what others may read has just shown that the run is its own.
+        self.publish(self._last.round if self._last is not None else 0)
+        self._store.remove([SUMMARY])  # of the run before it was resumed with more rounds
+        for name in sorted(self._everything(), key=_summary_last):
+            self._store.upload(name, self._folder.path / name)
+        log.info("published the finished run at %s", self._store.url)
+
+    def log_files(self) -> None:
+        """Copy the logs as they are, for those who want to know why a run ended."""
+        for name in self._everything():
+            if name.startswith("logs/"):
+                self._store.upload(name, self._folder.path / name)
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def _latest(self) -> Record | None:
+        numbers = [
+            int(found[1]) for entry in self._store.entries("published/") if (found := _RECORD.fullmatch(entry.name))
+        ]
+        return self._read(max(numbers)) if numbers else None
+
+    def _read(self, number: int) -> Record:
+        where = f"{self._store.url}/{_name(number)}"
+        try:
+            about: dict[str, Any] = json.loads(self._store.read(_name(number)))
+            if about.pop("version") != VERSION:
+                raise DataError(f"{where}: published by another version of FedLoom", hint="resume with that version")
+            record = Record(**about)
+            for name in record.files:  # they are written to, so they must lie in the run's folder
+                if name.startswith("/") or ".." in name.split("/"):
+                    raise ValueError(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{where}: not a record of a published run ({error})") from error
+        return record
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def _needed(self) -> list[str]:
+        """What a resumed run may read: checkpoints, and the files beside them; not the logs, nor figures."""
+        return [
+            name
+            for name in self._everything()
+            if "/" not in name or (name.startswith("checkpoints/") and name.endswith(".safetensors"))
+        ]
+
+    def _everything(self) -> list[str]:
+        """Every file of the folder that is whole, but for those of the workers."""
+        root = self._folder.path
+        found = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.suffix != PARTIAL)
+        return sorted(path.as_posix() for path in found if path.parts[0] not in OF_ITS_OWN)
+
+    def _content(self, name: str) -> bytes:
+        path = self._folder.path / name
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+
+    def _fetch(self, record: Record) -> None:
+        """Write a record's files over what the folder holds, once all of them are here."""
+        with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
+            staging = Path(temporary)
+            for blob in set(record.files.values()):
+                self._store.download(f"blobs/{blob}", staging / blob)
+                found = hashlib.sha256((staging / blob).read_bytes()).hexdigest()
+                if found != _digest(blob):
+                    raise DataError(f"{self._store.url}/blobs/{blob}: damaged, found sha256 {found}")
+            for name in self._needed():
+                if name.startswith("checkpoints/") and name not in record.files:
+                    (self._folder.path / name).unlink()
+            for name, blob in record.files.items():
+                path = self._folder.path / name
+                with storing(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                copy_atomically(staging / blob, path)
+
+    def _sweep(self, record: Record) -> None:
+        """Remove the blobs of this number and earlier ones that a record does not name."""
+        named = set(record.files.values())
+        blobs = (entry.name.removeprefix("blobs/") for entry in self._store.entries("blobs/"))
+        last = f"{record.number + 1:08d}"
+        self._store.remove([f"blobs/{blob}" for blob in blobs if blob < last and blob not in named])
+
+
+def _name(number: int) -> str:
+    return f"published/{number:08d}.json"
+
+
+def _digest(blob: str) -> str:
+    return blob.partition("-")[2]
+
+
+def _by_digest(record: Record) -> dict[str, str]:
+    return {_digest(blob): blob for blob in record.files.values()}
+
+
+def _summary_last(name: str) -> tuple[bool, str]:
+    return name == SUMMARY, name

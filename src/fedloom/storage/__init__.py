@@ -1,0 +1,6 @@
+"""Where artifacts live: a folder, or a bucket of any service that speaks S3 (docs/storage.md)."""
+
+from fedloom.storage.base import Absent, Entry, Store, Taken
+from fedloom.storage.open import is_url, open_store
+
+__all__ = ["Absent", "Entry", "Store", "Taken", "is_url", "open_store"]

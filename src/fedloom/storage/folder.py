@@ -1,0 +1,246 @@
+"""A store that is a folder, and how a file appears in one: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from fedloom.errors import StorageError
+from fedloom.storage.base import Absent, Entry, Store, Taken, parts_of
+
+PARTIAL = ".partial"
+"""How the name of a file ends that is being written; it starts with a dot."""
+
+
+class FolderStore(Store):
+    """A store in a folder of this machine, or one that several machines have mounted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def url(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    def read(self, name: str) -> bytes:
+        """Return a content."""
+        path = self._path(name)
+        with _reading(path):
+            return path.read_bytes()
+
+    def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
+        """Write a content, in place of what was there."""
+        path = self._path(name)
+        self._within(path, lambda: write_atomically(path, content, durably=durably))
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write a content that was not there before."""
+        path = self._path(name)
+
+        def write() -> None:
+            # A link, unlike a rename, never takes the place of what is there.
+            with staged(path) as partial:
+                _fill(partial, content, durably=True)
+                os.link(partial, path)
+                _sync(path.parent)
+
+        try:
+            self._within(path, write)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                raise Taken(f"{path}: found there already") from None
+            raise
+
+    def upload(self, name: str, path: Path) -> None:
+        """Write the content of a file, in place of what was there."""
+        to = self._path(name)
+        with opened(path):
+            self._within(to, lambda: copy_atomically(path, to))
+
+    def download(self, name: str, path: Path) -> None:
+        """Write a content to a file, which is whole or as it was."""
+        source = self._path(name)
+        with _reading(source):
+            source.stat()
+        with storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        copy_atomically(source, path)
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """Everything whose name starts so, in the order of names."""
+        above, _, start = prefix.rpartition("/")
+        folder = self._path(above) if above else self._folder
+        found = []
+        for path, size in _files(folder):
+            name = f"{above}/{path}" if above else path
+            if path.startswith(start):
+                found.append(Entry(name, size))
+        yield from sorted(found, key=lambda entry: entry.name.encode())
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove contents."""
+        for name in names:
+            path = self._path(name)
+            with storing(path, "removed"):
+                path.unlink(missing_ok=True)
+
+    def under(self, prefix: str) -> FolderStore:
+        """The part of this store below a folder."""
+        return FolderStore(self._path(prefix))
+
+    def check(self, *, writing: bool = True) -> None:
+        """Find out whether the folder is there, or can be made, and written to."""
+        if writing:
+            probe = f".probe-{uuid.uuid4().hex}"
+            self.create(probe, b"")
+            self.remove([probe])
+        elif not self._folder.is_dir():
+            raise Absent(f"{self._folder}: found no folder there", hint="make it, or change storage")
+
+    def _path(self, name: str) -> Path:
+        return self._folder.joinpath(*parts_of(name))
+
+    def _within(self, path: Path, write: Callable[[], None]) -> None:
+        """Write, and make the folder first where that was what failed."""
+        try:
+            write()
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            with storing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+
+
+def write_atomically(path: Path, content: bytes, *, durably: bool = True) -> None:
+    """Write a file so that it is whole or absent, whatever happens meanwhile.
+
+    Parameters
+    ----------
+    durably
+        Wait until the disk has it. Without, it outlives this process, not a power cut.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be written; a file of that name stays as it was.
+    """
+    with staged(path) as partial:
+        _fill(partial, content, durably=durably)
+        partial.replace(path)
+        if durably:
+            _sync(path.parent)
+
+
+def copy_atomically(source: Path, path: Path) -> None:
+    """Copy a file so that the copy is whole or absent.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be written; a file of that name stays as it was.
+    """
+    with staged(path) as partial:
+        shutil.copyfile(source, partial)
+        _sync(partial)
+        partial.replace(path)
+        _sync(path.parent)
+
+
+@contextmanager
+def storing(path: Path, done: str = "written") -> Iterator[None]:
+    """Turn a failure to write into a StorageError that names the place."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be {done}: {(error.strerror or str(error)).lower()}",
+            hint="nothing that was complete is lost; make room and go on with --resume",
+        ) from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to read it.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be read.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+    with file:
+        yield file
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Give a name beside a file, which nobody else writes to and which is gone after the block.
+
+    Raises
+    ------
+    StorageError
+        If something cannot be written in the block.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL}")
+    with storing(path):
+        try:
+            yield partial
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _fill(path: Path, content: bytes, *, durably: bool) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        if durably:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int]]:
+    """Every whole file below a folder: its relative path, and its size. What is removed meanwhile may be left out."""
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                name = f"{above}{entry.name}"
+                if entry.is_dir():
+                    yield from _files(folder / entry.name, f"{name}/")
+                elif not (entry.name.startswith(".") and entry.name.endswith(PARTIAL)):
+                    try:
+                        yield name, entry.stat().st_size
+                    except FileNotFoundError:
+                        continue
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise Absent(f"{path}: found nothing there") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error

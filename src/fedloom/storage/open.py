@@ -1,0 +1,88 @@
+"""From what a user writes to a store: a folder's path, or ``s3://bucket/prefix``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fedloom.errors import ExperimentError
+from fedloom.storage.base import Store, parts_of
+from fedloom.storage.folder import FolderStore
+
+ALLOWED = "allowed: a folder of this machine, or s3://BUCKET/PREFIX"
+
+
+class S3Place(NamedTuple):
+    """A bucket, and a prefix in it without slashes at its ends; it may be empty."""
+
+    bucket: str
+    prefix: str
+
+
+def is_url(text: str | Path) -> bool:
+    """Whether this is a URL (``s3://bucket/prefix``, or one that no store understands), and no folder."""
+    return "://" in str(text)
+
+
+def open_store(url: str | Path, environment: Mapping[str, str] | None = None) -> Store:
+    """Open a store. Nothing is read, written or contacted yet; see :meth:`Store.check`.
+
+    Parameters
+    ----------
+    url
+        A folder, which need not be there, or ``s3://bucket/prefix``.
+    environment
+        Where the service's address and the credentials are (docs/storage.md); by default this process's.
+
+    Raises
+    ------
+    ExperimentError
+        If the URL, or the address of the service, is malformed, or the extra ``s3`` is not installed.
+    RefusedError
+        If there are no credentials.
+    """
+    place = s3_place(url)
+    if place is None:
+        return FolderStore(Path(url).expanduser())
+    try:
+        from fedloom.storage.s3 import connect
+    except ModuleNotFoundError as error:
+        if error.name not in ("certifi", "minio", "urllib3"):
+            raise
+        raise ExperimentError(f"{url}: found no package minio here", hint="pip install 'fedloom[s3]'") from error
+    return connect(place.bucket, place.prefix, os.environ if environment is None else environment)
+
+
+def s3_place(url: str | Path) -> S3Place | None:
+    """Return the bucket and prefix of a URL; None for a folder.
+
+    Raises
+    ------
+    ExperimentError
+        If it is a malformed URL, or one of something else.
+    """
+    text = str(url)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        if text.startswith("s3:"):  # a URL that went through a Path, or was mistyped: no folder is called so
+            raise ExperimentError(f"found {text}; {ALLOWED}")
+        return None
+    if scheme != "s3":
+        raise ExperimentError(f"found {text}; {ALLOWED}")
+    bucket, _, prefix = rest.partition("/")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+        raise ExperimentError(
+            f"found {text}; allowed: s3://BUCKET/PREFIX the bucket 3 to 63 lower-case letters, digits, '.' and '-'"
+        )
+    prefix = prefix.rstrip("/")
+    try:
+        if prefix:
+            parts_of(prefix)
+    except ValueError:
+        raise ExperimentError(
+            f"found {text}; allowed: s3://BUCKET/PREFIX with a prefix without empty parts, '.' and '..'"
+        ) from None
+    return S3Place(bucket, prefix)

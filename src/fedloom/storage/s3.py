@@ -1,0 +1,401 @@
+"""A store that is a bucket of a service that speaks S3 (AWS, SeaweedFS, MinIO, ...), or a part of one."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import time
+import uuid
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import md5
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+from xml.etree.ElementTree import ParseError
+
+import certifi
+import urllib3
+from minio import Minio
+from minio.deleteobjects import DeleteObject
+from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
+from urllib3.exceptions import HTTPError, LocationValueError, MaxRetryError, SSLError
+
+from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
+from fedloom.storage.base import Absent, Entry, Store, Taken, parts_of
+from fedloom.storage.folder import opened, staged, storing
+
+log = logging.getLogger("fedloom.storage")
+
+T = TypeVar("T")
+
+PART = 16 * 2**20
+"""Bytes above which a content travels in parts, three at a time."""
+
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+_WRONG_CREDENTIALS = {
+    "AuthFailure", "ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken",
+    "SignatureDoesNotMatch", "TokenRefreshRequired", "UnrecognizedClientException",
+}  # fmt: skip
+_WRONG_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "Redirect"}
+_TRANSIENT = {
+    "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "NoSuchUpload", "OperationAborted",
+    "RequestTimeout", "ServiceUnavailable", "SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling",
+}  # fmt: skip
+"""``NoSuchUpload``: the end of an upload in parts was heard, its answer was lost, and it was said again."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where the service is and who we are, from the environment."""
+
+    endpoint: str
+    region: str
+    access_key: str
+    secret_key: str = field(repr=False)
+    session_token: str | None = field(repr=False)
+    certificates: str
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Service:
+        """Read it from environment variables (docs/storage.md).
+
+        Raises
+        ------
+        ExperimentError
+            If the address is malformed, or the file of certificates is not there.
+        RefusedError
+            If there are no credentials.
+        """
+        missing = [name for name in CREDENTIALS if not environment.get(name)]
+        if missing:
+            raise RefusedError(
+                f"found no {' and no '.join(missing)} in the environment, which storage on S3 needs",
+                hint=f"set {' and '.join(CREDENTIALS)}; in pods they come from a Secret (docs/storage.md)",
+            )
+        certificates = environment.get("SSL_CERT_FILE") or certifi.where()
+        if not Path(certificates).is_file():
+            raise ExperimentError(f"SSL_CERT_FILE: found {certificates}; allowed: a file with certificates")
+        return cls(
+            endpoint=_endpoint(environment.get("FEDLOOM_S3_ENDPOINT") or "https://s3.amazonaws.com"),
+            region=environment.get("AWS_REGION") or "us-east-1",
+            access_key=environment[CREDENTIALS[0]],
+            secret_key=environment[CREDENTIALS[1]],
+            session_token=environment.get("AWS_SESSION_TOKEN") or None,
+            certificates=certificates,
+        )
+
+
+def _endpoint(text: str) -> str:
+    if "@" in text:  # what stands before it may be a password, which is not to be shown
+        raise ExperimentError("FEDLOOM_S3_ENDPOINT: found a user name in it; allowed: http(s)://HOST:PORT")
+    refusal = ExperimentError(f"FEDLOOM_S3_ENDPOINT: found {text}; allowed: http(s)://HOST:PORT")
+    try:
+        split = urlsplit(text)
+        split.port  # noqa: B018 - raises if it is no number
+    except ValueError:
+        raise refusal from None
+    if split.scheme not in ("http", "https") or not split.hostname or split.path not in ("", "/") or split.query:
+        raise refusal
+    return f"{split.scheme}://{split.netloc}"
+
+
+class Connection:
+    """A client of the service, and how long it is patient with it. Threads may share one.
+
+    Parameters
+    ----------
+    attempts
+        Times that a request is made before it is given up; the pauses between them double from half a second on.
+    connect_s, read_s
+        Patience with one connection: until it is made (or takes a block of data), and until an answer comes.
+    """
+
+    def __init__(self, service: Service, *, attempts: int, connect_s: float, read_s: float) -> None:
+        self.service = service
+        self.attempts = attempts
+        # Requests are repeated here and not in urllib3: a repeated conditional write must know that it is one, a
+        # download may break after its headers, and urllib3 would warn on the terminal of every repetition.
+        self.http = urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=connect_s, read=read_s),
+            maxsize=10,
+            retries=urllib3.Retry(total=0, raise_on_status=False, raise_on_redirect=False),
+            cert_reqs="CERT_REQUIRED",
+            ca_certs=service.certificates,
+        )
+        try:
+            self.client = Minio(
+                urlsplit(service.endpoint).netloc,
+                access_key=service.access_key,
+                secret_key=service.secret_key,
+                session_token=service.session_token,
+                secure=service.endpoint.startswith("https://"),
+                region=service.region,
+                http_client=self.http,
+            )
+        except ValueError as error:
+            raise ExperimentError(
+                f"found endpoint {service.endpoint}, AWS_REGION {service.region}: {error}",
+                hint="change FEDLOOM_S3_ENDPOINT or AWS_REGION",
+            ) from None
+
+    def insist(self, doing: str, where: str, request: Callable[[], T]) -> T:
+        """Make a request until it succeeds, or it is clear that it will not.
+
+        Raises
+        ------
+        FedloomError
+            The failure, in words.
+        """
+        pause_s = 0.5
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return request()
+            except (MinioException, HTTPError, ParseError) as error:
+                if attempt == self.attempts or not _passes(error):
+                    # Not "from error": what urllib3 says may hold a signed address.
+                    raise self.explained(error, doing, where) from None
+                log.info("%s: cannot be %s (%s); trying again in %g s", where, doing, type(error).__name__, pause_s)
+            time.sleep(pause_s)
+            pause_s *= 2
+        raise AssertionError("at least one attempt")
+
+    def explained(self, error: Exception, doing: str, where: str) -> FedloomError:
+        """Say what a failure means, and what to do."""
+        endpoint = self.service.endpoint
+        if isinstance(error, S3Error):
+            code, said = error.code or "", f"{error.code}: {error.message}"
+            bucket = "/".join(where.split("/")[:3])
+            if code in ("NoSuchKey", "NoSuchObject"):
+                return Absent(f"{where}: found nothing there")
+            if code == "PreconditionFailed":
+                return Taken(f"{where}: found there already")
+            if code == "NoSuchBucket":
+                return StorageError(
+                    f"{bucket}: {endpoint} has no such bucket", hint="create the bucket, or change storage"
+                )
+            if code in _WRONG_CREDENTIALS:
+                return RefusedError(
+                    f"{bucket}: {endpoint} does not take the credentials ({code})",
+                    hint=f"set {' and '.join(CREDENTIALS)} (and AWS_SESSION_TOKEN, for temporary ones) as they are now",
+                )
+            if code in ("AccessDenied", "AllAccessDisabled", "AccountProblem"):
+                return RefusedError(
+                    f"{where}: may not be {doing} with these credentials ({code})",
+                    hint=f"allow it in the policy of {CREDENTIALS[0]}, or use other credentials",
+                )
+            if code == "RequestTimeTooSkewed":
+                return RefusedError(f"{endpoint}: this machine's clock is wrong ({code})", hint="set the clock")
+            if code in _WRONG_REGION:
+                return RefusedError(
+                    f"{bucket}: is not in the region {self.service.region} ({code})",
+                    hint="set AWS_REGION to its region",
+                )
+            if code in ("NotImplemented", "MethodNotAllowed"):
+                return RefusedError(f"{where}: cannot be {doing}: {endpoint} does not offer that ({code})")
+            return StorageError(f"{where}: cannot be {doing}: {endpoint} says {said}")
+        if isinstance(error, (InvalidResponseError, ParseError)):
+            return StorageError(
+                f"{where}: cannot be {doing}: {endpoint} does not answer as an S3 service does",
+                hint="change FEDLOOM_S3_ENDPOINT",
+            )
+        if isinstance(error, ServerError):
+            return StorageError(f"{where}: cannot be {doing}: {endpoint} fails with HTTP {error.status_code}")
+        cause = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
+        if isinstance(cause, SSLError):
+            return StorageError(
+                f"{endpoint}: no secure connection: {cause}",
+                hint="set SSL_CERT_FILE to the certificates to trust, or use http:// where that is what it speaks",
+            )
+        said = str(getattr(cause, "__cause__", None) or getattr(cause, "__context__", None) or type(cause).__name__)
+        return StorageError(
+            f"{endpoint}: cannot be reached ({said})",
+            hint="set FEDLOOM_S3_ENDPOINT to the service's address, or see whether it runs",
+        )
+
+
+def _passes(error: Exception) -> bool:
+    """Whether a failure may be gone when the request is made again."""
+    if isinstance(error, S3Error):
+        return error.code in _TRANSIENT or (error.response.status >= 500 and error.response.status != 501)
+    if isinstance(error, ServerError):
+        return error.status_code >= 500
+    if isinstance(error, MaxRetryError) and isinstance(error.reason, SSLError):
+        return "certificate" not in str(error.reason).lower()
+    return not isinstance(error, (SSLError, LocationValueError))
+
+
+def connect(bucket: str, prefix: str, environment: Mapping[str, str]) -> S3Store:
+    """Return the store at a prefix of a bucket; nothing is contacted yet."""
+    # About half a minute of patience with a service that is away: what a restart takes.
+    return S3Store(bucket, prefix, Connection(Service.of(environment), attempts=7, connect_s=10, read_s=60))
+
+
+class S3Store(Store):
+    """A bucket, or what lies below a prefix of it."""
+
+    def __init__(self, bucket: str, prefix: str, connection: Connection) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._connection = connection
+        self._client = connection.client
+
+    @property
+    def url(self) -> str:
+        """As ``s3://bucket/prefix``."""
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    def read(self, name: str) -> bytes:
+        """Return a content."""
+        into = io.BytesIO()
+        self._fetch(name, into)
+        return into.getvalue()
+
+    def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
+        """Write a content, in place of what was there."""
+        key = self._key(name)
+
+        def put() -> None:
+            self._client.put_object(self._bucket, key, io.BytesIO(content), len(content), part_size=PART)
+
+        self._insist("written", name, put)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write a content that was not there before."""
+        key = self._key(name)
+        repeated = False
+
+        def put() -> None:
+            nonlocal repeated
+            # minio has no conditional put; one to a signed address, with a header that need not be signed, is one.
+            url = self._client.presigned_put_object(self._bucket, key, expires=timedelta(minutes=15))
+            headers = {"If-None-Match": "*", "Content-MD5": b64encode(md5(content, usedforsecurity=False).digest())}
+            before, repeated = repeated, True
+            response = self._connection.http.urlopen("PUT", url, body=content, headers=headers, retries=False)
+            if response.status == 200:
+                return
+            failure = _failure(response)
+            # Said again because the answer was lost: perhaps it is ours that lies there.
+            if before and failure.code == "PreconditionFailed" and self.read(name) == content:
+                return
+            raise failure
+
+        self._insist("created", name, put)
+
+    def upload(self, name: str, path: Path) -> None:
+        """Write the content of a file, in place of what was there."""
+        key = self._key(name)
+
+        def put() -> None:
+            with opened(path) as file:
+                self._client.put_object(self._bucket, key, file, os.fstat(file.fileno()).st_size, part_size=PART)
+
+        self._insist("written", name, put)
+
+    def download(self, name: str, path: Path) -> None:
+        """Write a content to a file, which is whole or as it was."""
+        with storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with staged(path) as partial:
+            with partial.open("wb") as file:
+                self._fetch(name, file)
+            partial.replace(path)
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """Everything whose name starts so, in the order of names."""
+        above = f"{self._prefix}/" if self._prefix else ""
+
+        def listed() -> list[Entry]:
+            found = self._client.list_objects(self._bucket, prefix=f"{above}{prefix}", recursive=True)
+            return [
+                Entry((item.object_name or "").removeprefix(above), item.size or 0) for item in found if not item.is_dir
+            ]
+
+        # Not every service lists in the order of names: some go through them as folders.
+        yield from sorted(self._insist("listed", prefix, listed), key=lambda entry: entry.name.encode())
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove contents."""
+        keys = [self._key(name) for name in names]
+
+        def delete() -> None:
+            for error in self._client.remove_objects(self._bucket, [DeleteObject(key) for key in keys]):
+                if error.code not in ("NoSuchKey", "NoSuchObject"):
+                    where = f"s3://{self._bucket}/{error.name}"
+                    if error.code == "AccessDenied":
+                        raise RefusedError(f"{where}: may not be removed with these credentials ({error.code})")
+                    raise StorageError(f"{where}: cannot be removed: {error.code}: {error.message}")
+
+        if keys:
+            self._insist("removed", "", delete)
+
+    def under(self, prefix: str) -> S3Store:
+        """The part of this store below a folder."""
+        return S3Store(self._bucket, self._key(prefix), self._connection)
+
+    def check(self, *, writing: bool = True) -> None:
+        """Find out whether the service is there, the bucket too, and the credentials allow what is needed."""
+        hurried = Connection(self._connection.service, attempts=2, connect_s=4, read_s=8)
+        store = S3Store(self._bucket, self._prefix, hurried)
+        below = f"{self._prefix}/" if self._prefix else ""
+        hurried.insist(
+            "listed", self.url, lambda: any(hurried.client.list_objects(self._bucket, prefix=below, recursive=True))
+        )
+        if not writing:
+            return
+        probe = f".probe-{uuid.uuid4().hex}"
+        store.create(probe, b"first")
+        try:
+            store.create(probe, b"second")
+        except Taken:
+            return
+        finally:
+            store.remove([probe])
+        raise RefusedError(
+            f"{self.url}: {self._connection.service.endpoint} ignores If-None-Match, so two aggregators could "
+            "go on with one run",
+            hint="use a service with conditional writes: AWS S3, SeaweedFS, MinIO",
+        )
+
+    def _fetch(self, name: str, into: io.BufferedIOBase | io.BufferedWriter) -> None:
+        key = self._key(name)
+
+        def get() -> None:
+            into.seek(0)
+            into.truncate()
+            response = self._client.get_object(self._bucket, key)
+            try:
+                # urllib3 compares what comes with the announced length, and raises if the connection broke before.
+                for block in response.stream(2**20):
+                    into.write(block)
+            finally:
+                response.close()
+                response.release_conn()
+
+        self._insist("read", name, get)
+
+    def _insist(self, doing: str, name: str, request: Callable[[], T]) -> T:
+        return self._connection.insist(doing, f"{self.url}/{name}".rstrip("/"), request)
+
+    def _key(self, name: str) -> str:
+        parts_of(name)
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+
+def _failure(response: urllib3.BaseHTTPResponse) -> S3Error:
+    """What a service answered to a request that minio did not make."""
+    try:
+        return S3Error.fromxml(response)
+    except (ParseError, UnicodeDecodeError):
+        code = {
+            403: "AccessDenied",
+            409: "ConditionalRequestConflict",
+            412: "PreconditionFailed",
+            501: "NotImplemented",
+        }
+        said = code.get(response.status, f"HTTP {response.status}")
+        return S3Error(response, said, "without a word", None, None, None)

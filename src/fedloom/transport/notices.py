@@ -1,0 +1,116 @@
+"""What those who watch a run are told: the aggregator's side of ``fedloom.transport.progress``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedloom.federation.journal import Attempt
+from fedloom.transport.exchanges import WorkerInfo
+from fedloom.transport.progress import ENDS, Progress, State, to_wire
+from fedloom.transport.wire import federation_pb2 as wire
+
+EVERY_S = 0.2
+"""How often a watcher is told what has changed: rounds may take milliseconds."""
+
+
+class Notices:
+    """A run's :class:`~fedloom.transport.progress.Progress`, and who watches it.
+
+    Written by any thread (it is an observer of the round loop, ``federation.loop.Observer``), read on the aggregator's
+    event loop.
+
+    Parameters
+    ----------
+    run
+        Its name.
+    rounds
+        How many there are to be.
+    clients
+        Everyone who takes part, seen and unseen.
+    """
+
+    def __init__(self, run: str, rounds: int, clients: Collection[str]) -> None:
+        self._clients = clients
+        self._lock = threading.Lock()
+        self._now = Progress(run, "waiting", 0, rounds, 0, len(clients))
+        self._evaluations: list[Progress] = []
+        self._watchers = 0
+        self._unwatched_since = time.monotonic()
+
+    def tell(self, state: State, message: str = "", *, round: int | None = None) -> None:
+        """Change what watchers see; after the end of the run nothing changes any more."""
+        with self._lock:
+            if self._now.state not in ENDS:
+                round = self._now.round if round is None else round
+                self._now = replace(self._now, state=state, message=message, round=round)
+
+    def workers(self, workers: Sequence[WorkerInfo]) -> None:
+        """Other workers are connected than before."""
+        served = frozenset[str]().union(*(worker.clients for worker in workers))
+        unserved = sum(client not in served for client in self._clients)
+        with self._lock:
+            self._now = replace(self._now, workers=len(workers), clients_unserved=unserved)
+
+    # ---- the round loop's observer
+
+    def round_done(self, attempt: Attempt, rounds: int) -> None:
+        """A round has ended."""
+        self.tell("training", round=attempt.round)
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        """An attempt came to nothing."""
+        self.tell(
+            "training", f"round {attempt.round}: attempt {attempt.attempt} of {attempts} failed: {attempt.outcome}"
+        )
+
+    def evaluating(self, round: int, done: int, clients: int) -> None:
+        """An evaluation has measured so many clients."""
+        self.tell("evaluating", f"{done} of {clients} clients measured", round=round)
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl has been written."""
+        self.tell("training", round=line["round"])
+        with self._lock:
+            self._evaluations.append(replace(self._now, evaluated=line))
+
+    # ---- watchers
+
+    @property
+    def unwatched_s(self) -> float:
+        """For how many seconds nobody has been watching."""
+        with self._lock:
+            return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
+
+    def read_within(self, seconds: float) -> None:
+        """Wait until everyone who watches has been told the end, but no longer than that."""
+        deadline = time.monotonic() + seconds
+        while self._watchers and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    async def watch(self, request: wire.WatchRequest, context: Any) -> None:
+        """Hold one watcher's stream; it begins with the newest evaluation there is."""
+        with self._lock:
+            self._watchers += 1
+            seen = max(0, len(self._evaluations) - 1)
+        told: Progress | None = None
+        try:
+            while told is None or told.state not in ENDS:
+                if told is not None:
+                    await asyncio.sleep(EVERY_S)
+                with self._lock:
+                    now, new = self._now, self._evaluations[seen:]
+                for evaluation in new:
+                    await context.write(to_wire(evaluation))
+                seen += len(new)
+                if now != told:
+                    await context.write(to_wire(now))
+                    told = now
+        finally:
+            with self._lock:
+                self._watchers -= 1
+                self._unwatched_since = time.monotonic()

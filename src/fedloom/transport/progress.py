@@ -1,0 +1,162 @@
+"""Watching a run from another process: how far it is, as the aggregator tells it over gRPC (docs/wire.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grpc
+
+from fedloom.errors import RefusedError
+from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
+from fedloom.transport.wire import federation_pb2 as wire
+
+State = Literal["waiting", "training", "evaluating", "finished", "failed"]
+
+STATES: dict[State, wire.State] = {
+    "waiting": wire.STATE_WAITING,
+    "training": wire.STATE_TRAINING,
+    "evaluating": wire.STATE_EVALUATING,
+    "finished": wire.STATE_FINISHED,
+    "failed": wire.STATE_FAILED,
+}
+ENDS: frozenset[State] = frozenset(("finished", "failed"))
+"""States after which there is no other."""
+
+DIALLING = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's own is two minutes
+)
+
+REFUSALS = (
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes
+    ----------
+    run
+        Its name.
+    state
+        ``waiting`` (for workers), ``training``, ``evaluating``; at last ``finished`` or ``failed``.
+    round, rounds
+        The last that is done, and how many there are to be.
+    workers
+        How many are connected.
+    clients_unserved
+        Clients that no connected worker may serve.
+    evaluated
+        The new line of ``metrics.jsonl``, where there is one.
+    message
+        What a person should read: what is waited for, why an attempt or the run failed. Empty if there is nothing.
+    """
+
+    run: str
+    state: State
+    round: int
+    rounds: int
+    workers: int
+    clients_unserved: int
+    evaluated: dict[str, Any] | None = None
+    message: str = ""
+
+
+def follow(address: str, *, connect_s: float) -> Iterator[Progress]:
+    """Watch the run of an aggregator to its end.
+
+    The first :class:`Progress` comes at once; one more whenever something has changed, a few each second at most.
+    The iterator ends after one whose state is ``finished`` or ``failed``. Closing it stops watching.
+
+    Parameters
+    ----------
+    address
+        ``host:port`` of the aggregator.
+    connect_s
+        How long it may take until there is a connection.
+
+    Raises
+    ------
+    ConnectionError
+        If there is no aggregator there within ``connect_s`` seconds, or the connection breaks: it may be restarting.
+    RefusedError
+        If what is there does not let itself be watched.
+    """
+    with grpc.insecure_channel(address, options=(*CHANNEL_OPTIONS, *DIALLING)) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=connect_s)
+        except grpc.FutureTimeoutError:
+            raise ConnectionError(f"no aggregator at {address} within {connect_s:g} s") from None
+        watch = channel.unary_stream(
+            f"/{OBSERVATION}/{WATCH}",
+            request_serializer=wire.WatchRequest.SerializeToString,
+            response_deserializer=wire.Progress.FromString,
+        )
+        call = watch(wire.WatchRequest())
+        progress: Progress | None = None
+        try:
+            for told in call:
+                progress = from_wire(told)
+                yield progress
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            if code in REFUSALS:
+                raise RefusedError(
+                    f"{address} does not let itself be watched: {code.name} {details}",
+                    hint="give the address of a `fedloom aggregator` of this version",
+                ) from error
+            raise ConnectionError(
+                f"the connection to the aggregator at {address} broke: {code.name} {details}"
+            ) from error
+        finally:
+            call.cancel()
+    if progress is None or progress.state not in ENDS:
+        raise ConnectionError(f"the aggregator at {address} ended the stream before the run had ended")
+
+
+def to_wire(progress: Progress) -> wire.Progress:
+    """Write how far a run is."""
+    evaluated = None if progress.evaluated is None else json.dumps(progress.evaluated, ensure_ascii=False)
+    return wire.Progress(
+        run=progress.run,
+        state=STATES[progress.state],
+        round=progress.round,
+        rounds=progress.rounds,
+        workers=progress.workers,
+        clients_unserved=progress.clients_unserved,
+        evaluated=evaluated,
+        message=progress.message,
+    )
+
+
+def from_wire(told: wire.Progress) -> Progress:
+    """Read how far a run is.
+
+    Raises
+    ------
+    RefusedError
+        If it is of another version, which has states that this one does not know.
+    """
+    states = {number: state for state, number in STATES.items()}
+    if told.state not in states:
+        raise RefusedError(
+            f"the aggregator is in state {told.state}, which this fedloom does not know",
+            hint="install the same version of fedloom on both sides",
+        )
+    return Progress(
+        run=told.run,
+        state=states[told.state],
+        round=told.round,
+        rounds=told.rounds,
+        workers=told.workers,
+        clients_unserved=told.clients_unserved,
+        evaluated=json.loads(told.evaluated) if told.HasField("evaluated") else None,
+        message=told.message,
+    )

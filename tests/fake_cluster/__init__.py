@@ -1,0 +1,253 @@
+"""A small Kubernetes for tests: the API over HTTP, the Job controller, and containers that are local processes.
+
+    with FakeCluster(tmp_path, images={"fedloom:test": ["fedloom"]}) as cluster:
+        cluster.add_secret("storage", {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"})
+        kubernetes.config.load_kube_config(str(cluster.kubeconfig))
+
+What it covers: Services, Pods (and their logs and evictions), Jobs, Secrets, ConfigMaps, Events, Workflows as mere
+owners; create, read, list, watch, patch, update, delete, with 401, 403, 404, 409, 410 and 422 as the API gives them;
+manifests are checked strictly against the schemas of Kubernetes and against the rules between fields of a Job. Jobs:
+completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``, pod failure policy,
+pod replacement policy, deadline, suspension, TTL. Garbage collection by owner: background, foreground, orphan. Pods:
+one node with a capacity, node selector, unknown images, missing Secrets, environment from Secrets and fields, emptyDir,
+probes, grace, termination messages, eviction.
+
+How a process is made to feel like a container: mount paths in its arguments and environment become temporary folders,
+``0.0.0.0`` becomes the pod's own loopback address, ``NAME.NAMESPACE.svc`` the Service's, and each Service's address
+forwards to its ready pods. So a program that follows its arguments runs unchanged.
+
+What it does not cover: isolation of any kind (read-only root, users, capabilities, limits, network policies, memory),
+image pulls, init containers and restarts within a pod, other volumes than emptyDir, Secret and ConfigMap, headless
+Services, DNS, taints, affinity, priorities, quotas, admission webhooks, server-side apply, success policies. It speaks
+plain HTTP, over which kubectl sends no token: it needs ``cluster.api.identities[""]``. It needs Linux, where all of
+127.0.0.0/8 is the machine's own.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import secrets
+import signal
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from fake_cluster.jobs import JobController
+from fake_cluster.kubelet import Kubelet, Scheduler
+from fake_cluster.network import Forwarder, Network
+from fake_cluster.resources import RESOURCES, selects
+from fake_cluster.server import Api, Failure, Identity, Server
+from fake_cluster.store import ApiError, Object, Store
+
+__all__ = ["FakeCluster"]
+
+
+class FakeCluster:
+    """A cluster, from ``with`` to the end of its block; nothing of it is left then.
+
+    Parameters
+    ----------
+    root
+        Folder for kubeconfigs and the pods' files; by default a temporary one.
+    images
+        Image -> command that stands for its entrypoint, as ``{"fedloom:1": ["fedloom"]}``; ``[]`` if it has none.
+        Programs are looked for beside this Python first. Other images cannot be pulled. May be changed while the
+        cluster runs.
+    namespace
+        The one that there is.
+    environment
+        What every image has in its environment; of this process' environment a container gets PATH alone.
+    capacity
+        What the node has, in addition to or in place of plenty of cpu, memory and pods.
+    node_labels
+        The node's labels, for ``nodeSelector``.
+    backoff_s
+        Wait before a failed pod is replaced and a failed pull is tried again: 10 s in Kubernetes.
+    """
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        images: Mapping[str, list[str]],
+        namespace: str = "federations",
+        environment: Mapping[str, str] | None = None,
+        capacity: Mapping[str, str] | None = None,
+        node_labels: Mapping[str, str] | None = None,
+        backoff_s: float = 0.3,
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="cluster-") if root is None else None
+        self.root = Path(self._temporary.name) if self._temporary else Path(root or "")
+        self.namespace = namespace
+        self.images = dict(images)
+        self._network = Network()
+        self._store = Store()
+        plenty = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "1Ti"}
+        self.node = Scheduler(self._store, {**plenty, **(capacity or {})}, node_labels or {})
+        """Its ``capacity`` and ``labels`` may be changed while the cluster runs."""
+        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(environment or {})}
+        self.kubelet = Kubelet(
+            self._store, self._network, self.root / "pods", self.images, environment, self._resolve, backoff_s
+        )
+        self._jobs = JobController(self._store, backoff_s)
+        self._forwarders: dict[tuple[str, int], tuple[str, Forwarder]] = {}
+        self.api = Api(self._store, self.kubelet, self._network)
+        self._server = Server(self.api)
+        self._threads = [
+            threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True),
+            threading.Thread(target=self._control, daemon=True),
+        ]
+        self._store.create(
+            RESOURCES["namespaces"], {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
+        )
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.kubeconfig = self.kubeconfig_for(None, user="admin")
+        """Of somebody who may do everything."""
+
+    @property
+    def url(self) -> str:
+        """Of the API server."""
+        host, port = self._network.api.getsockname()
+        return f"http://{host}:{port}"
+
+    def __enter__(self) -> Self:
+        """Begin to serve."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill what runs, close what listens."""
+        self.kubelet.stop()
+        with self._store.changed:
+            self._store.changed.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+        for thread in self._threads:
+            thread.join(30)
+        for _, forwarder in self._forwarders.values():
+            forwarder.close()
+        if self._temporary:
+            self._temporary.cleanup()
+
+    def kubeconfig_for(self, rules: list[Object] | None, *, user: str = "launcher") -> Path:
+        """A kubeconfig of somebody with the rules of a Role (None: who may do everything)."""
+        token = secrets.token_hex(8)
+        name = user if rules is None else f"system:serviceaccount:{self.namespace}:{user}"
+        self.api.identities[token] = Identity(name, rules)
+        path = self.root / f"kubeconfig-{user}-{token[:4]}.yaml"
+        tree = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "fake",
+            "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
+            "users": [{"name": user, "user": {"token": token}}],
+            "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": user, "namespace": self.namespace}}],
+        }  # fmt: skip
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    def add_secret(self, name: str, values: Mapping[str, str]) -> None:
+        """Make a Secret."""
+        data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
+        manifest = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "data": data}
+        self._store.create(RESOURCES["secrets"], {**manifest, "metadata": {"name": name, "namespace": self.namespace}})
+
+    def objects(self, plural: str, selector: str = "") -> list[Object]:
+        """Every object of a kind, as ``"jobs"``."""
+        return [item for item in self._store.list(RESOURCES[plural])[0] if selects(selector, None, item)]
+
+    def pods(self, selector: str = "") -> list[Object]:
+        """Every pod, as the API gives it, oldest first."""
+        return self.objects("pods", selector)
+
+    def log(self, pod: str, container: str | None = None) -> str:
+        """What a container has said, also of a pod that is gone (with ``container``)."""
+        ended = self.kubelet.ended_logs.get(f"{pod}/{container}")
+        return ended if ended is not None else self.kubelet.run_of(pod).container(container).said()
+
+    def pid(self, pod: str, container: str | None = None) -> int:
+        """The process of a running container."""
+        process = self.kubelet.run_of(pod).container(container).process
+        if process is None:
+            raise ApiError(400, "BadRequest", f"{pod} does not run")
+        return process.pid
+
+    def kill(self, pod: str, number: int = signal.SIGKILL, *, reason: str | None = None) -> None:
+        """Signal a pod's first process, as the kernel does (``reason="OOMKilled"``) or a bug."""
+        self.kubelet.run_of(pod).container(None).killed_for = reason
+        os.kill(self.pid(pod), number)
+
+    def fail(self, verb: str, resource: str, code: int, reason: str, message: str, times: int = 1) -> None:
+        """Answer the next requests of a kind with an error: ``fail("create", "jobs", 403, "Forbidden", "quota")``."""
+        self.api.failures.append(Failure(verb, resource, ApiError(code, reason, message), times))
+
+    def expire(self) -> None:
+        """Forget the history: every watch there is, and every one from an older version, is answered with 410."""
+        self._store.compact()
+
+    def _control(self) -> None:
+        while not self.kubelet.stopping.is_set():
+            with self._store.changed:
+                self._store.collect_garbage()
+                self._jobs.tick()
+                self.node.tick()
+                self.kubelet.tick()
+                self._forward()
+                self._store.changed.wait(0.1)
+
+    def _forward(self) -> None:
+        """A forwarder for each port of each Service."""
+        wanted = {}
+        for service in self._store.list(RESOURCES["services"])[0]:
+            for port in service["spec"]["ports"]:
+                wanted[service["metadata"]["uid"], port["port"]] = (service, port)
+        for key in self._forwarders.keys() - wanted.keys():
+            address, forwarder = self._forwarders.pop(key)
+            forwarder.close()
+            self._network.release(address)
+        for key in wanted.keys() - self._forwarders.keys():
+            service, port = wanted[key]
+            address = service["spec"]["clusterIP"]
+            backends = lambda service=service, port=port: self._backends(service, port)  # noqa: E731
+            self._forwarders[key] = (address, Forwarder(address, port["port"], backends))
+
+    def _backends(self, service: Object, port: Object) -> list[tuple[str, int]]:
+        found = []
+        for pod in self.pods(",".join(f"{key}={value}" for key, value in service["spec"]["selector"].items())):
+            ready = any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+            if (ready and "deletionTimestamp" not in pod["metadata"]) or (
+                service["spec"].get("publishNotReadyAddresses") and pod["status"].get("podIP")
+            ):
+                found.append((pod["status"]["podIP"], _target(pod, port["targetPort"])))
+        return found
+
+    def _resolve(self, text: str) -> str:
+        """Names of Services in a text become their addresses."""
+
+        def address(found: re.Match[str]) -> str:
+            try:
+                return str(self._store.get(RESOURCES["services"], self.namespace, found[1])["spec"]["clusterIP"])
+            except ApiError:
+                return found[0]
+
+        name = rf"(?<![\w.-])([a-z0-9-]+)\.{re.escape(self.namespace)}\.svc(?:\.cluster\.local)?(?![\w.-])"
+        return re.sub(name, address, text)
+
+
+def _target(pod: Object, port: Any) -> int:
+    """The number of a port that a Service may name."""
+    if isinstance(port, int):
+        return port
+    for container in pod["spec"]["containers"]:
+        for declared in container.get("ports") or []:
+            if declared.get("name") == port:
+                return int(declared["containerPort"])
+    return 0

@@ -1,0 +1,664 @@
+"""The scheduler, and a kubelet whose containers are processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from base64 import b64decode
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fake_cluster.network import Network
+from fake_cluster.resources import RESOURCES, quantity, suffix
+from fake_cluster.store import ApiError, Object, Store, now
+
+PODS, EVENTS, SECRETS, CONFIG_MAPS = (RESOURCES[name] for name in ("pods", "events", "secrets", "configmaps"))
+NODE = "node-0"
+TICK_S = 0.03
+MESSAGE_BYTES = 2048
+"""How much of a log FallbackToLogsOnError keeps."""
+
+
+class Waiting(Exception):
+    """A container that cannot start yet: reason and message of its waiting state."""
+
+    def __init__(self, reason: str, message: str, event: str | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.message, self.event = reason, message, event
+
+
+class Scheduler:
+    """One node: a pod waits while what it asks for is not there.
+
+    Parameters
+    ----------
+    capacity
+        Resource -> quantity of the node.
+    labels
+        The node's, for ``nodeSelector``.
+    """
+
+    def __init__(self, store: Store, capacity: Mapping[str, str], labels: Mapping[str, str]) -> None:
+        self._store = store
+        self.capacity = dict(capacity)
+        self.labels = dict(labels)
+
+    def tick(self) -> None:
+        """Place what can be placed; say of the others why not."""
+        pods = self._store.list(PODS)[0]
+        used: dict[str, float] = {}
+        for pod in pods:
+            if pod["spec"].get("nodeName") and pod["status"]["phase"] in ("Pending", "Running"):
+                for kind, amount in requests(pod).items():
+                    used[kind] = used.get(kind, 0.0) + amount
+        for pod in pods:
+            if pod["spec"].get("nodeName") or pod["status"]["phase"] != "Pending" or _leaving(pod):
+                continue
+            wanted = requests(pod)
+            lacking = [
+                f"1 Insufficient {kind}"
+                for kind, amount in wanted.items()
+                if used.get(kind, 0.0) + amount > quantity(self.capacity.get(kind, "0"))
+            ]
+            if (pod["spec"].get("nodeSelector") or {}).items() - self.labels.items():
+                lacking = ["1 node(s) didn't match Pod's node affinity/selector"]
+            if lacking:
+                message = (
+                    f"0/1 nodes are available: {', '.join(lacking)}. preemption: 0/1 nodes are available: "
+                    "1 No preemption victims found for incoming pod."
+                )
+                self._condition(pod, "False", "Unschedulable", message)
+            else:
+                used = {kind: used.get(kind, 0.0) + wanted.get(kind, 0.0) for kind in used.keys() | wanted.keys()}
+                self._condition(pod, "True", None, None)
+
+    def _condition(self, pod: Object, status: str, reason: str | None, message: str | None) -> None:
+        before = next((c for c in pod["status"].get("conditions", []) if c["type"] == "PodScheduled"), None)
+        if before and (before["status"], before.get("message")) == (status, message):
+            return
+        made: Object = {"type": "PodScheduled", "status": status, "lastProbeTime": None, "lastTransitionTime": now()}
+        if reason:
+            made |= {"reason": reason, "message": message}
+
+        def change(found: Object) -> None:
+            others = [c for c in found["status"].get("conditions", []) if c["type"] != "PodScheduled"]
+            found["status"]["conditions"] = [*others, made]
+            if status == "True":
+                found["spec"]["nodeName"] = NODE
+
+        if reason:
+            emit(self._store, pod, "Warning", "FailedScheduling", str(message))
+        else:
+            name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
+            emit(self._store, pod, "Normal", "Scheduled", f"Successfully assigned {name} to {NODE}")
+        with suppress(ApiError):
+            self._store.modify(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"], change)
+
+
+class Kubelet:
+    """Runs every pod in a thread of its own.
+
+    Parameters
+    ----------
+    images
+        Image -> the command that stands for its entrypoint. Asked anew each time, so an image may appear later.
+    environment
+        What every image has in its environment.
+    resolve
+        Host names of Services in a text -> their addresses.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        network: Network,
+        root: Path,
+        images: Mapping[str, list[str]],
+        environment: Mapping[str, str],
+        resolve: Callable[[str], str],
+        backoff_s: float,
+    ) -> None:
+        self.store, self.network, self.root = store, network, root
+        self.images, self.environment, self.resolve, self.backoff_s = images, environment, resolve, backoff_s
+        self.stopping = threading.Event()
+        self.runs: dict[str, PodRun] = {}
+        self.ended_logs: dict[str, str] = {}
+        """What containers of pods that are gone had said: ``POD/CONTAINER`` -> log."""
+
+    def tick(self) -> None:
+        """Begin with the pods that are new here."""
+        for pod in self.store.list(PODS)[0]:
+            uid = pod["metadata"]["uid"]
+            if uid not in self.runs and (pod["spec"].get("nodeName") or _leaving(pod)):
+                self.runs[uid] = PodRun(self, pod)
+
+    def run_of(self, name: str) -> PodRun:
+        """The pod of a name, newest first."""
+        found = [run for run in self.runs.values() if run.name == name]
+        if not found:
+            raise ApiError(404, "NotFound", f'pods "{name}" not found')
+        return found[-1]
+
+    def stop(self) -> None:
+        """Kill everything."""
+        self.stopping.set()
+        for run in self.runs.values():
+            run.thread.join(30)
+
+
+class PodRun:
+    """One pod, from the moment it is placed until its object may go."""
+
+    def __init__(self, kubelet: Kubelet, pod: Object) -> None:
+        self.kubelet = kubelet
+        self.pod = pod
+        self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        self.address = ""
+        self.folder = kubelet.root / f"{self.name}-{pod['metadata']['uid'][:8]}"
+        self.containers = [Container(self, spec) for spec in pod["spec"]["containers"]]
+        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self.thread.start()
+
+    def container(self, name: str | None) -> Container:
+        """One of its containers; the first without a name."""
+        for container in self.containers:
+            if name in (None, "", container.name):
+                return container
+        raise ApiError(400, "BadRequest", f"container {name} is not valid for pod {self.name}")
+
+    def current(self) -> Object | None:
+        """The pod's object, or None once it is gone."""
+        try:
+            found = self.kubelet.store.get(PODS, self.namespace, self.name)
+        except ApiError:
+            return None
+        return found if found["metadata"]["uid"] == self.pod["metadata"]["uid"] else None
+
+    def _run(self) -> None:
+        try:
+            if self.pod["spec"].get("nodeName"):
+                self._live()
+            for container in self.containers:
+                container.kill()
+            self._tell("ended")
+            self._wait_for_deletion()
+        finally:
+            for container in self.containers:
+                container.kill()
+                self.kubelet.ended_logs[f"{self.name}/{container.name}"] = container.said()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.address:
+                self.kubelet.network.release(self.address)
+
+    def _live(self) -> None:
+        self.address = self.kubelet.network.address()
+        self.folder.mkdir(parents=True)
+        began = time.monotonic()
+        retry_at = 0.0
+        while not self.kubelet.stopping.is_set():
+            pod = self.current()
+            if pod is None or _leaving(pod):
+                self._terminate(pod)
+                return
+            self.pod = pod
+            if any(container.process is None for container in self.containers) and time.monotonic() >= retry_at:
+                for container in self.containers:
+                    container.try_to_start()
+                retry_at = time.monotonic() + self.kubelet.backoff_s
+            for container in self.containers:
+                container.look()
+            if all(container.code is not None for container in self.containers):
+                return
+            deadline = pod["spec"].get("activeDeadlineSeconds")
+            if deadline is not None and time.monotonic() - began > deadline:
+                self._terminate(pod)
+                self._tell(
+                    "ended",
+                    reason="DeadlineExceeded",
+                    message="Pod was active on the node longer than the specified deadline",
+                )
+                return
+            self._tell("live")
+            time.sleep(TICK_S)
+
+    def _terminate(self, pod: Object | None) -> None:
+        """SIGTERM, and SIGKILL after the grace; at once for a pod that was removed by force."""
+        began = time.monotonic()
+        for container in self.containers:
+            container.signal(signal.SIGTERM)
+        while pod is not None and any(container.running for container in self.containers):
+            grace = pod["metadata"].get("deletionGracePeriodSeconds", 0)
+            if time.monotonic() - began > grace or self.kubelet.stopping.is_set():
+                break
+            time.sleep(TICK_S)
+            for container in self.containers:
+                container.look()
+            pod = self.current()
+        for container in self.containers:
+            container.kill()
+
+    def _wait_for_deletion(self) -> None:
+        """An ended pod keeps its folder and log until somebody deletes it."""
+        while not self.kubelet.stopping.is_set() and (pod := self.current()) is not None:
+            if _leaving(pod) and pod["metadata"].get("deletionGracePeriodSeconds"):
+                with suppress(ApiError):
+                    self.kubelet.store.delete(PODS, self.namespace, self.name, grace_s=0, uid=pod["metadata"]["uid"])
+            with self.kubelet.store.changed:
+                self.kubelet.store.changed.wait(0.2)
+
+    def _tell(self, moment: str, **extra: str) -> None:
+        """Write the pod's status, if it is another."""
+        ready = moment == "live" and all(container.ready for container in self.containers)
+        started = any(container.process is not None for container in self.containers)
+        phase = "Running" if started else "Pending"
+        if moment == "ended":
+            phase = "Succeeded" if all(container.code == 0 for container in self.containers) else "Failed"
+        wanted = {
+            "Initialized": True, "PodReadyToStartContainers": started, "ContainersReady": ready, "Ready": ready,
+        }  # fmt: skip
+
+        def change(found: Object) -> None:
+            status = found["status"]
+            before = {c["type"]: c for c in status.get("conditions", [])}
+            for kind, value in wanted.items():
+                if before.get(kind, {}).get("status") != str(value):
+                    before[kind] = {"type": kind, "status": str(value), "lastTransitionTime": now()}
+                    if not value and kind in ("Ready", "ContainersReady"):
+                        unready = [container.name for container in self.containers if not container.ready]
+                        reason = "PodCompleted" if phase == "Succeeded" else "ContainersNotReady"
+                        before[kind] |= {"reason": reason, "message": f"containers with unready status: {unready}"}
+            if status["phase"] not in ("Succeeded", "Failed"):
+                status.update(phase=phase, **extra)
+            status["conditions"] = list(before.values())
+            status["containerStatuses"] = [container.status() for container in self.containers]
+            if self.address:
+                status.update(podIP=self.address, podIPs=[{"ip": self.address}], hostIP="127.0.0.1")
+                status.setdefault("startTime", now())
+
+        with suppress(ApiError):
+            self.kubelet.store.modify(PODS, self.namespace, self.name, change, uid=self.pod["metadata"]["uid"])
+
+
+class Container:
+    """One container: a process, its log, its state as the API tells it."""
+
+    def __init__(self, run: PodRun, spec: Object) -> None:
+        self.run, self.spec = run, spec
+        self.name: str = spec["name"]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.code: int | None = None
+        self.killed_for: str | None = None
+        """Why it was killed, as ``OOMKilled``."""
+        self._log = run.folder / f"{self.name}.log"
+        self._waiting: tuple[str, str] = ("ContainerCreating", "")
+        self._told = ""
+        self._started_at = self._finished_at = ""
+        self._probes = {kind: Probe(self, spec[f"{kind}Probe"]) for kind in PROBES if spec.get(f"{kind}Probe")}
+
+    @property
+    def running(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.code is None
+
+    @property
+    def started(self) -> bool:
+        """Whether it runs and its startup probe, if there is one, has succeeded."""
+        return self.running and ("startup" not in self._probes or self._probes["startup"].healthy)
+
+    @property
+    def ready(self) -> bool:
+        """Whether its Service may send it connections."""
+        return self.started and ("readiness" not in self._probes or self._probes["readiness"].healthy)
+
+    def said(self) -> str:
+        """Its log."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def try_to_start(self) -> None:
+        """Start it, or say why that cannot be."""
+        if self.process is not None or self.code is not None:
+            return
+        pod, store = self.run.pod, self.run.kubelet.store
+        try:
+            command, environment, folder = self._prepare()
+        except Waiting as waiting:
+            before, told = self._waiting[0], waiting.message == self._told
+            self._waiting = (waiting.reason, "" if waiting.event else waiting.message)
+            self._told = waiting.message
+            if waiting.reason == "ErrImagePull" and before in ("ErrImagePull", "ImagePullBackOff"):
+                self._waiting = (
+                    "ImagePullBackOff",
+                    f'Back-off pulling image "{self.spec["image"]}": {waiting.message}',
+                )
+                emit(store, pod, "Normal", "BackOff", f'Back-off pulling image "{self.spec["image"]}"')
+            elif not told:
+                emit(store, pod, "Warning", waiting.event or "Failed", waiting.message)
+            return
+        program = shutil.which(command[0], path=environment["PATH"])
+        self._started_at = now()
+        if program is None:
+            self._log.write_text("")
+            self._finish(128, f'exec: "{command[0]}": executable file not found in $PATH: unknown', "StartError")
+            return
+        # Linux kills the process with our thread, however this process dies: nothing is ever left behind.
+        guard = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*guard, program, *command[1:]],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        emit(store, pod, "Normal", "Started", f"Started container {self.name}")
+
+    def look(self) -> None:
+        """Notice an end, and probe."""
+        if self.process is None or self.code is not None:
+            return
+        code = self.process.poll()
+        if code is not None:
+            self._finish(code if code >= 0 else 128 - code, None, self.killed_for)
+            self._kill_group()
+            return
+        for kind in PROBES:
+            probe = self._probes.get(kind)
+            if probe and (kind == "startup" or self.started) and not (kind == "startup" and probe.healthy):
+                probe.look()
+                if probe.failed and kind != "readiness":
+                    message = f"Container {self.name} failed {kind} probe, will be restarted"
+                    emit(self.run.kubelet.store, self.run.pod, "Normal", "Killing", message)
+                    self.kill()
+                    return
+
+    def signal(self, number: int) -> None:
+        """Signal its first process."""
+        if self.running and self.process is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """End it, and whatever it has started, at once."""
+        if self.process is None or self.code is not None:
+            return
+        self._kill_group()
+        self.process.wait()
+        self.look()
+
+    def status(self) -> Object:
+        """Its entry in the pod's ``containerStatuses``."""
+        state: Object = {"waiting": {"reason": self._waiting[0]}}
+        if self._waiting[1]:
+            state["waiting"]["message"] = self._waiting[1]
+        if self.code is not None:
+            state = {"terminated": self._terminated}
+        elif self.process is not None:
+            state = {"running": {"startedAt": self._started_at}}
+        return {
+            "name": self.name, "image": self.spec["image"], "imageID": self.spec["image"], "ready": self.ready,
+            "restartCount": 0, "started": self.started, "state": state, "lastState": {},
+        }  # fmt: skip
+
+    def _finish(self, code: int, message: str | None, reason: str | None) -> None:
+        self.code = code
+        self._finished_at = now()
+        if message is None and code != 0 and self.spec["terminationMessagePolicy"] == "FallbackToLogsOnError":
+            message = self.said()[-MESSAGE_BYTES:]
+        self._terminated: Object = {
+            "exitCode": code, "reason": reason or ("Completed" if code == 0 else "Error"),
+            "startedAt": self._started_at, "finishedAt": self._finished_at,
+        }  # fmt: skip
+        if message:
+            self._terminated["message"] = message
+
+    def _kill_group(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _prepare(self) -> tuple[list[str], dict[str, str], Path]:
+        """Command, environment and working directory, as a container runtime and a network would have made them.
+
+        Raises
+        ------
+        Waiting
+            If something that it needs is not there.
+        """
+        image = self.spec["image"]
+        entrypoint = self.run.kubelet.images.get(image)
+        if entrypoint is None and self.spec["imagePullPolicy"] == "Never":
+            raise Waiting("ErrImageNeverPull", f'Container image "{image}" is not present with pull policy of Never')
+        if entrypoint is None:
+            raise Waiting(
+                "ErrImagePull",
+                f'failed to pull and unpack image "{image}": failed to resolve reference "{image}": {image}: not found',
+            )
+        mounts = self._mounts()
+        given = self._variables()
+        command = self.spec.get("command") or entrypoint
+        arguments = self.spec.get("args") or []
+        context = self.spec.get("securityContext") or {}
+        pod_context = self.run.pod["spec"].get("securityContext") or {}
+        user = context.get("runAsUser", pod_context.get("runAsUser"))
+        if user == 0 and context.get("runAsNonRoot", pod_context.get("runAsNonRoot")):
+            raise Waiting("CreateContainerConfigError", "container's runAsUser breaks non-root policy")
+        words = [self._localize(expand(word, given), mounts) for word in (*command, *arguments)]
+        if not words:
+            raise Waiting("CreateContainerError", "no command specified")
+        if "/tmp" in mounts:
+            given.setdefault("TMPDIR", "/tmp")  # programs know /tmp by themselves
+        environment = {name: self._localize(value, mounts) for name, value in given.items()}
+        beside = str(Path(sys.executable).parent)
+        base = {"PATH": f"{beside}:{os.environ.get('PATH', '')}", "LANG": "C.UTF-8", "HOME": str(self.run.folder)}
+        hostname = self.run.pod["spec"].get("hostname", self.run.name)
+        folder = Path(self._localize(self.spec.get("workingDir") or str(self.run.folder), mounts))
+        folder.mkdir(parents=True, exist_ok=True)
+        return words, {**base, "HOSTNAME": hostname, **self.run.kubelet.environment, **environment}, folder
+
+    def _mounts(self) -> dict[str, Path]:
+        """Where each mount path of the container really is."""
+        volumes = {volume["name"]: volume for volume in self.run.pod["spec"].get("volumes") or []}
+        found = {}
+        for mount in self.spec.get("volumeMounts") or []:
+            volume = volumes[mount["name"]]
+            folder = self.run.folder / "volumes" / mount["name"]
+            if not folder.exists():
+                content = {}
+                try:
+                    if "secret" in volume:
+                        secret = self._held(SECRETS, volume["secret"]["secretName"])
+                        content = {key: b64decode(value) for key, value in secret.items()}
+                    elif "configMap" in volume:
+                        texts = self._held(CONFIG_MAPS, volume["configMap"]["name"])
+                        content = {key: value.encode() for key, value in texts.items()}
+                except ApiError as error:
+                    message = f'MountVolume.SetUp failed for volume "{mount["name"]}" : {error.message}'
+                    raise Waiting("ContainerCreating", message, "FailedMount") from None
+                folder.mkdir(parents=True)
+                for key, value in content.items():
+                    (folder / key).write_bytes(value)
+            found[mount["mountPath"].rstrip("/")] = folder / mount.get("subPath", "")
+            found[mount["mountPath"].rstrip("/")].mkdir(parents=True, exist_ok=True)
+        return found
+
+    def _variables(self) -> dict[str, str]:
+        made: dict[str, str] = {}
+        for source in self.spec.get("envFrom") or []:
+            resource, reference = (SECRETS, "secretRef") if "secretRef" in source else (CONFIG_MAPS, "configMapRef")
+            for key in self._held_or_wait(resource, source[reference]):
+                made[source.get("prefix", "") + key] = self._value(resource, {**source[reference], "key": key}) or ""
+        for entry in self.spec.get("env") or []:
+            value_from = entry.get("valueFrom")
+            if not value_from:
+                made[entry["name"]] = expand(entry.get("value", ""), made)
+                continue
+            value: str | None
+            if "secretKeyRef" in value_from:
+                value = self._value(SECRETS, value_from["secretKeyRef"])
+            elif "configMapKeyRef" in value_from:
+                value = self._value(CONFIG_MAPS, value_from["configMapKeyRef"])
+            elif "fieldRef" in value_from:
+                value = self._field(value_from["fieldRef"]["fieldPath"])
+            else:
+                raise Waiting("CreateContainerConfigError", f"the fake cluster covers no {list(value_from)}")
+            if value is not None:
+                made[entry["name"]] = value
+        return made
+
+    def _value(self, resource: Any, reference: Object) -> str | None:
+        held = self._held_or_wait(resource, reference)
+        if reference["key"] not in held:
+            if reference.get("optional"):
+                return None
+            where = f"{self.run.namespace}/{reference['name']}"
+            raise Waiting(
+                "CreateContainerConfigError", f"couldn't find key {reference['key']} in {resource.kind} {where}"
+            )
+        value: str = held[reference["key"]]
+        return b64decode(value).decode() if resource is SECRETS else value
+
+    def _held_or_wait(self, resource: Any, reference: Object) -> dict[str, str]:
+        try:
+            return self._held(resource, reference["name"])
+        except ApiError:
+            if reference.get("optional"):
+                return {}
+            missing = f'{resource.kind.lower()} "{reference["name"]}" not found'
+            raise Waiting("CreateContainerConfigError", missing) from None
+
+    def _held(self, resource: Any, name: str) -> dict[str, str]:
+        return self.run.kubelet.store.get(resource, self.run.namespace, name).get("data") or {}
+
+    def _field(self, path: str) -> str:
+        pod = {**self.run.pod, "status": {**self.run.pod["status"], "podIP": self.run.address, "hostIP": "127.0.0.1"}}
+        if keyed := re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path):
+            return str((pod["metadata"].get(keyed[1]) or {}).get(keyed[2], ""))
+        found: Any = pod
+        for key in path.split("."):
+            found = found.get(key, "")
+        return str(found)
+
+    def _localize(self, text: str, mounts: Mapping[str, Path]) -> str:
+        """A text of the manifest, with this machine's folders and addresses for those of the container."""
+        if mounts:
+            paths = "|".join(re.escape(mount) for mount in sorted(mounts, key=len, reverse=True))
+            own = re.escape(str(self.run.kubelet.root.parent))  # a path of this machine is meant as it is
+            text = re.sub(rf"(?<![\w./~-])(?!{own})({paths})(?![\w.-])", lambda found: str(mounts[found[1]]), text)
+        return self.run.kubelet.resolve(text.replace("0.0.0.0", self.run.address).replace("[::]", self.run.address))
+
+
+PROBES = ("startup", "liveness", "readiness")
+
+
+class Probe:
+    """One probe of a container: looks every ``periodSeconds``."""
+
+    def __init__(self, container: Container, spec: Object) -> None:
+        self._container, self._spec = container, spec
+        self._since: float | None = None
+        self._next = 0.0
+        self._in_a_row = 0
+        self.healthy = False
+        self.failed = False
+
+    def look(self) -> None:
+        """Probe if it is time."""
+        if self._since is None:
+            self._since = time.monotonic()
+            self._next = self._since + self._spec.get("initialDelaySeconds", 0)
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._spec.get("periodSeconds", 10)
+        good = self._ask()
+        self._in_a_row = max(self._in_a_row, 0) + 1 if good else min(self._in_a_row, 0) - 1
+        if good and self._in_a_row >= self._spec.get("successThreshold", 1):
+            self.healthy = True
+        if -self._in_a_row >= self._spec.get("failureThreshold", 3):
+            self.healthy, self.failed = False, True
+
+    def _ask(self) -> bool:
+        timeout = self._spec.get("timeoutSeconds", 1)
+        address = self._container.run.address
+        try:
+            if action := self._spec.get("grpc"):
+                return serving(f"{address}:{action['port']}", action.get("service", ""), timeout)
+            if action := self._spec.get("tcpSocket"):
+                socket.create_connection((address, action["port"]), timeout).close()
+                return True
+            if action := self._spec.get("httpGet"):
+                with urllib.request.urlopen(
+                    f"http://{address}:{action['port']}{action.get('path', '/')}", timeout=timeout
+                ):
+                    return True
+            words, environment, _ = self._container._prepare()
+            words = [
+                self._container._localize(word, self._container._mounts()) for word in self._spec["exec"]["command"]
+            ]
+            return (
+                subprocess.run(words, env=environment, timeout=timeout, capture_output=True, check=False).returncode
+                == 0
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+
+
+def serving(address: str, service: str, timeout_s: float) -> bool:
+    """Whether a gRPC server says of itself that it serves."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest(service=service)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """``$(NAME)`` of variables that are known; ``$$(NAME)`` is the text ``$(NAME)``."""
+    return re.sub(
+        r"\$(\$|\(([-._A-Za-z][-._A-Za-z0-9]*)\))",
+        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
+        text,
+    )
+
+
+def requests(pod: Object) -> dict[str, float]:
+    """What a pod asks of a node."""
+    total: dict[str, float] = {"pods": 1.0}
+    for container in pod["spec"]["containers"]:
+        for kind, amount in (container["resources"].get("requests") or {}).items():
+            total[kind] = total.get(kind, 0.0) + quantity(amount)
+    return total
+
+
+def emit(store: Store, pod: Object, kind: str, reason: str, message: str) -> None:
+    """Write an Event about a pod."""
+    meta, stamp = pod["metadata"], now()
+    store.create(
+        EVENTS,
+        {
+            "apiVersion": "v1", "kind": "Event", "type": kind, "reason": reason, "message": message, "count": 1,
+            "metadata": {"name": f"{meta['name']}.{suffix()}{suffix()}", "namespace": meta["namespace"]},
+            "firstTimestamp": stamp, "lastTimestamp": stamp, "source": {"component": "kubelet", "host": NODE},
+            "involvedObject": {"apiVersion": "v1", "kind": "Pod", **{k: meta[k] for k in ("namespace", "name", "uid")}},
+        },
+    )  # fmt: skip
+
+
+def _leaving(pod: Object) -> bool:
+    return "deletionTimestamp" in pod["metadata"]

@@ -1,0 +1,527 @@
+"""The API over HTTP, as the Python client and kubectl speak it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from fake_cluster.kubelet import Kubelet
+from fake_cluster.network import Network
+from fake_cluster.resources import RESOURCES, VERSION, Invalid, Resource, admit, selects, validate
+from fake_cluster.store import ApiError, Object, Store, now
+
+IMMUTABLE = {
+    "Job": ("selector", "template", "completions", "completionMode", "backoffLimitPerIndex", "podFailurePolicy")
+}
+POLL_S = 0.2
+ROUTE = re.compile(
+    r"/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+)/(?P<version>[^/]+))"
+    r"(?:/namespaces/(?P<namespace>[^/]+)(?=/[^/]))?/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?"
+)
+
+
+@dataclass
+class Identity:
+    """Who a token stands for, and what they may do in the namespace (None: everything)."""
+
+    user: str
+    rules: list[Object] | None = None
+
+    def may(self, verb: str, group: str, resource: str) -> bool:
+        """Whether a Role with these rules allows a verb on a resource (``pods/log`` with its subresource)."""
+        if self.rules is None:
+            return True
+        return any(
+            {verb, "*"} & set(rule["verbs"])
+            and {group, "*"} & set(rule["apiGroups"])
+            and {resource, "*"} & set(rule["resources"])
+            for rule in self.rules
+        )
+
+
+@dataclass
+class Failure:
+    """An answer that a test wants the API to give."""
+
+    verb: str
+    resource: str
+    error: ApiError
+    times: int = 1
+
+
+@dataclass
+class Request:
+    """One request, understood."""
+
+    verb: str
+    resource: Resource
+    namespace: str
+    name: str | None
+    sub: str | None
+    query: dict[str, str]
+    body: Object
+    media: str = ""
+
+    @property
+    def qualified(self) -> str:
+        """The resource as rules name it."""
+        return f"{self.resource.plural}/{self.sub}" if self.sub else self.resource.plural
+
+
+@dataclass
+class Api:
+    """What the API answers.
+
+    Parameters
+    ----------
+    identities
+        Token -> who that is.
+    """
+
+    store: Store
+    kubelet: Kubelet
+    network: Network
+    identities: dict[str, Identity] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    """Verb and resource of every request, oldest first."""
+
+    def answer(self, request: Request, identity: Identity) -> Object | Iterator[bytes] | str:
+        """One answer: an object, a stream, or text.
+
+        Raises
+        ------
+        ApiError
+            For everything but success.
+        """
+        self.requests.append((request.verb, request.qualified))
+        if not identity.may(request.verb, request.resource.group, request.qualified):
+            raise ApiError(403, "Forbidden", self._forbidden(request, identity))
+        for failure in self.failures:
+            if (failure.verb, failure.resource) == (request.verb, request.qualified) and failure.times > 0:
+                failure.times -= 1
+                raise failure.error
+        if request.sub:
+            return self._sub(request)
+        verbs: dict[str, Callable[[Request], Object | Iterator[bytes]]] = {
+            "get": self._get, "list": self._list, "watch": self._watch, "create": self._create, "update": self._update,
+            "patch": self._patch, "delete": self._delete, "deletecollection": self._delete_all,
+        }  # fmt: skip
+        try:
+            return verbs[request.verb](request)
+        except Invalid as error:
+            raise ApiError(error.code, {422: "Invalid"}.get(error.code, "BadRequest"), str(error)) from None
+
+    def review(self, spec: Object, identity: Identity) -> Object:
+        """Answer a SelfSubjectAccessReview."""
+        asked = spec.get("resourceAttributes") or {}
+        resource = asked.get("resource", "") + (f"/{asked['subresource']}" if asked.get("subresource") else "")
+        allowed = identity.may(asked.get("verb", ""), asked.get("group", ""), resource)
+        return {
+            "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "metadata": {}, "spec": spec,
+            "status": {"allowed": allowed, **({} if allowed else {"reason": "no RBAC policy matched"})},
+        }  # fmt: skip
+
+    def _forbidden(self, request: Request, identity: Identity) -> str:
+        named = request.resource.qualified + (f' "{request.name}"' if request.name else "")
+        return (
+            f'{named} is forbidden: User "{identity.user}" cannot {request.verb} resource "{request.qualified}" in API '
+            f'group "{request.resource.group}" in the namespace "{request.namespace}"'
+        )
+
+    def _named(self, request: Request) -> tuple[Resource, str, str]:
+        return request.resource, request.namespace, request.name or ""
+
+    def _get(self, request: Request) -> Object:
+        return self.store.get(*self._named(request))
+
+    def _list(self, request: Request) -> Object:
+        items, version = self.store.list(request.resource, request.namespace)
+        chosen = [item for item in items if self._chosen(request, item)]
+        for item in chosen:  # the API leaves them out of a list's items
+            del item["kind"], item["apiVersion"]
+        resource = request.resource
+        return {
+            "kind": f"{resource.kind}List", "apiVersion": resource.api_version,
+            "metadata": {"resourceVersion": str(version)}, "items": chosen,
+        }  # fmt: skip
+
+    def _chosen(self, request: Request, item: Object | None) -> bool:
+        if item is None or request.namespace not in ("", item["metadata"].get("namespace", "")):
+            return False
+        return selects(request.query.get("labelSelector"), request.query.get("fieldSelector"), item)
+
+    def _watch(self, request: Request) -> Iterator[bytes]:
+        until = time.monotonic() + float(request.query.get("timeoutSeconds", 1800))
+        given = request.query.get("resourceVersion") or "0"
+        begin = int(given)
+        with self.store.changed:
+            items, version = self.store.list(request.resource, request.namespace)
+            seen = version if begin == 0 else begin
+        if begin == 0:
+            for item in items:
+                if self._chosen(request, item):
+                    yield _line("ADDED", item)
+        while time.monotonic() < until and not self.kubelet.stopping.is_set():
+            with self.store.changed:
+                if seen < self.store.compacted:
+                    yield _line("ERROR", ApiError(410, "Expired", f"too old resource version: {seen}").status())
+                    return
+                changes = list(self.store.since(seen, request.resource))
+                if not changes:
+                    self.store.changed.wait(POLL_S)
+            if not changes:
+                yield b""  # lets the server notice that nobody listens any more
+            for change in changes:
+                seen = change.version
+                was, now_chosen = self._chosen(request, change.before), self._chosen(request, change.object)
+                if change.type == "DELETED" or (was and not now_chosen):
+                    if was:
+                        yield _line("DELETED", change.object)
+                elif now_chosen:
+                    yield _line("MODIFIED" if was else "ADDED", change.object)
+
+    def _create(self, request: Request) -> Object:
+        if request.resource.namespaced:
+            self.store.get(RESOURCES["namespaces"], "", request.namespace)
+        made = admit(request.resource, request.namespace, request.body)
+        if request.query.get("dryRun"):
+            return made
+        if request.resource.kind == "Service":
+            made["spec"]["clusterIP"] = self.network.address()
+            made["spec"]["clusterIPs"] = [made["spec"]["clusterIP"]]
+            for port in made["spec"]["ports"]:
+                port.setdefault("targetPort", port["port"])
+                port.setdefault("protocol", "TCP")
+        try:
+            return self.store.create(request.resource, made)
+        except ApiError:
+            if request.resource.kind == "Service":
+                self.network.release(made["spec"]["clusterIP"])
+            raise
+
+    def _update(self, request: Request) -> Object:
+        def replace(found: Object) -> None:
+            given = copy.deepcopy(request.body)
+            wanted = given.get("metadata", {}).get("resourceVersion")
+            if wanted not in (None, found["metadata"]["resourceVersion"]):
+                message = "the object has been modified; please apply your changes to the latest version and try again"
+                raise ApiError(409, "Conflict", f'Operation cannot be fulfilled on "{request.name}": {message}')
+            kept = {"metadata": {**found["metadata"], **given.get("metadata", {})}}
+            kept["metadata"]["resourceVersion"] = found["metadata"]["resourceVersion"]
+            found.update({**given, **kept, **({"status": found["status"]} if "status" in found else {})})
+
+        return self._changed(request, replace)
+
+    def _patch(self, request: Request) -> Object:
+        def patch(found: Object) -> None:
+            status = copy.deepcopy(found.get("status"))
+            if request.media == "application/json-patch+json":
+                for step in request.body:
+                    _json_patch(found, step)  # type: ignore[arg-type]
+            else:
+                _merge(found, request.body)
+            if status is not None:  # only its own subresource changes it
+                found["status"] = status
+
+        return self._changed(request, patch)
+
+    def _changed(self, request: Request, change: Callable[[Object], None]) -> Object:
+        def checked(found: Object) -> None:
+            before = copy.deepcopy(found)
+            change(found)
+            validate(request.resource, found)
+            for key in IMMUTABLE.get(request.resource.kind, ()):
+                if found["spec"].get(key) != before["spec"].get(key):
+                    raise Invalid(
+                        422, f'{request.resource.kind} "{request.name}" is invalid: spec.{key}: field is immutable'
+                    )
+
+        return self.store.modify(*self._named(request), checked)
+
+    def _delete(self, request: Request) -> Object:
+        options = request.body or {}
+        propagation = options.get("propagationPolicy") or request.query.get("propagationPolicy")
+        grace = options.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
+        uid = (options.get("preconditions") or {}).get("uid")
+        named = self._named(request)
+        if request.resource.kind == "Pod":
+            pod = self.store.get(*named)
+            if pod["status"]["phase"] in ("Succeeded", "Failed"):
+                grace = 0
+        if propagation is None and options.get("orphanDependents") is False:
+            propagation = "Background"
+        gone = self.store.delete(*named, propagation, None if grace is None else int(grace), uid)
+        if request.resource.kind in ("Pod", "Service"):
+            return gone
+        details = {"name": request.name, "kind": request.resource.plural, "uid": gone["metadata"]["uid"]}
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
+
+    def _delete_all(self, request: Request) -> Object:
+        found = self._list(request)
+        for item in found["items"]:
+            one = Request(
+                "delete",
+                request.resource,
+                request.namespace,
+                item["metadata"]["name"],
+                None,
+                request.query,
+                request.body,
+            )
+            with suppress(ApiError):
+                self._delete(one)
+        return found
+
+    def _sub(self, request: Request) -> Object | Iterator[bytes] | str:
+        kind = (request.resource.kind, request.sub, request.verb)
+        if kind == ("Pod", "log", "get"):
+            return self._log(request)
+        if kind == ("Pod", "eviction", "create"):
+            return self._evict(request)
+        if request.sub == "status" and request.verb == "get":
+            return self._get(request)
+        raise ApiError(404, "NotFound", f"the fake cluster covers no {request.verb} of {request.qualified}")
+
+    def _evict(self, request: Request) -> Object:
+        named = self._named(request)
+
+        def disrupt(pod: Object) -> None:
+            pod["status"].setdefault("conditions", []).append({
+                "type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI",
+                "message": "Eviction API: evicting", "lastTransitionTime": now(),
+            })  # fmt: skip
+
+        self.store.modify(*named, disrupt)
+        grace = (request.body.get("deleteOptions") or {}).get("gracePeriodSeconds")
+        self.store.delete(*named, grace_s=grace)
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+
+    def _log(self, request: Request) -> Iterator[bytes] | str:
+        pod = self.store.get(*self._named(request))
+        name, query = pod["metadata"]["name"], request.query
+        waiting = ApiError(
+            400,
+            "BadRequest",
+            f'container "{query.get("container", "")}" in pod "{name}" is waiting to start: ContainerCreating',
+        )
+        try:
+            container = self.kubelet.run_of(name).container(query.get("container"))
+        except ApiError as error:
+            raise waiting if error.code == 404 else error from None
+        if container.process is None and container.code is None:
+            reason = container.status()["state"]["waiting"]["reason"]
+            waiting.message = f'container "{container.name}" in pod "{name}" is waiting to start: {reason}'
+            raise waiting
+        text = container.said()
+        if "tailLines" in query:
+            lines = int(query["tailLines"])
+            text = "".join(text.splitlines(keepends=True)[-lines:]) if lines else ""
+        if "limitBytes" in query:
+            text = text.encode()[: int(query["limitBytes"])].decode(errors="ignore")
+        if query.get("follow") not in ("true", "True", "1"):
+            return text
+
+        def follow() -> Iterator[bytes]:
+            said = container.said()
+            yield text.encode()
+            while True:
+                ended = not container.running
+                more = container.said()
+                yield more[len(said) :].encode()
+                said = more
+                if ended or self.kubelet.stopping.is_set():
+                    return
+                time.sleep(POLL_S)
+
+        return follow()
+
+
+def _line(kind: str, item: Object) -> bytes:
+    return json.dumps({"type": kind, "object": item}).encode() + b"\n"
+
+
+def _merge(target: Object, patch: Object) -> None:
+    """RFC 7386. A strategic merge patch is read as one too: its lists replace."""
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, dict):
+            if not isinstance(target.get(key), dict):
+                target[key] = {}
+            _merge(target[key], value)
+        else:
+            target[key] = value
+
+
+def _json_patch(target: Any, step: Object) -> None:
+    """One step of RFC 6902: add, replace, remove or test."""
+    *parents, last = [part.replace("~1", "/").replace("~0", "~") for part in step["path"].split("/")[1:]]
+    try:
+        for part in parents:
+            target = target[int(part)] if isinstance(target, list) else target[part]
+        key: Any = last if isinstance(target, dict) else len(target) if last == "-" else int(last)
+        if step["op"] == "add" and isinstance(target, list):
+            target.insert(key, step["value"])
+        elif step["op"] in ("add", "replace"):
+            if step["op"] == "replace":
+                target[key]  # must be there
+            target[key] = step["value"]
+        elif step["op"] == "remove":
+            del target[key]
+        elif step["op"] == "test" and target[key] != step["value"]:
+            raise Invalid(422, f"the server rejected our request due to a test of {step['path']} that failed")
+    except (KeyError, IndexError, TypeError) as error:
+        raise Invalid(
+            422, f"the server rejected our request due to a patch path that is not there: {step['path']}"
+        ) from error
+
+
+class Server(ThreadingHTTPServer):
+    """Listens on the socket that the network has taken."""
+
+    daemon_threads = True
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        super().__init__(api.network.api.getsockname(), Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = api.network.api
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left in the middle is none of our business."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: tests look at ``Api.requests``."""
+
+    def do_GET(self) -> None:
+        """Read, list, watch, log, and discovery."""
+        self._do()
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+
+    def _do(self) -> None:
+        try:
+            answer = self._answer()
+        except ApiError as error:
+            answer, code = error.status(), error.code
+        else:
+            code = 201 if self.command == "POST" else 200
+        with suppress(OSError):
+            if isinstance(answer, dict):
+                self._send(code, "application/json", json.dumps(answer).encode())
+            elif isinstance(answer, str):
+                self._send(code, "text/plain", answer.encode())
+            else:
+                self._stream(answer)
+
+    def _answer(self) -> Object | Iterator[bytes] | str:
+        length = int(self.headers.get("Content-Length") or 0)
+        raw = self.rfile.read(length)
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        identity = self.server.api.identities.get(token if scheme == "Bearer" else "")  # "" is nobody in particular
+        if identity is None:
+            raise ApiError(401, "Unauthorized", "Unauthorized")
+        try:
+            body = json.loads(raw) if raw else {}
+        except json.JSONDecodeError as error:
+            raise ApiError(400, "BadRequest", f"the object provided is unrecognized: {error}") from None
+        url = urlsplit(self.path)
+        path = unquote(url.path).rstrip("/")
+        if path == "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" and self.command == "POST":
+            return self.server.api.review(body.get("spec") or {}, identity)
+        if self.command == "GET" and (found := discovery(path)) is not None:
+            return found
+        query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+        return self.server.api.answer(self._request(path, query, body), identity)
+
+    def _request(self, path: str, query: dict[str, str], body: Object) -> Request:
+        found = ROUTE.fullmatch(path)
+        resource = RESOURCES.get(found["plural"]) if found else None
+        if found is None or resource is None or found["group"] not in (None, resource.group):
+            raise ApiError(404, "NotFound", "the server could not find the requested resource")
+        watching = query.get("watch") in ("1", "true", "True")
+        verb = {
+            "GET": "get" if found["name"] else "watch" if watching else "list",
+            "POST": "create", "PUT": "update", "PATCH": "patch",
+            "DELETE": "delete" if found["name"] else "deletecollection",
+        }[self.command]  # fmt: skip
+        media = (self.headers.get("Content-Type") or "").partition(";")[0]
+        return Request(verb, resource, found["namespace"] or "", found["name"], found["sub"], query, body, media)
+
+    def _send(self, code: int, media: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", media)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _stream(self, parts: Iterator[bytes]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for part in parts:
+            if part:
+                self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+                self.wfile.flush()
+            elif self._left():
+                self.close_connection = True
+                return
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _left(self) -> bool:
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+
+
+def discovery(path: str) -> Object | str | None:
+    """What kubectl asks before it asks for anything; None if that is not such a question."""
+    if path in ("/healthz", "/readyz", "/livez"):
+        return "ok"
+    if path == "/version":
+        major, minor = VERSION.split(".")
+        return {"major": major, "minor": minor, "gitVersion": f"v{VERSION}.0", "platform": "linux/amd64"}
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        groups = []
+        for resource in RESOURCES.values():
+            if resource.group:
+                version = {"groupVersion": resource.api_version, "version": resource.version}
+                groups.append({"name": resource.group, "versions": [version], "preferredVersion": version})
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    within = [resource for resource in RESOURCES.values() if resource.path == path]
+    if not within:
+        return None
+    verbs = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
+    return {
+        "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": within[0].api_version,
+        "resources": [
+            {
+                "name": resource.plural, "singularName": resource.kind.lower(), "namespaced": resource.namespaced,
+                "kind": resource.kind, "verbs": verbs, "shortNames": resource.short,
+            }
+            for resource in within
+        ],
+    }  # fmt: skip

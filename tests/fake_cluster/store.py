@@ -1,0 +1,238 @@
+"""What the cluster holds: objects with versions, what changed, and what goes when its owner goes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from fake_cluster.resources import RESOURCES, Resource
+
+Object = dict[str, Any]
+Key = tuple[str, str, str]
+"""Plural, namespace, name."""
+
+FOREGROUND = "foregroundDeletion"
+
+
+class ApiError(Exception):
+    """An answer of the API that is no success: becomes a ``Status`` body."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.reason, self.message = code, reason, message
+
+    def status(self) -> Object:
+        """The body."""
+        return {
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+            "message": self.message, "reason": self.reason, "code": self.code,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """One entry of the history that watches read."""
+
+    version: int
+    type: str
+    resource: str
+    object: Object
+    before: Object | None
+
+
+def now() -> str:
+    """The time as the API writes it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds_since(stamp: str) -> float:
+    """Seconds from a time that the API wrote."""
+    return time.time() - datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+
+
+class Store:
+    """All objects; every method is atomic, and ``changed`` is notified of each change.
+
+    What is returned are copies; what goes into the history is never changed again.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.compacted = 0
+        """Versions before this are forgotten: a watch from one is answered 410."""
+        self._objects: dict[Key, Object] = {}
+        self._history: list[Change] = []
+        self._version = 1
+
+    def create(self, resource: Resource, given: Object) -> Object:
+        """Add an object.
+
+        Raises
+        ------
+        ApiError
+            409 if there is one of that name.
+        """
+        with self.changed:
+            made = copy.deepcopy(given)
+            meta = made["metadata"]
+            key = (resource.plural, meta.get("namespace", ""), meta["name"])
+            if key in self._objects:
+                raise ApiError(409, "AlreadyExists", f'{resource.qualified} "{meta["name"]}" already exists')
+            meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
+            self._put(key, "ADDED", made, None)
+            return copy.deepcopy(made)
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        """One object.
+
+        Raises
+        ------
+        ApiError
+            404 if it is not there.
+        """
+        with self.changed:
+            try:
+                return copy.deepcopy(self._objects[resource.plural, namespace, name])
+            except KeyError:
+                raise ApiError(404, "NotFound", f'{resource.qualified} "{name}" not found') from None
+
+    def list(self, resource: Resource, namespace: str = "") -> tuple[list[Object], int]:
+        """Every object of a kind, oldest first, and the version at which that was so."""
+        with self.changed:
+            found = [
+                copy.deepcopy(item)
+                for (plural, where, _), item in self._objects.items()
+                if plural == resource.plural and namespace in ("", where)
+            ]
+            return found, self._version
+
+    def modify(
+        self, resource: Resource, namespace: str, name: str, change: Callable[[Object], object], uid: str | None = None
+    ) -> Object:
+        """Let a function change an object; it goes if that was the last finalizer of one that is being deleted.
+
+        Raises
+        ------
+        ApiError
+            404 if it is not there (or is another than ``uid``).
+        """
+        with self.changed:
+            key = (resource.plural, namespace, name)
+            before = self._objects.get(key)
+            if before is None or uid not in (None, before["metadata"]["uid"]):
+                raise ApiError(404, "NotFound", f'{resource.qualified} "{name}" not found')
+            after = copy.deepcopy(before)
+            change(after)
+            if after != before:
+                if after.get("spec") != before.get("spec"):
+                    after["metadata"]["generation"] += 1
+                gone = _gone(after)
+                self._put(key, "DELETED" if gone else "MODIFIED", after, before)
+                if gone:
+                    del self._objects[key]
+            return copy.deepcopy(after)
+
+    def delete(
+        self, resource: Resource, namespace: str, name: str, propagation: str | None = None, grace_s: int | None = None,
+        uid: str | None = None,
+    ) -> Object:  # fmt: skip
+        """Begin to delete an object and return it; it goes when nothing holds it any more.
+
+        Raises
+        ------
+        ApiError
+            404 if it is not there, 409 if it is another than ``uid``.
+        """
+        with self.changed:
+            current = self.get(resource, namespace, name)
+            meta = current["metadata"]
+            if uid not in (None, meta["uid"]):
+                raise ApiError(
+                    409,
+                    "Conflict",
+                    f"the UID in the precondition ({uid}) does not match the UID in record ({meta['uid']})",
+                )
+            if propagation is None and resource.plural == "jobs":
+                propagation = "Orphan"  # what batch/v1 does to this day if nobody says otherwise
+            if propagation == "Orphan":
+                self._orphan(meta["uid"])
+
+            def begin(item: Object) -> None:
+                found = item["metadata"]
+                found.setdefault("deletionTimestamp", now())
+                if resource.plural == "pods":
+                    wanted = item["spec"]["terminationGracePeriodSeconds"] if grace_s is None else grace_s
+                    found["deletionGracePeriodSeconds"] = min(wanted, found.get("deletionGracePeriodSeconds", wanted))
+                if propagation == "Foreground" and FOREGROUND not in found.get("finalizers", []):
+                    found.setdefault("finalizers", []).append(FOREGROUND)
+
+            return self.modify(resource, namespace, name, begin)
+
+    def collect_garbage(self) -> None:
+        """Delete what has lost its owners, and owners that waited for what they own."""
+        with self.changed:
+            alive = {item["metadata"]["uid"]: item for item in self._objects.values()}
+            owned: dict[str, list[Object]] = {}
+            for (plural, namespace, name), item in list(self._objects.items()):
+                meta = item["metadata"]
+                references = meta.get("ownerReferences", [])
+                for reference in references:
+                    owned.setdefault(reference["uid"], []).append(item)
+                owners = [alive.get(reference["uid"]) for reference in references]
+                leaving = [owner for owner in owners if owner and FOREGROUND in owner["metadata"].get("finalizers", [])]
+                if owners and "deletionTimestamp" not in meta and (not any(owners) or leaving):
+                    self.delete(RESOURCES[plural], namespace, name, "Foreground" if leaving else "Background")
+            for (plural, namespace, name), item in list(self._objects.items()):
+                meta = item["metadata"]
+                if FOREGROUND in meta.get("finalizers", []) and not owned.get(meta["uid"]):
+                    self.modify(
+                        RESOURCES[plural],
+                        namespace,
+                        name,
+                        lambda found: found["metadata"]["finalizers"].remove(FOREGROUND),
+                    )
+
+    def compact(self) -> int:
+        """Forget the history, as etcd does every few minutes; return the version now."""
+        with self.changed:
+            self._version += 1
+            self._history.clear()
+            self.compacted = self._version
+            self.changed.notify_all()
+            return self._version
+
+    def since(self, version: int, resource: Resource) -> Iterator[Change]:
+        """What changed after a version."""
+        with self.changed:
+            return iter([c for c in self._history if c.version > version and c.resource == resource.plural])
+
+    def _put(self, key: Key, kind: str, item: Object, before: Object | None) -> None:
+        self._version += 1
+        item["metadata"]["resourceVersion"] = str(self._version)
+        self._objects[key] = item
+        self._history.append(Change(self._version, kind, key[0], item, before))
+        self.changed.notify_all()
+
+    def _orphan(self, uid: str) -> None:
+        for (plural, namespace, name), item in list(self._objects.items()):
+            references = item["metadata"].get("ownerReferences", [])
+            if any(reference["uid"] == uid for reference in references):
+                kept = [reference for reference in references if reference["uid"] != uid]
+                self.modify(
+                    RESOURCES[plural],
+                    namespace,
+                    name,
+                    lambda found, kept=kept: found["metadata"].update(ownerReferences=kept),
+                )
+
+
+def _gone(item: Object) -> bool:
+    """Whether nothing holds an object that is being deleted any more."""
+    meta = item["metadata"]
+    return "deletionTimestamp" in meta and not (meta.get("finalizers") or meta.get("deletionGracePeriodSeconds"))

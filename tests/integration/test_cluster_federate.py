@@ -1,0 +1,313 @@
+"""`federate` from an experiment to a run's folder: as processes, and as pods of a cluster of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster
+from run_processes import ENVIRONMENT, WAIT_S, alive, children, scores, until
+from s3_support import S3Server
+
+from fedloom import experiment as experiments
+from fedloom.cli import compose
+from fedloom.cluster.api import Api
+from fedloom.cluster.federate import federate
+from fedloom.cluster.manifests import identity
+from fedloom.cluster.settings import ClusterSettings
+from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, QuorumError, RefusedError
+from fedloom.experiment import Experiment
+from fedloom.storage import open_store
+
+SETTINGS: dict[str, Any] = {"image": "fedloom:1", "storage_secret": "store", "retries": 0}
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from fedloom import experiment
+from fedloom.cluster.federate import federate
+from fedloom.cluster.settings import ClusterSettings
+file, partition, out, storage, settings, run_id = sys.argv[1:]
+federate(experiment.load(file, [f"storage={storage}"]), Path(partition), Path(out), backend="kubernetes",
+         cluster=ClusterSettings.from_json(settings), run_id=run_id)
+"""
+
+
+@dataclass
+class Place:
+    """Where federations run: an experiment, its partition, a store, a cluster."""
+
+    folder: Path
+    file: Path
+    partition: Path
+    storage: str
+    cluster: FakeCluster
+    said: list[str] = field(default_factory=list)
+
+    def experiment(self, *overrides: str) -> Experiment:
+        return experiments.load(self.file, [f"storage={self.storage}", *overrides])
+
+    def federate(self, *overrides: str, run_id: str = "run", out: str = "out", **changes: Any) -> Path:
+        settings = ClusterSettings(**{**SETTINGS, **changes})
+        federate(
+            self.experiment(*overrides), self.partition, self.folder / out, backend="kubernetes", cluster=settings,
+            run_id=run_id, say=self.said.append,
+        )  # fmt: skip
+        return self.folder / out
+
+    def program(self, text: str) -> None:
+        """Replace ``fedloom`` in the pods by a few lines of shell."""
+        path = self.folder / "bin" / "fedloom"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        self.cluster.kubelet.environment |= {"PATH": f"{path.parent}:/usr/bin:/bin"}  # type: ignore[operator]
+
+    def nothing_left(self) -> bool:
+        return not any(self.cluster.objects(plural) for plural in ("jobs", "services", "pods"))
+
+    def nothing_was_created(self) -> bool:
+        return not any(verb == "create" for verb, _ in self.cluster.api.requests)
+
+
+@pytest.fixture(scope="module")
+def partition(small_run: tuple[Path, Path]) -> Path:
+    """The small experiment's, dealt on this machine."""
+    return compose.dealt(experiments.load(small_run[0])).folder
+
+
+@pytest.fixture
+def place(
+    small_run: tuple[Path, Path],
+    partition: Path,
+    s3_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Place]:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    with FakeCluster(tmp_path / "cluster", images={"fedloom:1": []}) as cluster:
+        keys = {"AWS_ACCESS_KEY_ID": s3_server.access_key, "AWS_SECRET_ACCESS_KEY": s3_server.secret_key}
+        cluster.add_secret("store", keys)
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        yield Place(tmp_path, small_run[0], partition, f"s3://{s3_server.new_bucket()}/team", cluster)
+
+
+@pytest.mark.slow
+def test_a_launcher_is_killed_and_the_run_is_whole_all_the_same(place: Place, small_run: tuple[Path, Path]) -> None:
+    changes = {"orphan_after_s": 10.0, "clients_per_worker": 10}
+    settings = json.dumps({**SETTINGS, **changes})
+    arguments = [place.file, place.partition, place.folder / "first", place.storage, settings, "run"]
+    command = [sys.executable, "-c", LAUNCH, *map(str, arguments)]
+    place.cluster.node.capacity["cpu"] = "600m"  # room for the aggregator alone
+    with subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}) as launcher:
+        until(lambda: len(place.cluster.objects("jobs")) == 2, "two Jobs")
+        launcher.kill()
+    # Nobody follows: the aggregator ends by itself, with 8, and is not started again.
+    until(lambda: ended(place), "the orphan's end")
+    (pod,) = [pod for pod in place.cluster.pods() if "-aggregator-" in pod["metadata"]["name"]]
+    assert pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 8
+    place.cluster.node.capacity["cpu"] = "64"
+    out = place.federate(**changes)
+    assert any("attempt 2" in line for line in place.said)
+    assert scores(out) == scores(small_run[1])
+    assert place.cluster.api.requests.count(("create", "jobs")) == 5  # two, then one that is there already, and two
+    until(place.nothing_left, "the end of all objects")
+    assert any(line.startswith("after round 4: pooled test accuracy seen") for line in place.said)
+    logs = [path.name for path in (out / "logs").iterdir()]
+    assert any("-aggregator-" in name for name in logs)
+    assert {"report.html", "clients.csv", "journal.jsonl", "checkpoints", "experiment.yaml"} <= {
+        path.name for path in out.iterdir()
+    }
+    assert not {"states", "blobs", "published"} & {path.name for path in out.iterdir()}
+    # A launcher that was killed after the end, before it could say so: the run is there, nothing starts again.
+    name = f"fl-{identity('run', 'federate')}"
+    metadata = {"name": name, "namespace": place.cluster.namespace, "labels": {"app.kubernetes.io/instance": name}}
+    spec = {"selector": {"a": "b"}, "ports": [{"port": 7733}]}
+    Api().create({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec})  # it had not come to that
+    place.cluster.api.requests.clear()
+    again = place.federate(out="again", **changes)
+    assert place.nothing_was_created()
+    assert place.nothing_left()
+    assert (again / "summary.json").read_bytes() == (out / "summary.json").read_bytes()
+    # Another experiment under the same run id and task would mix two runs in one place.
+    with pytest.raises(ExperimentError, match="another experiment"):
+        place.federate("seed=6", out="other", **changes)
+
+
+def ended(place: Place) -> bool:
+    jobs = [job for job in place.cluster.objects("jobs") if job["metadata"]["name"].endswith("-aggregator")]
+    return bool(jobs and jobs[0].get("status", {}).get("conditions"))
+
+
+BEFORE = [
+    (["storage=runs"], {}, ExperimentError, "storage: found runs; allowed with backend kubernetes: s3://BUCKET/PREFIX"),
+    ([], {"image": None}, ExperimentError, "cluster.image: found none; allowed: NAME:TAG"),
+    ([], {"storage_secret": None}, ExperimentError, "cluster.storage_secret: found none"),
+    (["runtime.device=cuda"], {}, ExperimentError, "found no GPU for the workers, and runtime.device: cuda"),
+    ([], {"gpu": {"count": 1}}, ExperimentError, "found a GPU for each worker, and runtime.device: cpu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "changes", "kind", "said"), BEFORE)
+def test_what_cannot_run_is_refused_before_anything_is_created(
+    place: Place, overrides: list[str], changes: dict[str, Any], kind: type[FedloomError], said: str
+) -> None:
+    with pytest.raises(kind) as error:
+        place.federate(*overrides, **changes)
+    assert said in str(error.value)
+    assert place.cluster.api.requests == []
+
+
+def test_a_store_that_cannot_be_used_is_said_before_anything_is_created(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = place.storage
+    place.storage = "s3://no-such-bucket-here/x"
+    with pytest.raises(FedloomError, match="no-such-bucket-here"):
+        place.federate()
+    place.storage = bucket
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(RefusedError, match="AWS_SECRET_ACCESS_KEY"):
+        place.federate()
+    assert place.cluster.api.requests == []
+
+
+def test_rights_are_looked_at_before_the_partition_is_published(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(place.cluster.kubeconfig_for([])))
+    with pytest.raises(RefusedError, match=r"do not allow: get services.*create jobs(.|\n)*rbac\.yaml"):
+        place.federate()
+    assert place.nothing_was_created()
+    assert list(open_store(place.storage).entries()) == []
+
+
+def test_an_end_without_a_result_is_no_success(place: Place) -> None:
+    place.program("test $1 = worker && exec sleep 60; exit 0")
+    with pytest.raises(DataError, match=r"there is no summary\.json"):
+        place.federate()
+    until(place.nothing_left, "the end of all objects")
+
+
+def test_a_failure_leaves_logs_and_no_objects(place: Place) -> None:
+    place.program("test $1 = worker && exec sleep 60; echo 'error: model: it is so'; exit 2")
+    with pytest.raises(ExperimentError, match=r"code 2 .EXPERIMENT.: model: it is so"):
+        place.federate()
+    (log,) = (place.folder / "out" / "logs").iterdir()
+    assert "model: it is so" in log.read_text()
+    until(place.nothing_left, "the end of all objects")
+
+
+@pytest.mark.parametrize("delete", [False, True])
+def test_a_launcher_that_is_asked_to_stop_leaves_what_can_be_adopted_unless_told(place: Place, delete: bool) -> None:
+    place.program("exec sleep 60")
+
+    def stop() -> None:
+        until(lambda: ("watch", "jobs") in place.cluster.api.requests, "a watch")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=stop).start()
+    with pytest.raises(InterruptedRun) as error:
+        place.federate(delete_on_interrupt=delete)
+    assert signal.getsignal(signal.SIGTERM) == before
+    if delete:
+        until(place.nothing_left, "the end of all objects")
+    else:
+        assert len(place.cluster.objects("jobs")) == 2
+        assert "start again with run id run to adopt it, or delete it: kubectl delete" in str(error.value)
+        with pytest.raises(ExperimentError, match="with another specification"):
+            place.federate(workers=3)
+        assert len(place.cluster.objects("jobs")) == 2  # what runs there was not deleted
+
+
+# The backend local
+
+
+def locally(place: Place, *overrides: str, out: str = "out", **changes: Any) -> Path:
+    experiment = experiments.load(place.file, overrides)
+    settings = ClusterSettings(**changes)
+    federate(
+        experiment, place.partition, place.folder / out, backend="local", cluster=settings, run_id="run",
+        say=place.said.append,
+    )  # fmt: skip
+    return place.folder / out
+
+
+@pytest.fixture
+def here(small_run: tuple[Path, Path], partition: Path, tmp_path: Path) -> Place:
+    return Place(tmp_path, small_run[0], partition, "", None)  # type: ignore[arg-type]
+
+
+def test_local_is_fedloom_run(here: Place, small_run: tuple[Path, Path]) -> None:
+    out = locally(here)
+    assert scores(out) == scores(small_run[1])
+    assert (out / "report.html").exists()
+    assert any(line.startswith("after round 4: pooled test accuracy") for line in here.said)
+    locally(here)  # a step that is tried again goes on with what is there: here, to the end at once
+
+
+def test_a_local_failure_has_the_class_and_the_message_of_the_run(here: Place) -> None:
+    with pytest.raises(FedloomError, match=r"nothing/partition\.json|found no partition|no partition") as error:
+        federate(
+            experiments.load(here.file), here.folder / "nothing", here.folder / "out", backend="local",
+            cluster=ClusterSettings(), run_id="run", say=here.said.append,
+        )  # fmt: skip
+    assert isinstance(error.value, DataError)
+    assert not str(error.value).startswith("error:")
+    with pytest.raises(ExperimentError, match="backend: found 'cloud'; allowed: local, kubernetes"):
+        federate(
+            experiments.load(here.file), here.partition, here.folder / "out", backend="cloud",
+            cluster=ClusterSettings(), run_id="run",
+        )  # fmt: skip
+
+
+def test_a_local_deadline(here: Place) -> None:
+    with pytest.raises(QuorumError, match=r"cluster\.deadline_s"):
+        locally(here, deadline_s=1)
+    assert children(os.getpid()) == [] or not any(_is_run(pid) for pid in children(os.getpid()))
+
+
+def test_a_local_run_that_is_asked_to_stop_takes_its_process_along(here: Place) -> None:
+    began: list[int] = []
+
+    def stop() -> None:
+        until(lambda: any(_is_run(pid) for pid in children(os.getpid())), "a run")
+        began.extend(pid for pid in children(os.getpid()) if _is_run(pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    with pytest.raises(InterruptedRun):
+        locally(here)
+    deadline = time.monotonic() + WAIT_S
+    while any(alive(pid) for pid in began):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_local_run_whose_launcher_is_killed_ends_too(here: Place) -> None:
+    code = "import sys; from pathlib import Path; from fedloom.cluster import local; "
+    code += "local.run(*map(Path, sys.argv[1:]), say=print)"
+    arguments = [here.file, here.partition, here.folder / "out"]
+    with subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=ENVIRONMENT) as launcher:
+        until(lambda: children(launcher.pid), "a run")
+        (run,) = children(launcher.pid)
+        launcher.kill()
+    until(lambda: not alive(run), "the end of the run")
+    assert not (here.folder / "out" / "summary.json").exists()
+
+
+def _is_run(pid: int) -> bool:
+    try:
+        return b"\0run\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

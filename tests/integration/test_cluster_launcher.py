@@ -1,0 +1,475 @@
+"""The launcher against a Kubernetes API over HTTP, with the real client and the rights of our Role.
+
+What runs in the pods here is a few lines of shell: Kubernetes sees of a program when it ends, with which code, and what
+it says. Whole federations are in ``test_cluster_federate.py`` and in ``tests/e2e``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_cluster import FakeCluster
+
+from fedloom.cluster.api import Api, Unreachable
+from fedloom.cluster.federate import _owners, cleanup
+from fedloom.cluster.launcher import Launcher
+from fedloom.cluster.manifests import ATTEMPT, Federation, aggregator_job, completed
+from fedloom.cluster.settings import ClusterSettings, TaskConfig
+from fedloom.errors import (
+    AbandonedError,
+    ExperimentError,
+    FedloomError,
+    QuorumError,
+    RefusedError,
+    StorageError,
+    WorkerLostError,
+)
+
+RULES = next(yaml.safe_load_all((Path(__file__).parents[2] / "components/federate/rbac.yaml").read_text()))["rules"]
+WAIT_S = 60.0
+
+
+class World:
+    """A cluster, a program for its pods, and launchers."""
+
+    def __init__(self, folder: Path, cluster: FakeCluster) -> None:
+        self.folder, self.cluster = folder, cluster
+        self.said: list[str] = []
+        (folder / "bin").mkdir()
+        cluster.add_secret("store", {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"})
+        self.program()
+
+    def program(self, aggregator: str = "sleep 1; echo done", worker: str = "exec sleep 60") -> None:
+        """What the pods do; ``$INDEX`` is the worker's, ``$HERE`` a folder that outlives them."""
+        text = f"#!/bin/sh\nHERE={self.folder}\nINDEX=$JOB_COMPLETION_INDEX\ncase $1 in\n"
+        text += f"aggregator) {aggregator};;\nworker) {worker};;\nesac\n"
+        path = self.folder / "bin" / "fedloom"
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def federation(self, run_id: str = "run-1", **changes: Any) -> Federation:
+        settings = {
+            "image": "fedloom:1", "storage_secret": "store", "retries": 0, "failing_timeout_s": 0.5,
+            **changes,
+        }  # fmt: skip
+        return Federation(
+            run_id=run_id,
+            task="federate",
+            namespace=self.cluster.namespace,
+            settings=ClusterSettings(**settings),
+            task_config=TaskConfig(),
+            experiment="name: small\n",
+            run_url="s3://bucket/runs/small",
+            partition_url="s3://bucket/partitions/ff",
+            clients=10,
+            device="cpu",
+            threads=1,
+            clients_at_once=1,
+            storage_environment={},
+            orphan_after_s=None,
+        )
+
+    def launcher(self, federation: Federation | None = None, **options: Any) -> Launcher:
+        return Launcher(federation or self.federation(), Api(patience_s=2.0), self.said.append, **options)
+
+    def names(self, plural: str) -> list[str]:
+        return sorted(item["metadata"]["name"] for item in self.cluster.objects(plural))
+
+    def job(self, component: str = "aggregator") -> dict[str, Any]:
+        (found,) = (job for job in self.cluster.objects("jobs") if job["metadata"]["name"].endswith(component))
+        return found
+
+    def nothing_left(self) -> bool:
+        return not any(self.cluster.objects(plural) for plural in ("jobs", "services", "pods"))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    path = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    with FakeCluster(tmp_path / "cluster", images={"fedloom:1": []}, environment=path, backoff_s=0.05) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for(RULES)))
+        yield World(tmp_path, cluster)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.02)
+
+
+def in_background(run: Callable[[], None]) -> Callable[[], FedloomError | None]:
+    """Run something in a thread; the result waits for its end and returns its failure."""
+    failure: list[FedloomError] = []
+
+    def guarded() -> None:
+        try:
+            run()
+        except FedloomError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+
+    def ended() -> FedloomError | None:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        return failure[0] if failure else None
+
+    return ended
+
+
+def test_from_nothing_to_the_end_and_nothing_left(world: World) -> None:
+    launcher = world.launcher()
+    launcher.run()
+    name = world.federation().name
+    assert world.said[:3] == [f"created Job {name}-aggregator", f"created Service {name}", f"created Job {name}-worker"]
+    assert world.names("jobs") == [f"{name}-aggregator", f"{name}-worker"]
+    root = world.job()["metadata"]
+    assert root.get("ownerReferences") is None
+    for owned in (world.job("worker"), *world.cluster.objects("services")):
+        assert [reference["uid"] for reference in owned["metadata"]["ownerReferences"]] == [root["uid"]]
+    launcher.save_logs(world.folder / "logs")
+    (log,) = (world.folder / "logs").iterdir()  # the aggregator's; no worker failed
+    assert log.read_text() == "done\n"
+    launcher.remove(wait=True)
+    assert world.nothing_left()
+    launcher.remove(wait=True)  # again does nothing
+
+
+def test_what_an_earlier_launcher_left_is_adopted(world: World) -> None:
+    world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
+    world.launcher().ensure()  # and it is killed
+    before = {job["metadata"]["uid"] for job in world.cluster.objects("jobs")}
+    world.said.clear()
+    ended = in_background(world.launcher().run)
+    until(lambda: len(world.said) >= 3, "adoption")
+    (world.folder / "go").touch()
+    assert ended() is None
+    assert [line.split()[0] for line in world.said[:3]] == ["adopted"] * 3
+    assert {job["metadata"]["uid"] for job in world.cluster.objects("jobs")} == before
+    world.said.clear()
+    world.launcher().run()  # a third one finds it ended
+    assert world.said == [f"adopted Job {world.federation().name}-aggregator"]
+
+
+def test_what_a_launcher_had_not_come_to_is_created(world: World) -> None:
+    federation = world.federation()
+    Api().create(completed(aggregator_job(federation), federation.digest(), [], 1))
+    world.launcher().ensure()
+    assert [line.split()[0] for line in world.said] == ["adopted", "created", "created"]
+
+
+def test_another_specification_is_refused_and_left_alone(world: World) -> None:
+    world.launcher().ensure()
+    before = world.cluster.objects("jobs")
+    for other in (world.federation(workers=3), dataclasses.replace(world.federation(), experiment="name: other\n")):
+        with pytest.raises(ExperimentError, match="with another specification") as error:
+            world.launcher(other).run()
+        assert "run-1" in str(error.value)
+        assert "kubectl delete" in str(error.value)
+    uids = [job["metadata"]["uid"] for job in before]
+    assert [job["metadata"]["uid"] for job in world.cluster.objects("jobs")] == uids
+
+
+def test_services_and_workers_of_an_attempt_that_somebody_deleted_are_made_anew(world: World) -> None:
+    world.launcher().ensure()
+    first = world.job("worker")["metadata"]["uid"]
+    Api().delete("Job", f"{world.federation().name}-aggregator")
+    world.launcher().ensure()
+    until(lambda: len(world.names("jobs")) == 2, "two Jobs")
+    assert world.job("worker")["metadata"]["uid"] != first
+    root = world.job()["metadata"]["uid"]
+    for owned in (world.job("worker"), *world.cluster.objects("services")):
+        assert [reference["uid"] for reference in owned["metadata"]["ownerReferences"]] == [root]
+
+
+def test_a_history_that_is_forgotten_is_read_anew(world: World) -> None:
+    world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
+    world.cluster.fail("watch", "jobs", 410, "Expired", "too old resource version: 1 (9)")  # before it begins
+    ended = in_background(world.launcher().run)
+    requests = world.cluster.api.requests
+    until(lambda: requests.count(("watch", "jobs")) >= 2, "a second watch")
+    lists = requests.count(("list", "jobs"))
+    world.cluster.expire()  # and while it runs
+    until(lambda: requests.count(("list", "jobs")) > lists, "a list after the history was forgotten")
+    (world.folder / "go").touch()
+    assert ended() is None
+
+
+@pytest.mark.parametrize("component", ["aggregator", "worker"])
+def test_jobs_deleted_under_us(world: World, component: str) -> None:
+    world.program(aggregator="exec sleep 60")
+    ended = in_background(world.launcher().run)
+    until(lambda: ("watch", "jobs") in world.cluster.api.requests, "a watch")
+    Api().delete("Job", f"{world.federation().name}-{component}")
+    error = ended()
+    assert isinstance(error, WorkerLostError)
+    assert f"{component} was deleted while the federation ran" in str(error)
+
+
+def test_too_many_failed_workers(world: World) -> None:
+    world.program(aggregator="exec sleep 60", worker="test $INDEX = 1 && exec sleep 60; echo error: no memory; exit 7")
+    launcher = world.launcher(world.federation(retries=1))
+    with pytest.raises(WorkerLostError, match="workers failed for good: 0") as error:
+        launcher.run()
+    assert "no memory" in str(error.value)
+    failed = [pod for pod in world.cluster.pods() if "-worker-0-" in pod["metadata"]["name"]]
+    assert len(failed) == 2  # tried again once, alone
+    launcher.save_logs(world.folder / "logs")
+    logs = sorted(path.name for path in (world.folder / "logs").iterdir())
+    assert logs == sorted(f"{pod['metadata']['name']}.log" for pod in failed)  # the aggregator has said nothing
+    launcher.remove(wait=True)
+    assert world.nothing_left()
+
+
+def test_as_many_workers_may_fail_as_are_allowed_to(world: World) -> None:
+    world.program(aggregator="sleep 2", worker="test $INDEX = 1 && exec sleep 60; exit 7")
+    world.launcher(world.federation(max_failed_workers=1)).run()
+
+
+def test_a_worker_that_would_fail_again_is_not_tried_again(world: World) -> None:
+    world.program(aggregator="exec sleep 60", worker="echo 'error: found no CUDA'; exit 2")
+    with pytest.raises(ExperimentError, match="found no CUDA"):
+        world.launcher(world.federation(retries=3, workers=1)).run()
+    assert len([pod for pod in world.cluster.pods() if "-worker-" in pod["metadata"]["name"]]) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "tries"),
+    [
+        (2, ExperimentError, 1),
+        (4, RefusedError, 1),
+        (8, AbandonedError, 1),
+        (6, StorageError, 3),
+        (1, WorkerLostError, 3),
+    ],
+)
+def test_how_an_aggregator_may_end(world: World, code: int, kind: type[FedloomError], tries: int) -> None:
+    world.program(aggregator=f"echo INFO; echo 'error: the reason'; echo '  the remedy'; exit {code}")
+    with pytest.raises(FedloomError, match=f"ended with code {code} .*: the reason\n  the remedy") as error:
+        world.launcher(world.federation(retries=2)).run()
+    assert type(error.value) is kind
+    assert len([pod for pod in world.cluster.pods() if "-aggregator-" in pod["metadata"]["name"]]) == tries
+    assert any("the reason" in line for line in world.said)
+
+
+def test_an_aggregator_that_is_evicted_is_replaced_whatever_the_retries(world: World) -> None:
+    world.program(aggregator=f"test -e {world.folder}/2 && exit 0; touch {world.folder}/2; exec sleep 60")
+    ended = in_background(world.launcher().run)
+    until((world.folder / "2").exists, "a first aggregator")
+    (pod,) = (pod["metadata"]["name"] for pod in world.cluster.pods() if "-aggregator-" in pod["metadata"]["name"])
+    admin = Api()
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+    world.cluster.api.identities[_token()].rules = None
+    admin._call("POST", admin._path("Pod", pod) + "/eviction", body=body)
+    assert ended() is None
+
+
+def _token() -> str:
+    import os
+
+    tree = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
+    return str(tree["users"][0]["user"]["token"])
+
+
+def test_a_federation_that_failed_unseen_is_started_again(world: World) -> None:
+    world.program(aggregator=f"test -e {world.folder}/2 && exit 0; touch {world.folder}/2; exit 8")
+    world.launcher().ensure()  # and this launcher is killed; nobody follows, and the aggregator ends with 8
+    until(lambda: world.job().get("status", {}).get("conditions"), "the end of the first attempt")
+    world.launcher().run()
+    assert world.job()["metadata"]["annotations"][ATTEMPT] == "2"
+    assert any("attempt 2" in line for line in world.said)
+
+
+def test_a_federation_that_would_fail_again_is_not(world: World) -> None:
+    world.program(aggregator="echo 'error: wrong'; exit 3")
+    world.launcher().ensure()
+    until(lambda: world.job().get("status", {}).get("conditions"), "its end")
+    with pytest.raises(FedloomError, match=r"code 3 .DATA.: wrong"):
+        world.launcher().run()
+    assert world.job()["metadata"]["annotations"][ATTEMPT] == "1"
+
+
+def test_a_deadline(world: World) -> None:
+    world.program(aggregator="exec sleep 60")
+    with pytest.raises(QuorumError, match=r"cluster\.deadline_s"):
+        world.launcher(world.federation(deadline_s=1)).run()
+
+
+PENDING = [
+    ({"image": "fedloom:2"}, ExperimentError, ["fedloom:2", "not found", "cluster.image"]),
+    ({"worker_image": "cuda:2"}, ExperimentError, ["worker-", "cuda:2", "not found"]),
+    ({"storage_secret": "other"}, ExperimentError, ["CreateContainerConfigError", "other", "kubectl create secret"]),
+    (
+        {"gpu": {"count": 1}, "pending_timeout_s": 2},
+        QuorumError,
+        ["Unschedulable", "Insufficient nvidia.com/gpu", "cluster.pending_timeout_s"],
+    ),
+    (
+        {
+            "volumes": ({"name": "ca", "configMap": {"name": "ca"}},),
+            "volume_mounts": ({"name": "ca", "mountPath": "/ca"},),
+        },
+        ExperimentError,
+        ["FailedMount", "ca"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"), PENDING, ids=["image", "worker-image", "secret", "gpu", "volume"]
+)
+def test_pods_that_cannot_start(
+    world: World, changes: dict[str, Any], kind: type[FedloomError], words: list[str]
+) -> None:
+    world.program(aggregator="exec sleep 60")
+    launcher = world.launcher(world.federation(**changes))
+    with pytest.raises(kind) as error:
+        launcher.run()
+    assert type(error.value) is kind
+    assert [word for word in words if word not in str(error.value)] == []
+    launcher.remove(wait=True)
+    assert world.nothing_left()
+
+
+def test_rights_that_are_missing_are_named_with_the_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = [{**rule, "verbs": [verb for verb in rule["verbs"] if verb != "create"]} for rule in RULES]
+    monkeypatch.setenv("KUBECONFIG", str(world.cluster.kubeconfig_for(rules)))
+    assert Api().missing_rights() == ["create services", "create jobs"]
+    with pytest.raises(RefusedError, match=r"cannot create resource .jobs(.|\n)*components/federate/rbac\.yaml"):
+        world.launcher().run()
+    assert world.nothing_left()
+
+
+def test_the_role_is_enough(world: World) -> None:
+    assert Api().missing_rights() == []
+
+
+def test_events_are_optional(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = [rule for rule in RULES if "events" not in rule["resources"]]
+    monkeypatch.setenv("KUBECONFIG", str(world.cluster.kubeconfig_for(rules)))
+    assert Api().events("anything") == []
+
+
+def test_credentials_that_are_not_accepted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = yaml.safe_load(world.cluster.kubeconfig.read_text())
+    tree["users"][0]["user"]["token"] = "old"
+    path = world.folder / "kubeconfig"
+    path.write_text(yaml.safe_dump(tree))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(RefusedError, match="does not accept these credentials") as error:
+        world.launcher().run()
+    assert world.cluster.url in str(error.value)
+
+
+def test_a_quota_on_jobs(world: World) -> None:
+    words = 'jobs.batch "fl" is forbidden: exceeded quota: few, requested: count/jobs.batch=1, used: 4, limited: 4'
+    world.cluster.fail("create", "jobs", 403, "Forbidden", words)
+    with pytest.raises(RefusedError, match="exceeded quota: few") as error:
+        world.launcher().run()
+    assert "kubectl describe quota" in str(error.value)
+    assert "rbac" not in str(error.value)
+
+
+def test_a_manifest_that_the_api_does_not_take(world: World) -> None:
+    bad = world.federation(tolerations=({"tolerationSeconds": "soon"},))
+    with pytest.raises(ExperimentError, match="tolerationSeconds"):
+        world.launcher(bad).run()
+
+
+def test_a_namespace_that_is_not_there(world: World) -> None:
+    world.cluster.api.identities[_token()].rules = None
+    elsewhere = dataclasses.replace(world.federation(), namespace="nowhere")
+    with pytest.raises(ExperimentError, match=r"nowhere.*not found(.|\n)*kubectl create namespace nowhere"):
+        Launcher(elsewhere, Api("nowhere"), world.said.append).run()
+
+
+def test_an_api_that_stumbles_is_asked_again(world: World) -> None:
+    for verb, resource in (("create", "jobs"), ("create", "services"), ("list", "jobs"), ("list", "pods")):
+        world.cluster.fail(verb, resource, 503, "ServiceUnavailable", "apiserver is shutting down")
+    world.cluster.fail("watch", "jobs", 500, "InternalError", "etcdserver: leader changed")
+    world.launcher().run()
+
+
+def test_an_api_that_is_not_there_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = yaml.safe_load(world.cluster.kubeconfig.read_text())
+    tree["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"  # nobody listens there
+    path = world.folder / "kubeconfig"
+    path.write_text(yaml.safe_dump(tree))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(Unreachable, match=r"http://127.0.0.1:9 cannot be reached: .*refused"):
+        world.launcher().run()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "said"),
+    [
+        (None, RefusedError, "found no Kubernetes cluster"),
+        ("{", ExperimentError, "not a kubeconfig"),
+        ("a: b", ExperimentError, "not a kubeconfig"),
+    ],
+)
+def test_no_kubeconfig(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, kind: type[FedloomError], said: str
+) -> None:
+    path = tmp_path / "config"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(kind, match=said):
+        Api()
+
+
+def test_a_workflow_takes_its_federation_along(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    admin = world.cluster
+    workflow = {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"name": "pipeline-1"},
+        "spec": {},
+    }
+    api = Api()
+    admin.api.identities[_token()].rules = None
+    path = f"/apis/argoproj.io/v1alpha1/namespaces/{admin.namespace}/workflows"
+    made = api._call("POST", path, body=workflow)
+    reference = {
+        "apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "pipeline-1", "uid": made["metadata"]["uid"],
+        "controller": True,
+    }  # fmt: skip
+    step = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "step-1", "ownerReferences": [reference]},
+        "spec": {"restartPolicy": "Never", "containers": [{"name": "main", "image": "fedloom:1", "command": ["true"]}]},
+    }  # fmt: skip
+    api._call("POST", api._path("Pod"), body=step)
+    assert _owners(api) == []  # this process is in no pod
+    monkeypatch.setenv("KFP_POD_NAME", "step-1")
+    owners = _owners(api)
+    assert [owner["name"] for owner in owners] == ["pipeline-1"]
+    world.program(aggregator="exec sleep 60")
+    world.launcher(owners=owners).ensure()
+    assert [owner["kind"] for owner in world.job()["metadata"]["ownerReferences"]] == ["Workflow"]
+    assert len(world.names("jobs")) == 2
+    api._call("DELETE", f"{path}/pipeline-1", body={"propagationPolicy": "Background"})
+    until(world.nothing_left, "garbage collection")
+
+
+def test_cleanup_deletes_what_is_of_a_run_and_nothing_else(world: World) -> None:
+    world.program(aggregator="exec sleep 60")
+    world.launcher(world.federation("run-1")).ensure()
+    world.launcher(world.federation("run-2")).ensure()
+    kept = world.federation("run-2").name
+    assert sorted(cleanup("run-1", say=world.said.append)) == sorted(
+        [f"Job {world.federation('run-1').name}-{end}" for end in ("aggregator", "worker")]
+        + [f"Service {world.federation('run-1').name}"]
+    )
+    until(lambda: world.names("jobs") == [f"{kept}-aggregator", f"{kept}-worker"], "two Jobs are left")
+    until(lambda: world.names("services") == [kept], "one Service is left")
+    assert cleanup("run-1") == []

@@ -1,0 +1,415 @@
+"""The cluster of processes behaves as Kubernetes does, asked with the real client."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster
+from run_processes import alive, until
+from urllib3 import PoolManager
+from urllib3.exceptions import HTTPError
+
+kubernetes = pytest.importorskip("kubernetes")
+from kubernetes import client, config, watch  # noqa: E402
+from kubernetes.client.exceptions import ApiException  # noqa: E402
+
+NS = "federations"
+SLEEP = "exec sleep 600"
+LOOP = "while :; do sleep 0.05; done"
+
+
+class Cluster:
+    """A fake cluster and the real client's view of it."""
+
+    def __init__(self, fake: FakeCluster, kubeconfig: Path | None = None) -> None:
+        self.fake = fake
+        api = config.new_client_from_config(str(kubeconfig or fake.kubeconfig))
+        self.core, self.batch = client.CoreV1Api(api), client.BatchV1Api(api)
+        self.access = client.AuthorizationV1Api(api)
+
+    def job(self, name: str, script: str, *, spec: dict[str, Any] | None = None, **container: Any) -> None:
+        """Create a Job whose container runs a shell script."""
+        self.batch.create_namespaced_job(NS, manifest(name, script, spec=spec, **container))
+
+    def status(self, name: str) -> Any:
+        """Of a Job."""
+        return self.batch.read_namespaced_job(name, NS).status
+
+    def ended(self, name: str) -> Any:
+        """Wait for a Job's last condition."""
+        until(lambda: conditions(self.status(name)) & {"Complete", "Failed"}, f"{name} ends", 60)
+        return self.status(name)
+
+    def pods(self, job: str) -> list[Any]:
+        """Of a Job, oldest first."""
+        found = self.core.list_namespaced_pod(NS, label_selector=f"batch.kubernetes.io/job-name={job}").items
+        return sorted(found, key=lambda pod: int(pod.metadata.resource_version))
+
+    def running(self, job: str, count: int = 1) -> list[str]:
+        """Wait until some pods of a Job run and are ready; their names."""
+
+        def ready() -> list[str]:
+            return [
+                pod.metadata.name
+                for pod in self.pods(job)
+                if pod.status.container_statuses and pod.status.container_statuses[0].ready
+            ]
+
+        until(lambda: len(ready()) == count, f"{count} pods of {job} run", 60)
+        return ready()
+
+    def waiting(self, job: str) -> tuple[str, str]:
+        """Reason and message of the state in which a Job's first container waits."""
+        for pod in self.pods(job):
+            for status in pod.status.container_statuses or []:
+                if status.state.waiting:
+                    return status.state.waiting.reason, status.state.waiting.message or ""
+        return "", ""
+
+
+def manifest(name: str, script: str, *, spec: dict[str, Any] | None = None, **container: Any) -> dict[str, Any]:
+    main = {"name": "main", "image": "image:1", "command": ["sh", "-c", script], **container}
+    pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [main], "terminationGracePeriodSeconds": 5}
+    for key in ("volumes", "nodeSelector"):
+        if key in main:
+            pod[key] = main.pop(key)
+    template = {"metadata": {"labels": {"app": name}}, "spec": pod}
+    return {
+        "apiVersion": "batch/v1", "kind": "Job",
+        "metadata": {"name": name}, "spec": {"template": template, **(spec or {})},
+    }  # fmt: skip
+
+
+def conditions(status: Any) -> set[str]:
+    return {found.type for found in status.conditions or [] if found.status == "True"}
+
+
+def last(status: Any) -> tuple[str, str, str]:
+    found = status.conditions[-1]
+    return found.type, found.reason, found.message
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with FakeCluster(tmp_path, images={"image:1": [], "echo:1": ["echo", "entrypoint"]}, backoff_s=0.1) as fake:
+        yield Cluster(fake)
+
+
+def refused(code: int, call: Callable[[], object]) -> str:
+    """The message of an API error with this code."""
+    with pytest.raises(ApiException) as error:
+        call()
+    assert error.value.status == code
+    return str(error.value.body)
+
+
+def test_a_container_gets_what_its_manifest_says(cluster: Cluster) -> None:
+    cluster.fake.add_secret("login", {"KEY": "hush"})
+    cluster.job(
+        "job", 'echo "$KEY $WHO $0 $1 $(cat)"; echo kept > "$0/file"; ls "$HOME"; echo "$TMPDIR"',
+        args=["/work", "s3://bucket/work/x:$(WHO):$$(WHO):$(NONE)"],
+        env=[
+            {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "login", "key": "KEY"}}},
+            {"name": "WHO", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['app']"}}},
+            {"name": "HOME", "value": "/work"},
+        ],
+        volumes=[{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
+        volumeMounts=[{"name": "work", "mountPath": "/work"}, {"name": "tmp", "mountPath": "/tmp"}],
+    )  # fmt: skip
+    assert last(cluster.ended("job"))[0] == "Complete"
+    (pod,) = cluster.pods("job")
+    first, second, third = cluster.core.read_namespaced_pod_log(pod.metadata.name, NS).splitlines()
+    key, who, work, argument = first.split()
+    assert (key, who, argument) == ("hush", "job", "s3://bucket/work/x:job:$(WHO):$(NONE)")
+    assert Path(work).is_dir()
+    assert work.startswith(str(cluster.fake.root))
+    assert (second, third) == ("file", str(Path(work).with_name("tmp")))
+    cluster.job("entry", "", command=None, image="echo:1", args=["and more"])
+    cluster.ended("entry")
+    assert cluster.core.read_namespaced_pod_log(cluster.pods("entry")[0].metadata.name, NS) == "entrypoint and more\n"
+
+
+def test_a_service_leads_to_ready_pods(cluster: Cluster) -> None:
+    ports = [{"port": 80, "targetPort": "http"}]
+    service = {"metadata": {"name": "web"}, "spec": {"selector": {"app": "web"}, "ports": ports}}
+    made = cluster.core.create_namespaced_service(NS, {"apiVersion": "v1", "kind": "Service", **service})
+    url = f"http://{made.spec.cluster_ip}/here"
+    with PoolManager(retries=False) as http:
+        with pytest.raises(HTTPError):
+            http.request("GET", url, timeout=5)
+        cluster.job(
+            "web", f"echo hello > here; exec {sys.executable} -m http.server --bind 0.0.0.0 8080",
+            ports=[{"name": "http", "containerPort": 8080}],
+            readinessProbe={"httpGet": {"port": 8080, "path": "/here"}, "periodSeconds": 1},
+        )  # fmt: skip
+        cluster.running("web")
+        assert http.request("GET", url, timeout=5).data == b"hello\n"
+    asking = f"import urllib.request as u; print(u.urlopen('http://web.{NS}.svc/here', timeout=9).read())"
+    cluster.job("ask", "", command=[sys.executable, "-c", asking])
+    assert last(cluster.ended("ask"))[0] == "Complete"
+    assert cluster.core.read_namespaced_pod_log(cluster.pods("ask")[0].metadata.name, NS) == "b'hello\\n'\n"
+
+
+FAIL_INDEX = {"action": "FailIndex", "onExitCodes": {"containerName": "main", "operator": "In", "values": [3]}}
+INDEXED = {"completionMode": "Indexed", "completions": 3, "parallelism": 3, "backoffLimitPerIndex": 1}
+
+
+def test_an_index_is_retried_by_itself(cluster: Cluster) -> None:
+    cluster.job(
+        "job", 'test "$JOB_COMPLETION_INDEX" = 0 || exit $(( JOB_COMPLETION_INDEX + 1 ))',
+        spec={**INDEXED, "podFailurePolicy": {"rules": [FAIL_INDEX]}},
+    )  # fmt: skip
+    status = cluster.ended("job")
+    assert last(status) == ("Failed", "FailedIndexes", "Job has failed indexes")
+    assert (status.completed_indexes, status.failed_indexes) == ("0", "1-2")
+    tries = [pod.metadata.annotations["batch.kubernetes.io/job-completion-index"] for pod in cluster.pods("job")]
+    assert sorted(tries) == ["0", "1", "1", "2"]  # index 1 again, index 2 not: its code says so
+    assert (status.succeeded, status.failed, status.active) == (1, 3, None)
+
+
+def test_too_many_failed_indexes_end_a_job_and_its_other_pods(cluster: Cluster) -> None:
+    cluster.job(
+        "job", 'test "$JOB_COMPLETION_INDEX" = 0 && exec sleep 600; exit 1',
+        spec={**INDEXED, "backoffLimitPerIndex": 0, "maxFailedIndexes": 1},
+    )  # fmt: skip
+    status = cluster.ended("job")
+    assert last(status)[1] == "MaxFailedIndexesExceeded"
+    assert {pod.status.phase for pod in cluster.pods("job")} <= {"Failed"}
+
+
+def test_an_exit_code_ends_a_job_and_an_eviction_does_not(cluster: Cluster) -> None:
+    rules = [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [4]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+    ]
+    policy = {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
+    cluster.job("code", "echo no way >&2; exit 4", spec=policy, terminationMessagePolicy="FallbackToLogsOnError")
+    kind, reason, message = last(cluster.ended("code"))
+    (pod,) = cluster.pods("code")
+    assert (kind, reason) == ("Failed", "PodFailurePolicy")
+    assert message == (
+        f"Container main for pod {NS}/{pod.metadata.name} failed with exit code 4 matching FailJob rule at index 0"
+    )
+    assert pod.status.container_statuses[0].state.terminated.message == "no way\n"
+    cluster.job("moved", SLEEP, spec=policy)
+    (first,) = cluster.running("moved")
+    cluster.core.create_namespaced_pod_eviction(
+        first, NS, {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": first}}
+    )
+    until(lambda: [p for p in cluster.pods("moved") if p.metadata.name != first], "another pod", 60)
+    assert not conditions(cluster.status("moved"))
+    (second,) = cluster.running("moved")
+    cluster.fake.kill(second, reason="OOMKilled")
+    assert last(cluster.ended("moved"))[1] == "BackoffLimitExceeded"
+    (pod,) = cluster.pods("moved")
+    ended = pod.status.container_statuses[0].state.terminated
+    assert (ended.exit_code, ended.reason) == (137, "OOMKilled")
+
+
+def test_limits_of_time(cluster: Cluster) -> None:
+    cluster.job("late", SLEEP, spec={"activeDeadlineSeconds": 1})
+    cluster.job("short", "true", spec={"ttlSecondsAfterFinished": 1})
+    assert last(cluster.ended("late")) == (
+        "Failed", "DeadlineExceeded", "Job was active longer than specified deadline",
+    )  # fmt: skip
+    until(lambda: not cluster.pods("short"), "the pods go", 60)
+    assert "not found" in refused(404, lambda: cluster.status("short"))
+
+
+def test_a_suspended_job_waits(cluster: Cluster) -> None:
+    cluster.job("job", "true", spec={"suspend": True})
+    until(lambda: "Suspended" in conditions(cluster.status("job")), "it says so", 60)
+    assert not cluster.pods("job")
+    cluster.batch.patch_namespaced_job("job", NS, {"spec": {"suspend": False}})
+    assert last(cluster.ended("job"))[0] == "Complete"
+
+
+def test_deletion(cluster: Cluster) -> None:
+    for name in ("background", "foreground", "orphan"):
+        cluster.job(name, f"trap 'echo told; exit 0' TERM; echo up; {LOOP}")
+    names = {name: cluster.running(name)[0] for name in ("background", "foreground", "orphan")}
+    until(lambda: all(cluster.fake.log(pod, "main") for pod in names.values()), "all have their trap", 60)
+    pids = {name: cluster.fake.pid(pod) for name, pod in names.items()}
+    for name in ("background", "foreground"):
+        cluster.batch.delete_namespaced_job(name, NS, propagation_policy=name.title())
+    cluster.batch.delete_namespaced_job("orphan", NS)  # what batch/v1 does unless told otherwise
+    until(lambda: len(cluster.fake.pods()) == 1, "two of three are gone", 60)
+    assert [alive(pids[name]) for name in names] == [False, False, True]
+    assert cluster.fake.log(names["background"], "main") == "up\ntold\n"
+    (left,) = cluster.core.list_namespaced_pod(NS).items
+    assert not left.metadata.owner_references
+    cluster.core.delete_namespaced_pod(left.metadata.name, NS, grace_period_seconds=0)
+    until(lambda: not cluster.fake.pods() and not alive(pids["orphan"]), "the last is gone", 60)
+
+
+def test_a_pod_that_does_not_listen_is_killed_after_its_grace(cluster: Cluster) -> None:
+    cluster.job("deaf", f"trap '' TERM; echo up; {LOOP}")
+    (pod,) = cluster.running("deaf")
+    until(lambda: cluster.fake.log(pod), "it has its trap", 60)
+    pid = cluster.fake.pid(pod)
+    cluster.core.delete_namespaced_pod(pod, NS, grace_period_seconds=1)
+    until(lambda: not alive(pid), "it is killed", 60)
+    until(lambda: cluster.status("deaf").failed == 1, "its Job counts it", 60)
+    assert cluster.running("deaf") != [pod]
+
+
+def test_pods_that_cannot_start_say_why(cluster: Cluster) -> None:
+    cluster.job("image", "true", image="registry.example/none:1")
+    cluster.job("secret", "true", env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "none", "key": "A"}}}])
+    cluster.job("program", "", command=["no-such-program"])
+    cluster.job("gpu", "true", resources={"limits": {"nvidia.com/gpu": "1"}})
+    until(lambda: cluster.waiting("image")[0] == "ImagePullBackOff", "ImagePullBackOff", 60)
+    assert "registry.example/none:1" in cluster.waiting("image")[1]
+    until(lambda: cluster.waiting("secret")[0], "a reason", 60)
+    assert cluster.waiting("secret") == ("CreateContainerConfigError", 'secret "none" not found')
+    until(lambda: cluster.pods("gpu")[0].status.conditions, "the scheduler's words", 60)
+    (pod,) = cluster.pods("gpu")
+    (scheduled,) = pod.status.conditions
+    assert (scheduled.status, scheduled.reason) == ("False", "Unschedulable")
+    assert scheduled.message.startswith("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+    events = cluster.core.list_namespaced_event(NS, field_selector=f"involvedObject.name={pod.metadata.name}").items
+    assert [(event.reason, event.message) for event in events] == [("FailedScheduling", scheduled.message)]
+    assert cluster.pods("program")[0].status.container_statuses[0].state.terminated.exit_code == 128
+    cluster.fake.node.capacity["nvidia.com/gpu"] = "1"
+    cluster.fake.images["registry.example/none:1"] = []
+    cluster.fake.add_secret("none", {"A": "b"})
+    for name in ("gpu", "image", "secret"):
+        assert last(cluster.ended(name))[0] == "Complete"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spec": {"templat": {}}}, "templat"),
+        ({"metadata": {"name": "Big"}}, "metadata.name: Invalid value"),
+        ({"spec": {"backoffLimitPerIndex": 1}}, "backoffLimitPerIndex: Invalid value: requires indexed"),
+        ({"spec": {"completionMode": "Indexed"}}, "spec.completions: Required value"),
+        ({"spec": {"template": {"spec": {"restartPolicy": None}}}}, "restartPolicy: Required value"),
+        ({"spec": {"template": {"spec": {"containers": [{"name": "a", "image": "b", "port": 1}]}}}}, "port"),
+        ({"spec": {"podFailurePolicy": {"rules": [FAIL_INDEX]}}}, "requires the backoffLimitPerIndex to be set"),
+    ],
+)  # fmt: skip
+def test_a_wrong_manifest_is_refused(cluster: Cluster, change: dict[str, Any], message: str) -> None:
+    def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+        return tree | {k: merged(tree.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}
+
+    said = refused(422, lambda: cluster.batch.create_namespaced_job(NS, merged(manifest("job", "true"), change)))
+    assert message in said
+    assert not cluster.fake.objects("jobs")
+
+
+def test_refusals(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.job("job", SLEEP)
+    assert "already exists" in refused(409, lambda: cluster.job("job", SLEEP))
+    assert 'jobs.batch \\"none\\" not found' in refused(404, lambda: cluster.status("none"))
+    changed = {"spec": {"template": {"metadata": {"labels": {"a": "b"}}}}}
+    assert "field is immutable" in refused(422, lambda: cluster.batch.patch_namespaced_job("job", NS, changed))
+    cluster.fake.fail("create", "jobs", 403, "Forbidden", "exceeded quota: small")
+    assert "exceeded quota" in refused(403, lambda: cluster.job("other", "true"))
+    cluster.job("other", "true")
+    rules = [{"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]}]
+    launcher = Cluster(cluster.fake, cluster.fake.kubeconfig_for(rules))
+    assert launcher.status("job")
+    said = refused(403, lambda: launcher.job("more", "true"))
+    assert f"system:serviceaccount:{NS}:launcher" in said
+    assert 'cannot create resource \\"jobs\\"' in said
+    for verb, allowed in (("list", True), ("create", False)):
+        attributes = {"namespace": NS, "verb": verb, "group": "batch", "resource": "jobs"}
+        review = {"spec": {"resourceAttributes": attributes}}
+        assert launcher.access.create_self_subject_access_review(review).status.allowed is allowed
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(re.sub(r"token: .*", "token: wrong", cluster.fake.kubeconfig.read_text()))
+    stranger = Cluster(cluster.fake, wrong)
+    assert "Unauthorized" in refused(401, lambda: stranger.status("job"))
+
+
+def test_watches(cluster: Cluster) -> None:
+    listed = cluster.batch.list_namespaced_job(NS)
+    cluster.job("job", "true")
+    seen = []
+    for event in watch.Watch().stream(
+        cluster.batch.list_namespaced_job, NS, resource_version=listed.metadata.resource_version, timeout_seconds=60
+    ):
+        seen.append(event["type"])
+        if event["type"] == "DELETED":
+            break
+        if conditions(event["object"].status) & {"Complete"}:
+            cluster.batch.delete_namespaced_job("job", NS, propagation_policy="Background")
+    assert seen[0] == "ADDED"
+    assert set(seen[1:-1]) == {"MODIFIED"}
+    stream = watch.Watch().stream(cluster.batch.list_namespaced_job, NS, timeout_seconds=60)
+    cluster.fake.expire()
+    with pytest.raises(ApiException) as error:
+        list(
+            watch.Watch().stream(
+                cluster.batch.list_namespaced_job,
+                NS,
+                resource_version=listed.metadata.resource_version,
+                timeout_seconds=9,
+            )
+        )
+    assert error.value.status == 410
+    cluster.job("again", "true")
+    assert next(iter(stream))["object"].metadata.name == "again"
+
+
+def test_logs_can_be_followed(cluster: Cluster) -> None:
+    cluster.job("job", f"trap 'echo two; exit 0' USR1; echo one; {LOOP}")
+    (pod,) = cluster.running("job")
+    followed = watch.Watch().stream(cluster.core.read_namespaced_pod_log, pod, NS, follow=True)
+    assert next(followed) == "one"
+    cluster.fake.kill(pod, signal.SIGUSR1)
+    assert list(followed) == ["two"]
+    assert cluster.core.read_namespaced_pod_log(pod, NS, tail_lines=1) == "two\n"
+
+
+def test_probes(cluster: Cluster) -> None:
+    slow = {"exec": {"command": ["test", "-e", "/work/up"]}, "periodSeconds": 1, "failureThreshold": 1}
+    mounts = {
+        "volumes": [{"name": "work", "emptyDir": {}}],
+        "volumeMounts": [{"name": "work", "mountPath": "/work"}],
+        "args": ["/work"],
+    }
+    cluster.job("up", 'touch "$0/up"; exec sleep 600', startupProbe={**slow, "initialDelaySeconds": 1}, **mounts)
+    cluster.running("up")
+    cluster.job("down", SLEEP, startupProbe=slow, spec={"backoffLimit": 0}, **mounts)
+    assert last(cluster.ended("down"))[1] == "BackoffLimitExceeded"
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    with FakeCluster(tmp_path, images={"image:1": []}) as fake:
+        inside = Cluster(fake)
+        inside.job("job", "sleep 600 & exec sleep 600")
+        pid = fake.pid(*inside.running("job"))
+    assert not alive(pid)
+    script = (
+        "import sys, time, pathlib; sys.path.insert(0, sys.argv[1])\n"
+        "from fake_cluster import FakeCluster\n"
+        "from kubernetes import client, config\n"
+        "with FakeCluster(images={'image:1': []}) as fake:\n"
+        "    config.load_kube_config(str(fake.kubeconfig))\n"
+        "    main = {'name': 'a', 'image': 'image:1', 'command': ['sleep', '600']}\n"
+        "    pod = {'restartPolicy': 'Never', 'containers': [main]}\n"
+        "    body = {'apiVersion': 'v1', 'kind': 'Pod', 'metadata': {'name': 'pod'}, 'spec': pod}\n"
+        "    client.CoreV1Api().create_namespaced_pod('federations', body)\n"
+        "    while fake.pods()[0]['status']['phase'] != 'Running': time.sleep(0.05)\n"
+        "    print(fake.pid('pod'), fake.root, flush=True); time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(Path(__file__).parents[1])], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    pid_, folder = process.stdout.readline().split()
+    assert alive(int(pid_))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    until(lambda: not alive(int(pid_)), "the container dies with its cluster", 60)
+    subprocess.run(["rm", "-r", folder], check=True)

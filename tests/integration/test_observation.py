@@ -1,0 +1,243 @@
+"""Watching a run over real sockets: what is told, when the stream ends, and who counts as watching."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from transport_support import Proxy, Worker, make_aggregator, until
+
+from fedloom.errors import RefusedError
+from fedloom.federation.journal import Attempt
+from fedloom.transport.notices import Notices
+from fedloom.transport.progress import Progress, follow, from_wire
+from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
+from fedloom.transport.wire import federation_pb2 as wire
+
+CLIENTS = ("anna", "bo", "carla")
+
+
+class Watcher:
+    """``follow`` in a thread."""
+
+    def __init__(self, address: str) -> None:
+        self.told: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        self.leaving = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(address,), daemon=True)
+        self.thread.start()
+
+    def _run(self, address: str) -> None:
+        try:
+            for progress in follow(address, connect_s=10):
+                self.told.put(progress)
+                if self.leaving.is_set():
+                    return
+        except (ConnectionError, RefusedError) as error:
+            self.error = error
+
+    def until(self, **values: object) -> list[Progress]:
+        """What is told up to a progress that has these values."""
+        told = []
+        while True:
+            told.append(self.told.get(timeout=10))
+            if all(getattr(told[-1], name) == value for name, value in values.items()):
+                return told
+
+    def ended(self) -> BaseException | None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self.error
+
+
+@pytest.fixture
+def notices() -> Notices:
+    return Notices("run-1", 7, CLIENTS)
+
+
+@pytest.fixture
+def address(notices: Notices) -> Iterator[str]:
+    aggregator = make_aggregator(notices=notices)
+    yield aggregator.start("127.0.0.1:0")
+    aggregator.stop()
+
+
+def line(round: int) -> dict[str, object]:
+    return {"round": round, "seen": {"accuracy_pooled": 0.5}, "unseen": None, "text": "ü"}
+
+
+def test_a_run_is_told_from_its_workers_to_its_end(notices: Notices, address: str) -> None:
+    watcher = Watcher(address)
+    notices.tell("waiting", "waiting for workers")
+    (*_, waiting) = watcher.until(message="waiting for workers")
+    assert waiting == Progress("run-1", "waiting", 0, 7, 0, 3, None, "waiting for workers")
+    worker = Worker(address, "w1", ("anna", "bo", "somebody else"))
+    (*_, one) = watcher.until(workers=1)
+    assert one.clients_unserved == 1
+    notices.evaluating(0, 2, 3)
+    watcher.until(state="evaluating", message="2 of 3 clients measured")
+    for round in range(1, 4):
+        notices.round_done(Attempt(round, 1), 7)
+    notices.evaluated(line(3))
+    (*_, evaluated) = watcher.until(evaluated=line(3))
+    assert evaluated.round == 3
+    notices.attempt_failed(Attempt(4, 2, outcome="nobody answered"), 3)
+    watcher.until(state="training", message="round 4: attempt 2 of 3 failed: nobody answered")
+    notices.tell("finished")
+    notices.tell("failed", "too late to fail")
+    (*_, last) = watcher.until(state="finished")
+    assert (last.round, last.message, last.evaluated) == (3, "", None)
+    assert watcher.ended() is None
+    worker.leave()
+    assert worker.over is False  # it was told to go, the run was not over
+
+
+def test_rounds_in_quick_succession_are_told_at_once_and_no_evaluation_is_left_out(
+    notices: Notices, address: str
+) -> None:
+    watcher = Watcher(address)
+    watcher.until(state="waiting")
+    for round in range(1, 2001):
+        notices.round_done(Attempt(round, 1), 2000)
+        if round % 500 == 0:
+            notices.evaluated(line(round))
+    notices.tell("finished")
+    told = watcher.until(state="finished")
+    assert [progress.evaluated["round"] for progress in told if progress.evaluated] == [500, 1000, 1500, 2000]
+    assert len(told) < 100
+    assert watcher.ended() is None
+
+
+def test_who_comes_late_is_told_the_newest_evaluation_and_how_it_ended(notices: Notices, address: str) -> None:
+    for round in (1, 2):
+        notices.evaluated(line(round))
+    notices.tell("failed", "the disk is full")
+    told = list(follow(address, connect_s=10))
+    assert [progress.evaluated for progress in told] == [line(2), None]
+    assert (told[-1].state, told[-1].message) == ("failed", "the disk is full")
+
+
+def test_a_stream_that_breaks_is_a_connection_error(notices: Notices, address: str) -> None:
+    proxy = Proxy(address)
+    watcher = Watcher(proxy.address)
+    watcher.until(state="waiting")
+    proxy.cut()
+    assert isinstance(watcher.ended(), ConnectionError)
+    proxy.close()
+
+
+def test_an_aggregator_that_stops_before_the_end_is_a_connection_error(notices: Notices) -> None:
+    aggregator = make_aggregator(notices=notices)
+    watcher = Watcher(aggregator.start("127.0.0.1:0"))
+    watcher.until(state="waiting")
+    aggregator.stop()
+    assert isinstance(watcher.ended(), ConnectionError)
+
+
+def test_nobody_there_is_a_connection_error() -> None:
+    proxy = Proxy("127.0.0.1:1")
+    address = proxy.address
+    proxy.close()
+    with pytest.raises(ConnectionError, match="no aggregator at"):
+        next(follow(address, connect_s=0.3))
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    aggregator = make_aggregator()
+    with pytest.raises(RefusedError, match="does not let itself be watched: UNIMPLEMENTED"):
+        next(follow(aggregator.start("127.0.0.1:0"), connect_s=10))
+    aggregator.stop()
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    with pytest.raises(RefusedError, match="state 99"):
+        from_wire(wire.Progress.FromString(wire.Progress(state=99).SerializeToString()))
+
+
+def test_who_watches_and_for_how_long_nobody_has(notices: Notices, address: str) -> None:
+    until(lambda: notices.unwatched_s > 0.05)
+    watcher = Watcher(address)
+    watcher.until(state="waiting")
+    assert notices.unwatched_s == 0.0
+    second = Watcher(address)
+    second.until(state="waiting")
+    watcher.leaving.set()
+    notices.tell("training")
+    watcher.ended()
+    time.sleep(0.1)
+    assert notices.unwatched_s == 0.0
+    second.leaving.set()
+    notices.tell("training", "once more")
+    second.ended()
+    until(lambda: notices.unwatched_s > 0)
+
+
+def test_the_end_waits_for_those_who_watch_but_not_for_ever(notices: Notices, address: str) -> None:
+    started = time.monotonic()
+    notices.read_within(60)
+    assert time.monotonic() - started < 30  # nobody watches
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        call = channel.unary_stream(f"/{OBSERVATION}/{WATCH}")(wire.WatchRequest().SerializeToString())
+        next(call)
+        notices.read_within(0.1)  # watched, and the run goes on
+        notices.tell("finished")
+        notices.read_within(60)
+        assert [wire.Progress.FromString(told).state for told in call] == [wire.STATE_FINISHED]
+    assert time.monotonic() - started < 30
+
+
+def test_workers_that_come_after_the_end_are_let_go(notices: Notices) -> None:
+    aggregator = make_aggregator(notices=notices)
+    address = aggregator.start("127.0.0.1:0")
+    early = Worker(address, "early", CLIENTS)
+    until(lambda: aggregator.workers())
+    watcher = Watcher(address)
+    watcher.until(state="waiting")
+    aggregator.dismiss(finished=True)
+    late = Worker(address, "late", CLIENTS)
+    for worker in (early, late):
+        worker.thread.join(10)
+        assert not worker.thread.is_alive()
+        assert worker.error is None
+        assert worker.over
+    notices.tell("finished")  # who watches is served to the end
+    watcher.until(state="finished")
+    assert watcher.ended() is None
+    aggregator.stop(finished=True)
+
+
+VANISHING = """
+import sys
+from transport_support import Worker
+from fedloom.transport.progress import follow
+worker = Worker(sys.argv[1], "w1", ("anna",))
+for progress in follow(sys.argv[1], connect_s=60):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_and_a_watcher_that_vanish_without_a_word_are_noticed(notices: Notices) -> None:
+    """A stopped process answers no pings, as a machine that is cut off: 20 s to the ping, 10 s for its answer."""
+    aggregator = make_aggregator(notices=notices)
+    address = aggregator.start("127.0.0.1:0")
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen([sys.executable, "-c", VANISHING, address], env=environment)
+    try:
+        until(lambda: aggregator.workers() and notices.unwatched_s == 0.0, 120)
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: not aggregator.workers() and notices.unwatched_s > 0.0, 60)
+    finally:
+        process.kill()
+        process.wait(30)
+        aggregator.stop()

@@ -1,0 +1,524 @@
+"""Stores: a folder and a real S3 server do the same, and what goes wrong is said in one message."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from s3_support import BreakingProxy, S3Server
+
+from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
+from fedloom.storage import Absent, Entry, Store, Taken, is_url, open_store
+from fedloom.storage.open import S3Place, s3_place
+
+MIB = 2**20
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[BreakingProxy]:
+    proxy = BreakingProxy(s3_server.endpoint)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def through(s3_server: S3Server, proxy: BreakingProxy) -> Callable[[], Store]:
+    """Opens a store behind the proxy, each time with connections of its own."""
+    url = f"s3://{s3_server.new_bucket()}/p"
+    return lambda: open_store(url, {**s3_server.environment, "FEDLOOM_S3_ENDPOINT": proxy.endpoint})
+
+
+# --- what both do -----------------------------------------------------------------------------------------------------
+
+
+def test_contents_are_read_as_written_and_replaced(store: Store) -> None:
+    store.check()
+    assert list(store.entries()) == []  # the check has left nothing
+    store.write("a/b.bin", b"\x00one")
+    store.write("a/b.bin", b"two", durably=False)
+    store.write("empty", b"")
+    assert (store.read("a/b.bin"), store.read("empty")) == (b"two", b"")
+
+
+def test_what_is_absent_is_said_by_name(store: Store, tmp_path: Path) -> None:
+    store.write("there", b"")
+    for absent in (lambda: store.read("no/such"), lambda: store.download("no/such", tmp_path / "x" / "y")):
+        with pytest.raises(Absent, match="no/such: found nothing there"):
+            absent()
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(("y", ".partial"))]
+    store.remove(["no/such", "nor/this"])
+
+
+def test_created_once(store: Store) -> None:
+    store.create("x/round-1", b"first")
+    with pytest.raises(Taken, match="x/round-1: found there already"):
+        store.create("x/round-1", b"second")
+    with pytest.raises(Taken):
+        store.create("x/round-1", b"first")  # equal content is no excuse: somebody else may have written it
+    assert store.read("x/round-1") == b"first"
+    store.remove(["x/round-1"])
+    store.create("x/round-1", b"third")
+
+
+def test_of_many_who_create_at_once_one_succeeds(store: Store) -> None:
+    def create(number: int) -> bool:
+        try:
+            store.create("only", str(number).encode())
+        except Taken:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        created = list(pool.map(create, range(16)))
+    assert created.count(True) == 1
+    assert store.read("only") == str(created.index(True)).encode()
+    assert [entry.name for entry in store.entries()] == ["only"]
+
+
+def test_entries_by_prefix_in_order_with_sizes(store: Store) -> None:
+    names = ["b", "a/2", "a/10", "a", "a.b/c", "ab/c", "a/ü x", "A"]
+    names.remove("a")  # a folder cannot be a file, too
+    for i, name in enumerate(names):
+        store.write(name, b"x" * i)
+    size = {name: i for i, name in enumerate(names)}
+    in_order = sorted(names, key=str.encode)
+    assert list(store.entries()) == [Entry(name, size[name]) for name in in_order]
+    assert [entry.name for entry in store.entries("a/")] == ["a/10", "a/2", "a/ü x"]
+    assert [entry.name for entry in store.entries("a/1")] == ["a/10"]
+    assert [entry.name for entry in store.entries("a")] == [name for name in in_order if name.startswith("a")]
+    assert list(store.entries("none/")) == []
+
+
+def test_more_entries_than_one_answer_holds(store: Store) -> None:
+    names = [f"shards/{i:04d}" for i in range(1203)]  # S3 lists, and removes, a thousand at a time
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: store.write(name, b"1", durably=False), names))
+    assert [entry.name for entry in store.entries("shards/")] == names
+    store.remove(names)
+    assert list(store.entries()) == []
+
+
+def test_a_store_under_a_folder_of_another(store: Store) -> None:
+    below = store.under("runs").under("r1")
+    assert below.url == f"{store.url}/runs/r1"
+    below.write("x", b"1")
+    assert store.read("runs/r1/x") == b"1"
+    assert list(below.entries()) == [Entry("x", 1)]
+    assert list(store.under("runs/r").entries()) == []  # a folder, not a beginning of a name
+
+
+def test_large_files_travel_in_parts_and_come_back_whole(store: Store, tmp_path: Path) -> None:
+    content = os.urandom(MIB) * 40
+    (tmp_path / "large").write_bytes(content)
+    store.upload("checkpoints/large", tmp_path / "large")
+    assert list(store.entries()) == [Entry("checkpoints/large", 40 * MIB)]
+    store.download("checkpoints/large", tmp_path / "new" / "back")
+    assert (tmp_path / "new" / "back").read_bytes() == content
+    store.write("again", content)
+    assert store.read("again") == content
+    with pytest.raises(StorageError, match="nothing-here"):
+        store.upload("x", tmp_path / "nothing-here")
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a//b", "a/", "../a", "a/../b", ".", "a\0"])
+def test_names_that_could_lead_elsewhere_are_refused(store: Store, name: str) -> None:
+    for attempt in (
+        lambda: store.read(name),
+        lambda: store.write(name, b""),
+        lambda: store.create(name, b""),
+        lambda: store.remove([name]),
+        lambda: store.under(name),
+    ):
+        with pytest.raises(ValueError, match="relative path"):
+            attempt()
+
+
+# --- a folder ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_lists_no_half_written_file(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.write("x", b"1")
+    (tmp_path / ".y.1-2.partial").write_bytes(b"half")
+    assert [entry.name for entry in store.entries()] == ["x"]
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = open_store(tmp_path / "file")
+    for attempt in (store.check, lambda: store.write("x", b""), lambda: store.create("x", b"")):
+        with pytest.raises(StorageError, match="cannot be written: not a directory"):
+            attempt()
+    with pytest.raises(Absent, match="found no folder there"):
+        open_store(tmp_path / "none").check(writing=False)
+
+
+# --- URLs and environment ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("runs", None),
+        ("/a/b", None),
+        ("s3x", None),
+        ("s3://bucket", S3Place("bucket", "")),
+        ("s3://bucket/", S3Place("bucket", "")),
+        ("s3://b.u-1/a/b c/", S3Place("b.u-1", "a/b c")),
+    ],
+)
+def test_places(text: str, place: S3Place | None) -> None:
+    assert s3_place(text) == place
+    assert is_url(text) == (place is not None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["gs://bucket/x", "http://host/x", "s3://", "s3:///x", "s3://UPPER/x", "s3://ab", "s3://b//c", "s3://bucket/../x"],
+)
+def test_malformed_urls(url: str) -> None:
+    with pytest.raises(ExperimentError, match=r"found .*; allowed: .*s3://BUCKET/PREFIX"):
+        open_store(url, {})
+
+
+def test_a_url_that_went_through_a_path_is_no_folder() -> None:
+    with pytest.raises(ExperimentError, match="found s3:/bucket/x; allowed"):
+        open_store(Path("s3://bucket/x"))
+
+
+COMPLETE = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "very-secret"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"AWS_ACCESS_KEY_ID": ""}, RefusedError, "found no AWS_ACCESS_KEY_ID in the environment"),
+        ({"AWS_SECRET_ACCESS_KEY": ""}, RefusedError, "found no AWS_SECRET_ACCESS_KEY"),
+        ({"FEDLOOM_S3_ENDPOINT": "localhost:9000"}, ExperimentError, "FEDLOOM_S3_ENDPOINT: found localhost:9000"),
+        ({"FEDLOOM_S3_ENDPOINT": "http://h:9000/path"}, ExperimentError, "allowed: http(s)://HOST:PORT"),
+        ({"FEDLOOM_S3_ENDPOINT": "http://h:x"}, ExperimentError, "allowed: http(s)://HOST:PORT"),
+        ({"FEDLOOM_S3_ENDPOINT": "http://me:very-secret@h"}, ExperimentError, "found a user name"),
+        ({"SSL_CERT_FILE": "/no/such.pem"}, ExperimentError, "SSL_CERT_FILE: found /no/such.pem"),
+        ({"AWS_REGION": "not a region"}, ExperimentError, "AWS_REGION"),
+    ],
+)
+def test_an_environment_that_cannot_be_right(change: dict[str, str], error: type[FedloomError], says: str) -> None:
+    with pytest.raises(error) as raised:
+        open_store("s3://bucket/x", {**COMPLETE, **change})
+    assert says in str(raised.value)
+    assert "very-secret" not in str(raised.value)
+
+
+def test_without_the_extra_a_url_is_answered_with_what_to_install() -> None:
+    script = (
+        "import sys; sys.modules['minio'] = None\n"
+        "from fedloom.storage import open_store; from fedloom.errors import ExperimentError\n"
+        "open_store('somewhere')\n"
+        "try: open_store('s3://bucket/x')\n"
+        "except ExperimentError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert "pip install 'fedloom[s3]'" in done.stdout
+
+
+def test_a_folder_needs_no_client_of_s3() -> None:
+    script = "import sys, fedloom.storage; fedloom.storage.open_store('x'); print('minio' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "False"
+
+
+# --- what a service refuses -------------------------------------------------------------------------------------------
+
+
+def refusal(server: S3Server, url: str, act: Callable[[Store], object], **environment: str) -> FedloomError:
+    """The failure, which is quick and never shows a secret."""
+    started = time.monotonic()
+    with pytest.raises(FedloomError) as raised:
+        act(open_store(url, {**server.environment, **environment}))
+    assert time.monotonic() - started < 20
+    shown = f"{raised.value}{raised.value.__cause__}"
+    assert server.secret_key not in shown
+    assert "Signature=" not in shown
+    return raised.value
+
+
+def test_wrong_secret(s3_server: S3Server) -> None:
+    url = f"s3://{s3_server.new_bucket()}/x"
+    error = refusal(s3_server, url, lambda s: s.check(), AWS_SECRET_ACCESS_KEY="another-secret")
+    assert error.exit_code == ExitCode.REFUSED
+    assert "does not take the credentials (SignatureDoesNotMatch)" in str(error)
+    assert "AWS_SECRET_ACCESS_KEY" in str(error)
+    assert "another-secret" not in str(error)
+
+
+def test_unknown_key(s3_server: S3Server) -> None:
+    url = f"s3://{s3_server.new_bucket()}/x"
+    error = refusal(s3_server, url, lambda s: s.check(), AWS_ACCESS_KEY_ID="nobody")
+    assert error.exit_code == ExitCode.REFUSED
+    assert "InvalidAccessKeyId" in str(error)
+
+
+def test_absent_bucket(s3_server: S3Server) -> None:
+    error = refusal(s3_server, "s3://not-there/x", lambda s: s.check())
+    assert error.exit_code == ExitCode.STORAGE
+    assert "s3://not-there" in str(error)
+    assert "has no such bucket" in str(error)
+    assert "create the bucket" in str(error)
+
+
+def test_unreachable_endpoint(s3_server: S3Server) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
+    assert error.exit_code == ExitCode.STORAGE
+    assert endpoint in str(error)
+    assert "refused" in str(error)
+    assert "FEDLOOM_S3_ENDPOINT" in str(error)
+
+
+def test_https_where_there_is_none(s3_server: S3Server) -> None:
+    endpoint = s3_server.endpoint.replace("http:", "https:")
+    error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
+    assert "no secure connection" in str(error)
+    assert "SSL_CERT_FILE" in str(error)
+
+
+def test_a_certificate_of_its_own(s3_server: S3Server, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    proxy = BreakingProxy(s3_server.endpoint, context)
+    url = f"s3://{s3_server.new_bucket()}/x"
+    error = refusal(s3_server, url, lambda s: s.check(), FEDLOOM_S3_ENDPOINT=proxy.endpoint)
+    assert f"{proxy.endpoint}: no secure connection" in str(error)
+    assert "CERTIFICATE_VERIFY_FAILED" in str(error)
+    trusting = {**s3_server.environment, "FEDLOOM_S3_ENDPOINT": proxy.endpoint, "SSL_CERT_FILE": str(certificate)}
+    store = open_store(url, trusting)
+    store.check()
+    content = os.urandom(MIB) * 20  # in parts, which are signed in another way over TLS
+    store.write("large", content)
+    assert store.read("large") == content
+    store.remove(["large"])
+    assert list(store.entries()) == []
+    proxy.close()
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_never_answers(s3_server: S3Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody reads
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
+    assert "cannot be reached" in str(error)
+    assert endpoint in str(error)
+
+
+def test_an_identity_that_may_only_read(s3_server: S3Server, tmp_path: Path) -> None:
+    url = f"s3://{s3_server.new_bucket()}/x"
+    open_store(url, s3_server.environment).write("there", b"1")
+    reader = open_store(url, s3_server.reader_environment)
+    reader.check(writing=False)
+    assert reader.read("there") == b"1"
+    (tmp_path / "file").write_bytes(b"2")
+    for doing, act in {
+        "created": lambda: reader.check(),
+        "written": lambda: reader.write("there", b"2"),
+        "removed": lambda: reader.remove(["there"]),
+    }.items():
+        with pytest.raises(RefusedError, match=f"may not be {doing} with these credentials"):
+            act()
+    with pytest.raises(RefusedError, match="may not be written"):
+        reader.upload("there", tmp_path / "file")
+    assert reader.read("there") == b"1"
+
+
+def test_what_may_be_removed_is_removed_though_something_else_may_not(s3_server: S3Server) -> None:
+    store = open_store(f"s3://{s3_server.new_bucket()}", s3_server.environment)
+    assert store.url.count("/") == 2  # a whole bucket
+    store.write("a/b", b"1")
+    assert [entry.name for entry in store.entries()] == ["a/b"]
+    store.check()
+
+
+# --- connections that break -------------------------------------------------------------------------------------------
+
+
+def test_requests_that_break_are_made_again(through: Callable[[], Store], proxy: BreakingProxy, tmp_path: Path) -> None:
+    content = os.urandom(3 * MIB)
+    proxy.faults = [("up", 100_000), ("down", 0)]
+    through().write("x", content)
+    proxy.faults = [("down", 100_000), ("down", 2 * MIB)]
+    assert through().read("x") == content
+    proxy.faults = [("down", 1 * MIB)]
+    through().download("x", tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == content
+    proxy.faults = [("down", 0)]
+    assert list(through().entries()) == [Entry("x", 3 * MIB)]
+    proxy.faults = [("down", 0)]
+    through().remove(["x"])
+    assert list(through().entries()) == []
+    assert proxy.broken == 7
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_upload_in_parts_survives_broken_connections(
+    through: Callable[[], Store], proxy: BreakingProxy, tmp_path: Path
+) -> None:
+    content = os.urandom(MIB) * 40
+    (tmp_path / "large").write_bytes(content)
+    proxy.faults = [("up", 5 * MIB)] * 2  # the start of the upload holds, its first parts do not
+    through().upload("large", tmp_path / "large")
+    assert proxy.broken >= 1
+    assert through().read("large") == content
+
+
+def test_a_creation_whose_answer_was_lost_is_still_ours(through: Callable[[], Store], proxy: BreakingProxy) -> None:
+    proxy.faults = [("down", 0)]  # done, and nobody heard of it
+    through().create("round", b"ours")
+    assert proxy.broken == 1
+    assert through().read("round") == b"ours"
+
+
+def test_a_creation_that_somebody_else_was_faster_with_is_not(
+    through: Callable[[], Store], proxy: BreakingProxy
+) -> None:
+    through().write("round", b"theirs")
+    proxy.faults = [("up", 10)]
+    with pytest.raises(Taken):
+        through().create("round", b"ours")
+    assert proxy.broken == 1
+    assert through().read("round") == b"theirs"
+
+
+def test_a_service_that_stays_away_is_given_up(
+    through: Callable[[], Store], proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    proxy.faults = [("up", 0)] * 7
+    with pytest.raises(StorageError, match="cannot be reached") as raised:
+        through().write("x", b"1")
+    assert waited == [0.5, 1, 2, 4, 8, 16]  # what a restart of the service takes
+    assert raised.value.exit_code == ExitCode.STORAGE
+    through().write("x", b"1")
+
+
+# --- services that are not what is needed -----------------------------------------------------------------------------
+
+
+class OtherService(BaseHTTPRequestHandler):
+    """Speaks S3 as far as these tests go; ``conditional`` is what becomes of If-None-Match."""
+
+    conditional = "ignored"
+    contents: dict[str, bytes]
+    statuses: list[int]
+    seen: list[str]
+
+    def do_GET(self) -> None:
+        self.seen.append(f"GET {self.path}")
+        if self.statuses:
+            return self.answer(self.statuses.pop(0), error("SlowDown"))
+        listing = (
+            '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>bucket</Name></ListBucketResult>'
+        )
+        return self.answer(200, listing if "list-type=2" in self.path else "")
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.seen.append(f"PUT If-None-Match: {self.headers['If-None-Match']}")
+        if self.headers["If-None-Match"] and self.conditional == "refused":
+            return self.answer(501, error("NotImplemented"))
+        if self.headers["If-None-Match"] and self.conditional == "conflict" and self.seen.count(self.seen[-1]) == 1:
+            return self.answer(409, error("ConditionalRequestConflict"))
+        return self.answer(200, "")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.seen.append("POST")
+        self.answer(200, '<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"></DeleteResult>')
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def error(code: str) -> str:
+    return f"<Error><Code>{code}</Code><Message>no</Message></Error>"
+
+
+@pytest.fixture
+def other_service() -> Iterator[tuple[type[OtherService], Store]]:
+    handler = type("Handler", (OtherService,), {"statuses": [], "seen": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        yield handler, open_store("s3://bucket/x", {**COMPLETE, "FEDLOOM_S3_ENDPOINT": endpoint})
+        server.shutdown()
+
+
+def test_a_service_that_ignores_conditions_is_found_out(other_service: tuple[type[OtherService], Store]) -> None:
+    handler, store = other_service
+    with pytest.raises(RefusedError, match="ignores If-None-Match, so two aggregators could go on with one run"):
+        store.check()
+    assert handler.seen[-1] == "POST"  # the trace is removed
+    store.check(writing=False)
+
+
+def test_a_service_that_refuses_conditions_says_so(other_service: tuple[type[OtherService], Store]) -> None:
+    handler, store = other_service
+    handler.conditional = "refused"
+    with pytest.raises(RefusedError, match=r"does not offer that \(NotImplemented\)"):
+        store.check()
+
+
+def test_a_conflict_of_two_conditional_writes_is_tried_again(other_service: tuple[type[OtherService], Store]) -> None:
+    handler, store = other_service
+    handler.conditional = "conflict"
+    store.create("a", b"1")
+    assert handler.seen == ["PUT If-None-Match: *"] * 2
+
+
+def test_a_service_that_is_busy_is_asked_again(other_service: tuple[type[OtherService], Store]) -> None:
+    handler, store = other_service
+    handler.statuses = [503, 503]
+    assert list(store.entries()) == []
+    assert len(handler.seen) == 3
+
+
+def test_a_web_server_is_no_service(s3_server: S3Server) -> None:
+    class Web(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello<br></html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
+        server.shutdown()
+    assert "does not answer as an S3 service does" in str(error)

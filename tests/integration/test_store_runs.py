@@ -1,0 +1,325 @@
+"""Aggregators and workers that share nothing but a store, as pods do: real processes, a real S3 server, real data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_processes import ended, experiment, fedloom, final, losses, rounds, scores, started, until
+from s3_support import S3Server
+
+from fedloom.cli.run import run as command
+from fedloom.data.manifest import Manifest
+from fedloom.errors import ExperimentError
+from fedloom.federation.folder import RunFolder
+from fedloom.storage import open_store
+from fedloom.transport.progress import Progress, follow
+
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("store")]
+
+STATEFUL = {
+    "algorithm": {"name": "pfedbayes", "steps": 6, "batch_size": 16},
+    "federation": {"rounds": 6, "clients_per_round": 6, "checkpoint_every_s": 0, "deadline_s": 200},
+    "evaluation": {"every": 3, "cohort": 10},
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A bucket with a published partition and an experiment file, and the same experiment's undisturbed run."""
+
+    url: str
+    partition: str
+    experiment: str
+    environment: dict[str, str]
+    undisturbed: Path
+    manifest: Manifest
+
+    def store(self, below: str = "") -> Any:
+        return open_store(f"{self.url}/{below}" if below else self.url, self.environment)
+
+    def aggregator(
+        self, run: str, folder: Path, port: int, *more: object, code: int | None = None
+    ) -> tuple[object, ...]:
+        at = ("aggregator", self.experiment, "--partition", self.partition, "--out", folder, "--resume")
+        return (*at, "--publish", f"{self.url}/runs/{run}", "--listen", f"127.0.0.1:{port}", *more)
+
+    def worker(self, run: str, name: str, port: int, *more: object) -> tuple[object, ...]:
+        at = ("worker", "--aggregator", f"127.0.0.1:{port}", "--name", name, "--partition", self.partition)
+        return (*at, "--states", f"{self.url}/runs/{run}/states", "--reconnect", 120, *more)
+
+
+def made(s3_server: S3Server, tmp: Path, root: Path, **sections: Any) -> Place:
+    """Run an experiment in one process, and put what others need for the same into a new bucket."""
+    path = experiment(tmp, root, **sections)
+    fedloom("run", path, "--out", tmp / "run")
+    url = f"s3://{s3_server.new_bucket()}/team"
+    store = open_store(url, s3_server.environment)
+    store.upload("experiments/small.yaml", path)
+    manifest = Manifest.from_json((tmp / "run" / "partition.json").read_text())
+    partition = f"{url}/partitions/{manifest.fingerprint}"
+    said = fedloom("partition", f"{url}/experiments/small.yaml", "--out", partition, environment=s3_server.environment)
+    assert f"18 seen and 2 unseen clients in {partition}" in said
+    return Place(
+        url,
+        partition,
+        f"{url}/experiments/small.yaml",
+        s3_server.environment,
+        tmp / "run",
+        manifest,
+    )
+
+
+@pytest.fixture(scope="module")
+def stateful(s3_server: S3Server, fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return made(s3_server, tmp_path_factory.mktemp("stateful"), fresh_root, **STATEFUL)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def elsewhere(stateful: Place, tmp_path: Path) -> Any:
+    """Environments of processes that share no folder: each has a home and a place for temporary files of its own."""
+
+    def make(name: str) -> dict[str, str]:
+        home = tmp_path / name
+        (home / "tmp").mkdir(parents=True)
+        own = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "FEDLOOM_DATA": str(home / "nothing")}
+        return {**stateful.environment, **own}
+
+    return make
+
+
+def fetched(home: Path) -> set[str]:
+    """The clients whose shards a worker has fetched into its own temporary folder."""
+    return {path.stem for path in (home / "tmp").glob("fedloom-shards-*/*/shards/*.safetensors")}
+
+
+@contextlib.contextmanager
+def watched(port: int) -> Iterator[list[Progress]]:
+    """Follow a run in a thread; the block gets what is told."""
+    told: list[Progress] = []
+
+    def look() -> None:
+        for progress in follow(f"127.0.0.1:{port}", connect_s=120):
+            told.append(progress)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    yield told
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_federation_that_shares_nothing_but_the_store(
+    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
+) -> None:
+    """Each worker serves its block alone, and fetches no other shard."""
+    ids = [entry.id for entry in stateful.manifest.clients]
+    run = tmp_path / "a" / "run"
+    with (
+        started(*stateful.aggregator("whole", run, port), environment=elsewhere("a")) as aggregator,
+        started(*stateful.worker("whole", "w0", port, "--part", "0/2"), environment=elsewhere("w0")) as first,
+        started(*stateful.worker("whole", "w1", port, "--part", "1/2"), environment=elsewhere("w1")) as second,
+        watched(port) as told,
+    ):
+        until(lambda: rounds(run) >= 1, "the first round")
+        assert fetched(tmp_path / "w0") == set(ids[:10])
+        assert fetched(tmp_path / "w1") == set(ids[10:])
+        assert not fetched(tmp_path / "a")
+        for process in (aggregator, first, second):
+            ended(process, 0)
+    assert final(run) == final(stateful.undisturbed)
+    assert scores(run) == scores(stateful.undisturbed)
+    assert losses(run) == []
+    # What was told while it ran.
+    assert (told[-1].state, told[-1].round, told[-1].rounds) == ("finished", 6, 6)
+    lines = [progress.evaluated for progress in told if progress.evaluated is not None]
+    assert lines[-1] == [*RunFolder(run).lines("metrics.jsonl")][-1]
+    # What is published is the run's folder.
+    store = stateful.store("runs/whole")
+    for name in ("summary.json", "report.html", "clients.csv", "metrics.jsonl", "checkpoints/round-000006.safetensors"):
+        assert store.read(name) == (run / name).read_bytes()
+    assert json.loads(store.read("logs/aggregator.jsonl").splitlines()[0])["level"] == "INFO"
+    # The clients' states never were with the aggregator, and are found where the run was published.
+    assert not (run / "states").exists()
+    fedloom(
+        "evaluate", run, "--partition", stateful.partition, "--out", tmp_path / "e.json", environment=elsewhere("e")
+    )
+    assert json.loads((tmp_path / "e.json").read_text())["seen"] == scores(run)["seen"]
+
+
+def test_aggregator_and_worker_killed_and_started_elsewhere(
+    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
+) -> None:
+    run, again = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    store = stateful.store("runs/killed")
+    with started(*stateful.worker("killed", "w0", port), environment=elsewhere("w0")) as first:
+        with (
+            started(*stateful.worker("killed", "w1", port), environment=elsewhere("w1")) as second,
+            started(*stateful.aggregator("killed", run, port), environment=elsewhere("a")) as aggregator,
+        ):
+            until(lambda: len([*store.entries("published/")]) >= 3, "round 2, published")
+            for process in (aggregator, second):
+                process.kill()
+                process.wait(30)
+        lost = rounds(run)
+        shutil.rmtree(tmp_path / "a")
+        with (
+            started(*stateful.aggregator("killed", again, port), environment=elsewhere("b")) as aggregator,
+            started(*stateful.worker("killed", "w1", port), environment=elsewhere("w1-again")) as second,
+        ):
+            said = ended(aggregator, 0)
+            ended(second, 0)
+        ended(first, 0)
+    assert "resuming after round" in said
+    assert lost >= 2
+    assert final(again) == final(stateful.undisturbed)
+    assert scores(again) == scores(stateful.undisturbed)
+    assert losses(again) == []
+
+
+def test_a_second_aggregator_takes_over_and_the_first_stops(
+    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
+) -> None:
+    store = stateful.store("runs/fenced")
+    with (
+        started(*stateful.aggregator("fenced", tmp_path / "a" / "run", port), environment=elsewhere("a")) as zombie,
+        started(*stateful.worker("fenced", "w0", port), environment=elsewhere("w0")) as worker,
+    ):
+        until(lambda: len([*store.entries("published/")]) >= 2, "round 1, published")
+        zombie.send_signal(signal.SIGSTOP)  # as a machine that is cut off
+        worker.kill()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            other = int(probe.getsockname()[1])
+        with (
+            started(*stateful.aggregator("fenced", tmp_path / "b" / "run", other), environment=elsewhere("b")) as heir,
+            started(*stateful.worker("fenced", "w0", other), environment=elsewhere("w0-again")) as second,
+        ):
+            ended(heir, 0)
+            ended(second, 0)
+        summary = store.read("summary.json")
+        zombie.send_signal(signal.SIGCONT)
+        with started(*stateful.worker("fenced", "w1", port), environment=elsewhere("w1")):
+            said = ended(zombie, 6)
+    assert "another aggregator" in said
+    assert store.read("summary.json") == summary
+    assert scores(tmp_path / "b" / "run") == scores(stateful.undisturbed)
+
+
+def test_nobody_watches(stateful: Place, elsewhere: Any, tmp_path: Path, port: int) -> None:
+    run = tmp_path / "a" / "run"
+    order = stateful.aggregator("orphan", run, port)
+    said = fedloom(*order, "--orphan-after", 1, code=8, environment=elsewhere("a"))
+    assert "nobody has watched the run for 1 s" in said
+    # Watched, it goes on; when the one who watches goes, it ends with its last round durable.
+    with (
+        started(*order, "--orphan-after", 8, environment=elsewhere("b")) as aggregator,
+        started(*stateful.worker("orphan", "w0", port), environment=elsewhere("w0")) as worker,
+    ):
+        watch = follow(f"127.0.0.1:{port}", connect_s=120)
+        for progress in watch:
+            if progress.round >= 1:
+                break
+        worker.kill()  # so that what is left of the run is not over before anyone notices
+        watch.close()
+        ended(aggregator, 8)
+    shutil.rmtree(run)
+    assert any(stateful.store("runs/orphan").entries("published/"))
+    with (
+        started(*order, environment=elsewhere("c")) as aggregator,
+        started(*stateful.worker("orphan", "w0", port), environment=elsewhere("w0-again")) as worker,
+    ):
+        ended(aggregator, 0)
+        ended(worker, 0)
+    assert scores(run) == scores(stateful.undisturbed)
+
+
+def test_a_worker_that_is_told_to_go_is_followed_by_one_that_comes_late(
+    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
+) -> None:
+    run = tmp_path / "a" / "run"
+    with (
+        started(*stateful.aggregator("drained", run, port), environment=elsewhere("a")) as aggregator,
+        started(*stateful.worker("drained", "w0", port), environment=elsewhere("w0")) as worker,
+    ):
+        until(lambda: rounds(run) >= 1, "the first round")
+        worker.send_signal(signal.SIGTERM)
+        said = ended(worker, 130)  # not 0: its work is not done
+        assert "before the run was over" in said
+        with started(*stateful.worker("drained", "late", port), environment=elsewhere("late")) as late:
+            ended(aggregator, 0)
+            ended(late, 0)
+    assert final(run) == final(stateful.undisturbed)
+    assert scores(run) == scores(stateful.undisturbed)
+    assert losses(run) == []
+
+
+def test_fedloom_run_publishes_where_storage_is_a_store(
+    stateful: Place, elsewhere: Any, tmp_path: Path, fresh_root: Path
+) -> None:
+    """A run in one process, gone on with by a run with worker processes in another, empty folder."""
+    common = ("--set", f"storage={stateful.url}", "--partition", stateful.partition)
+    short = ("run", stateful.experiment, *common, "--set", "federation.rounds=2")
+    fedloom(*short, "--workers", 0, "--out", tmp_path / "a" / "small", environment=elsewhere("a"))
+    said = fedloom(*short, "--workers", 0, "--out", tmp_path / "b" / "small", code=2, environment=elsewhere("b"))
+    assert f"{stateful.url}/runs/small: found a run there already" in said
+    assert not (tmp_path / "b" / "small").exists()
+    shutil.rmtree(tmp_path / "a")
+    out = tmp_path / "c" / "small"
+    order = ("run", stateful.experiment, *common, "--workers", 2, "--resume", "--out", out)
+    said = fedloom(*order, environment=elsewhere("c"))
+    assert "resuming after round 2" in said
+    assert final(out) == final(stateful.undisturbed)
+    assert scores(out) | {"best": None} == scores(stateful.undisturbed) | {"best": None}
+    assert losses(out) == []
+    assert json.loads(stateful.store("runs/small").read("summary.json"))["rounds"] == 6
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_another_partition_than_the_experiments(stateful: Place, tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in stateful.environment.items():
+        monkeypatch.setenv(name, value)
+    for change, said in (
+        ("seed=9", "seed: the partition has 5, the experiment 9"),
+        ("data.unseen_fraction=0.2", "data.unseen_fraction: the partition has 0.1, the experiment 0.2"),
+        (
+            "data.partition={scheme: iid, clients: 20}",
+            "data.partition.scheme: the partition has 'classes', the experiment 'iid'",
+        ),
+        ("data.dataset=mnist", "data.dataset: the partition has 'fashion-mnist', the experiment 'mnist'"),
+    ):
+        with pytest.raises(ExperimentError) as refused:
+            command(stateful.experiment, set_=[change], partition=stateful.partition, out=tmp_path / "run")
+        assert said in str(refused.value)
+        assert "fedloom partition" in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_places_that_are_none(stateful: Place, tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in stateful.environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ExperimentError, match="--publish: found here; allowed: a store"):
+        command(stateful.experiment, partition=stateful.partition, publish="here", out=tmp_path / "run")
+    said = fedloom("worker", "--aggregator", "127.0.0.1:1", "--partition", stateful.partition, "--part", "2/2",
+                   code=2, environment=stateful.environment)  # fmt: skip
+    assert "--part: found 2/2; allowed: I/N" in said
+    assert not (tmp_path / "run").exists()
+    assert not any(tmp_path.iterdir())

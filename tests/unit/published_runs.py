@@ -1,0 +1,27 @@
+"""Folders of runs to publish; without torch, so that a process with them starts fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import Published
+from fedloom.storage import Store
+
+
+def aggregator(folder: Path, store: Store, name: str) -> Published:
+    return Published(RunFolder(folder), store, name)
+
+
+def run_folder(path: Path, round: int, *, keep: int = 2) -> RunFolder:
+    """A run's folder as it is after a round; every file says which."""
+    folder = RunFolder(path)
+    folder.make("name: x\n")
+    folder.write("partition.json", "the same always")
+    folder.write("journal.jsonl", "".join(f'{{"round": {t}}}\n' for t in range(1, round + 1)))
+    folder.write("metrics.jsonl", f"after {round}\n")
+    for file in folder.checkpoints.iterdir():
+        file.unlink()
+    for t in range(max(0, round - keep + 1), round + 1):
+        (folder.checkpoints / f"round-{t:06d}.safetensors").write_text(f"state of {t}")
+    return folder

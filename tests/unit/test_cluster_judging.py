@@ -1,0 +1,118 @@
+"""From what Kubernetes says of Jobs and pods to a failure class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedloom.cluster.judging import End, Exit, aggregator_failure, end_of, exits, workers_failure
+from fedloom.errors import (
+    AbandonedError,
+    DataError,
+    ExperimentError,
+    FedloomError,
+    InterruptedRun,
+    QuorumError,
+    RefusedError,
+    StorageError,
+    WorkerLostError,
+)
+
+POLICY = End(False, "PodFailurePolicy", "Container aggregator for pod a/b failed with exit code 2")
+BACKOFF = End(False, "BackoffLimitExceeded", "Job has reached the specified backoff limit")
+
+
+def exited(code: int, message: str = "", reason: str = "Error") -> Exit:
+    return Exit("fl-1-aggregator-x", code, reason, message)
+
+
+def test_a_job_may_have_no_status_yet() -> None:
+    assert end_of({"metadata": {}}) is None
+    assert end_of({"status": {"conditions": [{"type": "Suspended", "status": "True"}]}}) is None
+    assert end_of({"status": {"conditions": [{"type": "FailureTarget", "status": "True"}]}}) is None
+
+
+@pytest.mark.parametrize("kind", ["Complete", "Failed"])
+def test_how_a_job_ended(kind: str) -> None:
+    condition = {"type": kind, "status": "True", "reason": "R", "message": "M"}
+    assert end_of({"status": {"conditions": [condition]}}) == End(kind == "Complete", "R", "M")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (2, ExperimentError), (3, DataError), (4, RefusedError), (5, QuorumError), (6, StorageError),
+        (7, WorkerLostError), (8, AbandonedError), (130, InterruptedRun), (1, WorkerLostError), (139, WorkerLostError),
+    ],
+)  # fmt: skip
+def test_an_aggregators_code_is_its_failure_class(code: int, kind: type[FedloomError]) -> None:
+    log = "INFO something\nerror: name: found 3; allowed: text\n  change it\n"
+    error = aggregator_failure(POLICY, [exited(7), exited(code, log)])
+    assert type(error) is kind
+    assert "found 3; allowed: text" in str(error)
+    assert error.hint == "change it"
+    assert f"code {code} (" in str(error)
+
+
+def test_what_a_bug_said_last_is_told() -> None:
+    error = aggregator_failure(BACKOFF, [exited(1, "Traceback ...\nKeyError: 'x'\n\n")])
+    assert "KeyError: 'x'" in str(error)
+    assert "same run id" in str(error)  # it may be started again
+
+
+def test_memory_that_ran_out_names_the_setting() -> None:
+    error = aggregator_failure(BACKOFF, [exited(137, "", "OOMKilled")])
+    assert "cluster.aggregator.limits.memory" in str(error)
+
+
+def test_a_deadline_names_the_setting() -> None:
+    error = aggregator_failure(End(False, "DeadlineExceeded", "Job was active longer than specified deadline"), [])
+    assert isinstance(error, QuorumError)
+    assert "cluster.deadline_s" in str(error)
+
+
+def test_a_failure_without_a_pod_has_the_words_of_the_job() -> None:
+    assert "backoff limit" in str(aggregator_failure(BACKOFF, []))
+
+
+TOO_MANY = End(False, "MaxFailedIndexesExceeded", "Job has exceeded the specified maximal number of failed indexes")
+
+
+def test_too_many_failed_workers() -> None:
+    job = {"status": {"failedIndexes": "0,2-3"}}
+    error = workers_failure(job, TOO_MANY, [exited(137, "", "OOMKilled")])
+    assert isinstance(error, WorkerLostError)
+    assert "workers failed for good: 0,2-3" in str(error)
+    assert "cluster.worker.limits.memory" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(2, ExperimentError), (3, DataError), (4, RefusedError), (6, WorkerLostError)]
+)
+def test_workers_that_would_fail_again_say_why(code: int, kind: type[FedloomError]) -> None:
+    assert type(workers_failure({}, TOO_MANY, [exited(code, "error: it is so")])) is kind
+
+
+def test_workers_that_were_dismissed_are_no_failure() -> None:
+    assert workers_failure({}, End(True, "", ""), []) is None
+    # One failed for good, within what is allowed; the other was told that the run is over.
+    ended = End(False, "FailedIndexes", "Job has failed indexes")
+    assert workers_failure({"status": {"completedIndexes": "1", "failedIndexes": "0"}}, ended, [exited(7)]) is None
+
+
+def test_exits_in_their_order() -> None:
+    def pod(name: str, component: str, code: int, at: str) -> dict[str, Any]:
+        ended = {"exitCode": code, "finishedAt": at, "message": "m", "reason": "Error"}
+        labels = {"app.kubernetes.io/component": component}
+        state = {"containerStatuses": [{"name": component, "state": {"terminated": ended}}]}
+        return {"metadata": {"name": name, "labels": labels}, "status": state}
+
+    pods = [
+        pod("b", "worker", 7, "2026-01-01T00:00:02Z"),
+        pod("a", "worker", 5, "2026-01-01T00:00:01Z"),
+        pod("c", "worker", 0, "2026-01-01T00:00:03Z"),
+        pod("d", "aggregator", 2, "2026-01-01T00:00:04Z"),
+        {"metadata": {"name": "e"}, "status": {}},
+    ]
+    assert [(found.pod, found.code) for found in exits(pods, "worker")] == [("a", 5), ("b", 7)]

@@ -1,0 +1,275 @@
+"""The objects of a federation: valid for Kubernetes 1.31 and 1.35, strict about security, equal for equal settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from fedloom.cluster.api import NEEDED
+from fedloom.cluster.manifests import (
+    Federation,
+    aggregator_job,
+    completed,
+    identity,
+    label,
+    owner,
+    owners_of_pod,
+    resources,
+    service,
+    worker_job,
+)
+from fedloom.cluster.settings import ClusterSettings, Resources, TaskConfig
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ("1.31", "1.35")
+
+PLAIN = Federation(
+    run_id="0b8f0b0e-8d3f-4c8f-9f0e-3f1d5a0c9f11",
+    task="federate",
+    namespace="team-a",
+    settings=ClusterSettings(image="fedloom:0.1.0", storage_secret="store"),
+    task_config=TaskConfig(),
+    experiment="name: small\n",
+    run_url="s3://bucket/runs/small-1",
+    partition_url="s3://bucket/partitions/ff",
+    clients=25,
+    device="cpu",
+    threads=1,
+    clients_at_once=1,
+    storage_environment={"FEDLOOM_S3_ENDPOINT": "http://s3:8333"},
+    orphan_after_s=600.0,
+)
+
+FULL = dataclasses.replace(
+    PLAIN,
+    settings=ClusterSettings.from_json(
+        """{
+        "image": "fedloom:0.1.0", "worker_image": "fedloom-cuda@sha256:00", "image_pull_secrets": ["pull"],
+        "clients_per_worker": 10, "worker": {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi"}},
+        "aggregator": {"limits": {"cpu": 4}, "tolerations": [{"operator": "Exists"}], "node_selector": {"a": "b"}},
+        "gpu": {"count": 2}, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "node_selector": {"disk": "fast"}, "affinity": {"nodeAffinity": {}}, "env": {"SSL_CERT_FILE": "/ca/ca.crt"},
+        "volumes": [{"name": "ca", "configMap": {"name": "ca"}}], "volume_mounts": [{"name": "ca", "mountPath": "/ca"}],
+        "service_account": "pods", "priority_class": "low", "queue_name": "team", "max_failed_workers": 7, "retries": 4,
+        "storage_secret": "mlpipeline-minio-artifact", "labels": {"team": "a"}, "annotations": {"why": "not"},
+        "storage_secret_keys": {"AWS_ACCESS_KEY_ID": "accesskey", "AWS_SECRET_ACCESS_KEY": "secretkey"}
+        }"""
+    ),
+    task_config=TaskConfig.read(
+        {
+            "resources": {"limits": {"memory": "16Gi"}},
+            "tolerations": [{"key": "spot", "operator": "Exists"}],
+            "node_selector": {"zone": "x"},
+            "env": [{"name": "LOG", "value": "1"}],
+        }
+    ),
+    device="cuda",
+    clients_at_once=16,
+)  # fmt: skip
+
+
+def objects(federation: Federation) -> list[dict[str, Any]]:
+    made = [aggregator_job(federation), service(federation), worker_job(federation)]
+    root = {"metadata": {"name": "root", "uid": "1-2"}}
+    return [completed(manifest, federation.digest(), [owner(root)], 2) for manifest in made]
+
+
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    (found,) = job["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def environment(job: dict[str, Any]) -> dict[str, Any]:
+    entries = container(job)["env"]
+    names = [entry["name"] for entry in entries]
+    assert len(names) == len(set(names))
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])
+def test_manifests_are_valid(federation: Federation, version: str) -> None:
+    for manifest in objects(federation):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_role_is_valid_and_allows_what_a_launcher_needs_and_events_and_no_more(version: str) -> None:
+    role, binding = yaml.safe_load_all((ROOT / "components/federate/rbac.yaml").read_text())
+    for manifest in (role, binding):
+        kubernetes_validate.validate(manifest, version, strict=True)
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert all(subject["namespace"] for subject in binding["subjects"])
+    allowed = {
+        (verb, group, resource)
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert allowed == {*NEEDED, ("list", "", "events")}
+
+
+@pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])
+def test_rules_between_fields_that_a_schema_does_not_have(federation: Federation) -> None:
+    aggregator, at, workers = objects(federation)
+    for job in (aggregator, workers):
+        spec, pod = job["spec"], job["spec"]["template"]["spec"]
+        # What a pod failure policy asks for.
+        assert pod["restartPolicy"] == "Never"
+        assert spec["podReplacementPolicy"] == "Failed"
+        for rule in spec["podFailurePolicy"]["rules"]:
+            assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
+            if "onExitCodes" in rule:
+                assert rule["onExitCodes"]["containerName"] == container(job)["name"]
+                assert 0 not in rule["onExitCodes"]["values"]
+                assert sorted(rule["onExitCodes"]["values"]) == rule["onExitCodes"]["values"]
+        mounted = {mount["name"] for mount in container(job)["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+        limits, requests = (container(job)["resources"].get(key, {}) for key in ("limits", "requests"))
+        assert all("/" not in resource or limits[resource] == requests[resource] for resource in requests)
+        assert len(job["metadata"]["name"]) + len("-99999-abcde") <= 63
+        assert spec["template"]["metadata"]["labels"].items() >= {"sidecar.istio.io/inject": "false"}.items()
+    assert at["spec"]["selector"].items() <= aggregator["spec"]["template"]["metadata"]["labels"].items()
+    assert not at["spec"]["selector"].items() <= workers["spec"]["template"]["metadata"]["labels"].items()
+    # FailIndex and maxFailedIndexes only go with Indexed and a limit for each index.
+    assert workers["spec"]["completionMode"] == "Indexed"
+    assert workers["spec"]["backoffLimitPerIndex"] == federation.settings.retries
+    assert workers["spec"]["maxFailedIndexes"] <= workers["spec"]["completions"] == workers["spec"]["parallelism"]
+    assert "backoffLimit" not in workers["spec"]
+    assert aggregator["spec"]["podFailurePolicy"]["rules"][0]["action"] == "FailJob"
+    assert aggregator["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4, 8]
+    assert workers["spec"]["podFailurePolicy"]["rules"][0]["action"] == "FailIndex"
+    assert workers["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])
+def test_pods_have_no_token_no_root_and_nothing_to_write_to_but_two_empty_folders(federation: Federation) -> None:
+    for job in (aggregator_job(federation), worker_job(federation)):
+        pod = job["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }  # fmt: skip
+        assert container(job)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {mount["mountPath"] for mount in container(job)["volumeMounts"]} >= {"/work", "/tmp"}
+        assert environment(job)["HOME"] == "/work"
+
+
+def test_credentials_are_only_ever_references() -> None:
+    for federation, keys in (
+        (PLAIN, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")),
+        (FULL, ("accesskey", "secretkey")),
+    ):
+        for job in (aggregator_job(federation), worker_job(federation)):
+            found = environment(job)
+            secret = federation.settings.storage_secret
+            assert found["AWS_ACCESS_KEY_ID"] == {"secretKeyRef": {"name": secret, "key": keys[0]}}
+            assert found["AWS_SECRET_ACCESS_KEY"] == {"secretKeyRef": {"name": secret, "key": keys[1]}}
+            assert found["FEDLOOM_S3_ENDPOINT"] == "http://s3:8333"
+
+
+def test_commands() -> None:
+    name = PLAIN.name
+    assert " ".join(container(aggregator_job(PLAIN))["args"]) == (
+        "aggregator s3://bucket/runs/small-1/experiment.yaml --partition s3://bucket/partitions/ff --out /work/run "
+        "--publish s3://bucket/runs/small-1 --resume --listen 0.0.0.0:7733 --wait 86400 --orphan-after 600"
+    )
+    assert " ".join(container(worker_job(PLAIN))["args"]) == (
+        f"worker --aggregator {name}.team-a.svc:7733 --name worker-$(JOB_COMPLETION_INDEX) "
+        "--partition s3://bucket/partitions/ff --states s3://bucket/runs/small-1/states --reconnect 600 "
+        "--device cpu --threads 1 --clients-at-once 1"
+    )
+    never = dataclasses.replace(PLAIN, orphan_after_s=None)
+    assert "--orphan-after" not in container(aggregator_job(never))["args"]
+
+
+def test_a_block_of_clients_for_each_worker() -> None:
+    job = worker_job(FULL)  # 25 clients, 10 for each
+    assert job["spec"]["completions"] == 3
+    assert container(job)["args"][-2:] == ["--part", "$(JOB_COMPLETION_INDEX)/3"]
+    assert worker_job(PLAIN)["spec"]["completions"] == 2
+
+
+def test_gpus_and_what_the_task_says_are_for_the_workers() -> None:
+    aggregator, workers = aggregator_job(FULL), worker_job(FULL)
+    assert container(workers)["resources"] == {
+        "requests": {"cpu": "2"},
+        "limits": {"memory": "16Gi", "nvidia.com/gpu": "2"},
+    }
+    assert container(aggregator)["resources"] == {"requests": {"memory": "1Gi"}, "limits": {"cpu": "4"}}
+    pod = workers["spec"]["template"]["spec"]
+    assert [toleration["key"] for toleration in pod["tolerations"]] == ["nvidia.com/gpu", "spot"]
+    assert pod["nodeSelector"] == {"disk": "fast", "zone": "x"}
+    assert environment(workers)["LOG"] == "1"
+    assert (container(workers)["image"], container(aggregator)["image"]) == ("fedloom-cuda@sha256:00", "fedloom:0.1.0")
+    assert aggregator["spec"]["template"]["spec"]["nodeSelector"] == {"a": "b"}
+    assert "LOG" not in environment(aggregator)
+    assert pod["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+    for job in (aggregator, workers):
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+        assert environment(job)["SSL_CERT_FILE"] == "/ca/ca.crt"
+
+
+def test_environment_of_the_task_replaces_ours() -> None:
+    task = TaskConfig.read({"env": [{"name": "AWS_ACCESS_KEY_ID", "value": "theirs"}]})
+    assert environment(worker_job(dataclasses.replace(PLAIN, task_config=task)))["AWS_ACCESS_KEY_ID"] == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("own", "gpu", "task", "expected"),
+    [
+        ({}, {}, None, {"requests": {"cpu": "500m", "memory": "1Gi"}}),
+        # A default request above a limit would be refused, so there is none beside a limit.
+        ({"limits": {"memory": "512Mi"}}, {}, None, {"requests": {"cpu": "500m"}, "limits": {"memory": "512Mi"}}),
+        (
+            {"requests": {"cpu": 1, "memory": "2Gi"}},
+            {"amd.com/gpu": 1},
+            {"requests": {"cpu": "3"}, "limits": {"cpu": "4"}},
+            {"requests": {"cpu": "3", "memory": "2Gi"}, "limits": {"amd.com/gpu": "1", "cpu": "4"}},
+        ),
+    ],
+)
+def test_resources(own: dict[str, Any], gpu: dict[str, int], task: dict[str, Any] | None, expected: object) -> None:
+    assert resources(Resources(**own), gpu, task) == expected
+
+
+def test_equal_specifications_have_equal_digests_and_others_have_not() -> None:
+    digests = {
+        PLAIN.digest(),
+        dataclasses.replace(PLAIN, experiment="name: other\n").digest(),
+        dataclasses.replace(PLAIN, settings=ClusterSettings(image="fedloom:0.1.1", storage_secret="store")).digest(),
+        dataclasses.replace(PLAIN, partition_url="s3://bucket/partitions/ee").digest(),
+        FULL.digest(),
+    }
+    assert len(digests) == 5
+    assert dataclasses.replace(PLAIN, settings=PLAIN.settings.model_copy()).digest() == PLAIN.digest()
+
+
+def test_names_come_from_run_and_task() -> None:
+    assert dataclasses.replace(PLAIN, run_id="run", task="a").name == f"fl-{identity('run', 'a')}"
+    assert len({identity("run", "a"), identity("run", "b"), identity("other", "a")}) == 3
+    assert label("run-1") == "run-1"
+    strange = label("a run/with words" * 9)
+    assert strange != label("another/run")
+    assert strange.isalnum()
+    assert len(strange) <= 63
+
+
+def test_the_owner_is_what_controls_the_launchers_pod() -> None:
+    workflow = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "9", "controller": True}
+    other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "c", "uid": "8"}
+    (found,) = owners_of_pod({"metadata": {"ownerReferences": [other, workflow]}})
+    # controller and blockOwnerDeletion would ask for rights on the workflow.
+    assert found == {**workflow, "controller": False, "blockOwnerDeletion": False}
+    assert owners_of_pod({"metadata": {}}) == []

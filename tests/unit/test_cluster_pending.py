@@ -1,0 +1,173 @@
+"""Why pods do not run: what is waited for, for how long, and what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from fedloom.cluster.pending import PendingPods, Verdict, lacking, trouble
+from fedloom.errors import ExperimentError, QuorumError, RefusedError
+
+GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available."
+
+
+def job(completions: int = 1, **status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "fl-1-worker"}, "spec": {"completions": completions}, "status": status}
+
+
+def pod(name: str = "p", phase: str = "Pending", **status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "status": {"phase": phase, **status}}
+
+
+def waiting(reason: str, message: str = "", name: str = "p") -> dict[str, Any]:
+    return pod(name, containerStatuses=[{"image": "i:1", "state": {"waiting": {"reason": reason, "message": message}}}])
+
+
+def unscheduled(reason: str = "Unschedulable", message: str = GPU) -> dict[str, Any]:
+    return pod(conditions=[{"type": "PodScheduled", "status": "False", "reason": reason, "message": message}])
+
+
+def warning(reason: str, message: str) -> dict[str, Any]:
+    return {"type": "Warning", "reason": reason, "message": message}
+
+
+class Watched:
+    """PendingPods with a clock and events of the test's."""
+
+    def __init__(self, events: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> None:
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self._events = events or {}
+        self._pending = PendingPods(600, 15, self._ask, self.said.append)
+
+    def _ask(self, name: str) -> Sequence[Mapping[str, Any]]:
+        self.asked.append(name)
+        return self._events.get(name, [])
+
+    def check(self, now: float, *pods: dict[str, Any], of: dict[str, Any] | None = None) -> tuple[bool, Any]:
+        return self._pending.check(of or job(len(pods)), pods, now)
+
+
+@pytest.mark.parametrize("phase", ["Running", "Succeeded", "Failed"])
+def test_what_runs_or_has_run_is_no_trouble(phase: str) -> None:
+    assert trouble(pod(phase=phase)) is None
+
+
+def test_what_is_being_removed_is_no_trouble() -> None:
+    leaving = waiting("ImagePullBackOff")
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert trouble(leaving) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (pod(), Verdict.START),
+        (waiting("ContainerCreating"), Verdict.START),
+        (waiting("ErrImagePull"), Verdict.FAIL),
+        (waiting("ImagePullBackOff"), Verdict.FAIL),
+        (waiting("InvalidImageName"), Verdict.FAIL),
+        (waiting("CreateContainerConfigError"), Verdict.FAIL),
+        (waiting("CreateContainerError"), Verdict.FAIL),
+        (unscheduled(), Verdict.WAIT),
+        (unscheduled("SchedulingGated"), Verdict.START),
+    ],
+)
+def test_classes(found: dict[str, Any], verdict: Verdict) -> None:
+    seen = trouble(found)
+    assert seen is not None
+    assert seen.verdict is verdict
+
+
+def test_an_image_that_cannot_be_pulled_fails_within_a_minute_whatever_it_is_called_in_between() -> None:
+    watched = Watched()
+    for now, reason in ((0.0, "ErrImagePull"), (5.0, "ImagePullBackOff"), (10.0, "ErrImagePull")):
+        assert watched.check(now, waiting(reason, "i:1: not found")) == (False, None)
+    settled, error = watched.check(15.0, waiting("ImagePullBackOff", "i:1: not found"))
+    assert not settled
+    assert isinstance(error, ExperimentError)
+    assert "p does not start: ImagePullBackOff: i:1: i:1: not found" in str(error)
+    assert "cluster.image" in str(error)
+    assert watched.said[0] == "p waits: ErrImagePull: i:1: i:1: not found"
+
+
+def test_an_image_that_comes_late_is_forgiven() -> None:
+    watched = Watched()
+    watched.check(0.0, waiting("ErrImagePull"))
+    assert watched.check(14.0, pod(phase="Running")) == (True, None)
+    assert watched.check(20.0, waiting("ErrImagePull")) == (False, None)  # another clock
+
+
+def test_a_missing_secret_says_how_to_make_it() -> None:
+    watched = Watched()
+    watched.check(0.0, waiting("CreateContainerConfigError", 'secret "store" not found'))
+    _, error = watched.check(16.0, waiting("CreateContainerConfigError", 'secret "store" not found'))
+    assert isinstance(error, ExperimentError)
+    assert 'secret "store" not found' in str(error)
+    assert "kubectl create secret generic" in str(error)
+
+
+def test_a_gpu_is_waited_for_and_then_given_up_in_the_schedulers_words() -> None:
+    watched = Watched()
+    assert watched.check(0.0, unscheduled()) == (False, None)
+    assert watched.check(599.0, unscheduled()) == (False, None)
+    assert watched.said == [f"p waits: Unschedulable: {GPU}"]  # once
+    _, error = watched.check(600.0, unscheduled())
+    assert isinstance(error, QuorumError)
+    assert "3 Insufficient nvidia.com/gpu" in str(error)
+    assert "waited 600 s" in str(error)
+
+
+def test_a_queue_may_take_its_time() -> None:
+    watched = Watched()
+    for now in (0.0, 10_000.0, 20_000.0):
+        assert watched.check(now, unscheduled("SchedulingGated"))[1] is None
+    assert watched.check(20_001.0, unscheduled())[1] is None  # the clock starts when the queue lets go
+    suspended = {"metadata": {"name": "j"}, "spec": {"completions": 1, "suspend": True}, "status": {}}
+    assert watched.check(1e6, of=suspended) == (True, None)
+
+
+def test_a_quota_shows_in_the_events_of_the_job_alone() -> None:
+    words = (
+        'Error creating: pods "fl-1-worker-0-x" is forbidden: exceeded quota: small, requested: cpu=2, limited: cpu=1'
+    )
+    watched = Watched({"fl-1-worker": [warning("FailedCreate", words)]})
+    assert watched.check(0.0, pod(phase="Running"), of=job(2)) == (False, None)  # one of two is there
+    assert watched.check(6.0, pod(phase="Running"), of=job(2)) == (False, None)
+    _, error = watched.check(25.0, pod(phase="Running"), of=job(2))
+    assert isinstance(error, RefusedError)
+    assert "exceeded quota: small" in str(error)
+    assert "kubectl describe quota" in str(error)
+
+
+def test_a_volume_shows_in_the_events_of_the_pod_alone() -> None:
+    watched = Watched({"p": [warning("FailedMount", 'MountVolume.SetUp failed: configmap "ca" not found')]})
+    watched.check(0.0, waiting("ContainerCreating"))
+    assert watched.asked == []  # a pod that has just begun is not asked about
+    watched.check(6.0, waiting("ContainerCreating"))
+    _, error = watched.check(21.0, waiting("ContainerCreating"))
+    assert isinstance(error, ExperimentError)
+    assert 'configmap "ca" not found' in str(error)
+
+
+def test_without_rights_to_events_a_start_is_given_up_in_the_end() -> None:
+    watched = Watched()
+    assert watched.check(0.0, waiting("ContainerCreating"))[1] is None
+    assert watched.check(599.0, waiting("ContainerCreating"))[1] is None
+    assert isinstance(watched.check(600.0, waiting("ContainerCreating"))[1], QuorumError)
+
+
+@pytest.mark.parametrize(
+    ("of", "phases", "expected"),
+    [
+        (job(1), [], 1),
+        (job(3), ["Running", "Pending"], 1),
+        (job(3, succeeded=1), ["Succeeded", "Running", "Running"], 0),
+        (job(3), ["Failed", "Running", "Running"], 1),
+        (job(6, failedIndexes="0,2-3"), ["Failed", "Running", "Running", "Running"], 0),
+    ],
+)
+def test_pods_that_are_lacking(of: dict[str, Any], phases: list[str], expected: int) -> None:
+    assert lacking(of, [pod(phase=phase) for phase in phases]) == expected

@@ -1,0 +1,85 @@
+"""Settings of a federation on Kubernetes: what is allowed, and how a mistake is answered."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from fedloom.cluster.settings import ClusterSettings, TaskConfig, check_image
+from fedloom.errors import ExperimentError
+
+
+def test_nothing_said_is_the_defaults() -> None:
+    settings = ClusterSettings.from_json("")
+    assert settings == ClusterSettings() == ClusterSettings.from_json("{}")
+    assert (settings.workers, settings.retries, settings.max_failed_workers) == (2, 2, 0)
+
+
+def test_settings_survive_json() -> None:
+    settings = ClusterSettings.from_json(
+        '{"image": "reg.example:5000/fedloom:0.1.0", "clients_per_worker": 10, "gpu": {"count": 2},'
+        ' "worker": {"limits": {"cpu": 2, "memory": "4Gi"}}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}'
+    )
+    assert ClusterSettings.from_json(settings.model_dump_json()) == settings
+    assert settings.worker.limits == {"cpu": 2, "memory": "4Gi"}
+    assert settings.gpu is not None
+    assert settings.gpu.resource == "nvidia.com/gpu"
+
+
+@pytest.mark.parametrize(
+    "image", ["fedloom:0.1.0", "localhost:5000/a/fedloom:1", "ghcr.io/a/b@sha256:" + 64 * "0", "a:latest@sha256:00"]
+)
+def test_images_that_stay_the_same(image: str) -> None:
+    assert check_image(image) == image
+
+
+@pytest.mark.parametrize("image", ["", "fedloom", "fedloom:latest", "localhost:5000/fedloom", "a b:1", ":1@"])
+def test_images_that_may_change_are_refused(image: str) -> None:
+    with pytest.raises(ValueError, match="not :latest"):
+        check_image(image)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "found [1]; allowed: an object"),
+        ('{"worker": 3}', "worker: found 3; allowed: a mapping"),
+        ('{"workes": 3}', "workes: unknown key; did you mean workers?"),
+        ('{"workers": 0}', "workers: found 0; allowed: an integer, at least 1"),
+        ('{"workers": "2"}', 'workers: found "2"; allowed: an integer'),
+        ('{"image": "fedloom:latest"}', "image: found \"fedloom:latest\"; allowed: NAME:TAG or NAME@sha256:DIGEST"),
+        ('{"gpu": {"resource": "gpu"}}', "gpu.resource: found \"gpu\"; allowed: text matching"),
+        ('{"worker": {"limits": {"cpu": "two"}}}', "cpu: found \"two\"; allowed: a quantity such as 2, 500m or 4Gi"),
+        ('{"deadline_s": 0}', "deadline_s: found 0; allowed: a number, at least 1"),
+        ('{"labels": {"fedloom.dev/run-id": "x"}}', "labels: found \"fedloom.dev/run-id\"; allowed: names outside"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_the_key_and_what_is_allowed(text: str, said: str) -> None:
+    with pytest.raises(ExperimentError) as error:
+        ClusterSettings.from_json(text)
+    assert said in str(error.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ExperimentError, match="3 mistakes"):
+        ClusterSettings.from_json('{"workers": 0, "image": "x", "retries": -1}')
+
+
+def test_what_kubeflow_hands_over_has_whole_numbers_again() -> None:
+    # Numbers cross Kubeflow as floats; an API server refuses 3600.0 seconds.
+    told = json.loads('{"tolerations": [{"key": "a", "tolerationSeconds": 3600.0}], "resources": {}, "env": null}')
+    read = TaskConfig.read(told)
+    assert json.dumps(read.tolerations) == '[{"key": "a", "tolerationSeconds": 3600}]'
+    assert TaskConfig.read(None) == TaskConfig()
+    with pytest.raises(ExperimentError, match="task_config"):
+        TaskConfig.read({"tolerations": "all"})
+
+
+def test_the_page_of_keys_is_that_of_the_code() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    made = runpy.run_path(str(docs / "generate_keys.py"))["cluster_page"]()
+    assert (docs / "cluster-keys.md").read_text(encoding="utf-8") == made, "run: make docs"

@@ -1,0 +1,342 @@
+"""A published run: another aggregator goes on with it to the same bits, and of two only one goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_runs import aggregator, run_folder
+from s3_support import S3Server
+from test_states import made as federation_that_remembers
+
+from fedloom.errors import DataError, ExitCode, StorageError
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import Published
+from fedloom.storage import Absent, Store, open_store
+from fedloom.storage.folder import FolderStore
+
+
+def contents(path: Path) -> dict[str, str]:
+    return {file.relative_to(path).as_posix(): file.read_text() for file in path.rglob("*") if file.is_file()}
+
+
+def records(store: Store) -> list[dict[str, Any]]:
+    return [json.loads(store.read(entry.name)) for entry in store.entries("published/")]
+
+
+def test_what_is_published_is_taken_up_elsewhere(store: Store, tmp_path: Path) -> None:
+    assert not aggregator(tmp_path / "b", store, "b").take_up()
+    assert not (tmp_path / "b").exists()
+    a = aggregator(tmp_path / "a", store, "a")
+    for round in (3, 4, 6):
+        run_folder(tmp_path / "a", round)
+        a.publish(round)
+    assert aggregator(tmp_path / "b", store, "b").take_up()
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+    assert [(r["number"], r["round"], r["incarnation"]) for r in records(store)] == [
+        (1, 3, "a"),
+        (2, 4, "a"),
+        (3, 6, "a"),
+    ]
+
+
+def test_files_that_only_older_records_need_are_removed_and_none_is_copied_twice(store: Store, tmp_path: Path) -> None:
+    a = aggregator(tmp_path / "a", store, "a")
+    for round in (3, 4, 5):
+        run_folder(tmp_path / "a", round)
+        a.publish(round)
+    blobs = [entry.name.removeprefix("blobs/") for entry in store.entries("blobs/")]
+    last = records(store)[-1]
+    assert sorted(last["files"].values()) == blobs
+    assert last["files"]["partition.json"].startswith("00000001-")  # as it was published first
+    assert last["files"]["checkpoints/round-000004.safetensors"].startswith("00000002-")
+    assert last["files"]["checkpoints/round-000005.safetensors"].startswith("00000003-")
+
+
+def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) -> None:
+    run_folder(tmp_path / "a", 4)
+    aggregator(tmp_path / "a", store, "a").publish(4)
+    run_folder(tmp_path / "b", 7)  # rounds that were trained and never published
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    assert aggregator(tmp_path / "b", store, "b").take_up()
+    assert contents(tmp_path / "b") == {**contents(tmp_path / "a"), "notes.txt": "mine"}
+
+
+def test_of_two_aggregators_only_one_goes_on(store: Store, tmp_path: Path) -> None:
+    run_folder(tmp_path / "a", 4)
+    first = aggregator(tmp_path / "a", store, "first")
+    first.publish(4)
+    second = aggregator(tmp_path / "b", store, "second")
+    second.take_up()
+    run_folder(tmp_path / "b", 6)
+    second.publish(6)
+    run_folder(tmp_path / "a", 7)  # a later round, and yet not what follows the last record it knows
+    for act in (lambda: first.publish(7), first.finish):
+        with pytest.raises(
+            StorageError, match=r"round 6 published meanwhile by another aggregator \(second\)"
+        ) as raised:
+            act()
+        assert raised.value.exit_code == ExitCode.STORAGE
+        assert "this one (first) stops" in str(raised.value)
+    assert aggregator(tmp_path / "c", store, "third").take_up()
+    assert contents(tmp_path / "c") == contents(tmp_path / "b")
+    run_folder(tmp_path / "b", 8)
+    second.publish(8)
+    # What the first had copied before it was told is gone, too.
+    assert {entry.name.removeprefix("blobs/") for entry in store.entries("blobs/")} == set(
+        records(store)[-1]["files"].values()
+    )
+
+
+class HeldUp(FolderStore):
+    """A store through which nothing goes at one moment, until something else has happened."""
+
+    def __init__(self, folder: Path, method: str, meanwhile: Any) -> None:
+        super().__init__(folder)
+        self.method, self.meanwhile = method, meanwhile
+
+    def _wait(self, method: str) -> None:
+        if method == self.method:
+            self.method = ""
+            self.meanwhile()
+
+    def entries(self, prefix: str = "") -> Any:
+        self._wait(f"entries of {prefix}")
+        return super().entries(prefix)
+
+    def download(self, name: str, path: Path) -> None:
+        self._wait("download")
+        super().download(name, path)
+
+
+def test_an_aggregator_held_up_after_its_record_removes_nothing_of_its_successor(tmp_path: Path) -> None:
+    plain = FolderStore(tmp_path / "store")
+
+    def successor() -> None:
+        c = aggregator(tmp_path / "c", plain, "c")
+        assert c.take_up()
+        run_folder(tmp_path / "c", 6)
+        c.publish(6)
+
+    run_folder(tmp_path / "a", 3)
+    aggregator(tmp_path / "a", plain, "a").publish(3)
+    held_up = aggregator(tmp_path / "b", HeldUp(tmp_path / "store", "entries of blobs/", successor), "b")
+    held_up.take_up()
+    run_folder(tmp_path / "b", 4)
+    held_up.publish(4)
+    assert [record["round"] for record in records(plain)] == [3, 4, 6]
+    assert aggregator(tmp_path / "d", plain, "d").take_up()
+    assert contents(tmp_path / "d") == contents(tmp_path / "c")
+
+
+def test_taking_up_what_is_being_replaced_takes_the_newer(tmp_path: Path) -> None:
+    plain = FolderStore(tmp_path / "store")
+    run_folder(tmp_path / "a", 3)
+    a = aggregator(tmp_path / "a", plain, "a")
+    a.publish(3)
+
+    def publish_again() -> None:
+        run_folder(tmp_path / "a", 9)
+        a.publish(9)
+
+    b = aggregator(tmp_path / "b", HeldUp(tmp_path / "store", "download", publish_again), "b")
+    assert b.take_up()
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+    run_folder(tmp_path / "b", 10)
+    b.publish(10)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda store: store.remove([store_blob(store)]), "the published run is not whole"),
+        (lambda store: store.write(store_blob(store), b"other"), "damaged, found sha256"),
+        (lambda store: store.write("published/00000001.json", b"{"), "not a record of a published run"),
+        (lambda store: store.write("published/00000001.json", b"[]"), "not a record of a published run"),
+        (lambda store: rewrite(store, version=99), "published by another version of FedLoom"),
+        (lambda store: rewrite(store, files={"../escape": store_blob(store)[6:]}), "not a record of a published run"),
+        (lambda store: rewrite(store, files={"/etc/x": store_blob(store)[6:]}), "not a record of a published run"),
+    ],
+)
+def test_what_is_damaged_is_not_taken_up(tmp_path: Path, damage: Any, says: str) -> None:
+    store = open_store(tmp_path / "store")
+    run_folder(tmp_path / "a", 4)
+    aggregator(tmp_path / "a", store, "a").publish(4)
+    damage(store)
+    run_folder(tmp_path / "b", 2)
+    before = contents(tmp_path / "b")
+    with pytest.raises(DataError, match=says):
+        aggregator(tmp_path / "b", store, "b").take_up()
+    assert contents(tmp_path / "b") == before
+    assert not (tmp_path / "escape").exists()
+
+
+def store_blob(store: Store) -> str:
+    return next(iter(store.entries("blobs/"))).name
+
+
+def rewrite(store: Store, **changes: Any) -> None:
+    store.write("published/00000001.json", json.dumps({**records(store)[0], **changes}).encode())
+
+
+def test_a_finished_run_lies_there_as_it_lies_here(store: Store, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a", 4)
+    a = aggregator(tmp_path / "a", store, "a")
+    a.publish(4)
+    assert "summary.json" not in {entry.name for entry in store.entries()}
+    for name in ("summary.json", "report.html", "clients.csv", "logs/aggregator.jsonl", "figures/a.svg"):
+        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+        folder.write(name, f"{name} of round 4")
+    (tmp_path / "a" / "states" / "c0").mkdir(parents=True)
+    (tmp_path / "a" / "states" / "c0" / "4-1-0-0.safetensors").write_text("private")
+    (tmp_path / "a" / ".x.1-2.partial").write_text("half")
+    a.finish()
+    expected = {
+        n: c for n, c in contents(tmp_path / "a").items() if not n.startswith("states/") and n != ".x.1-2.partial"
+    }
+    own = ("published/", "blobs/")
+    there = {entry.name: store.read(entry.name).decode() for entry in store.entries() if not entry.name.startswith(own)}
+    assert there == expected
+    # An aggregator that starts again after that goes on from the end, and publishes it again.
+    b = aggregator(tmp_path / "b", store, "b")
+    assert b.take_up()
+    RunFolder(tmp_path / "b").write("summary.json", "again")
+    b.finish()
+    assert store.read("summary.json") == b"again"
+    with pytest.raises(StorageError, match="another aggregator"):
+        a.finish()
+
+
+def test_a_summary_never_stands_beside_files_of_another_time(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    folder = run_folder(tmp_path / "a", 4)
+    a = aggregator(tmp_path / "a", store, "a")
+    a.publish(4)
+    folder.write("summary.json", "of round 4")
+    a.finish()
+    run_folder(tmp_path / "a", 8)
+    folder.write("summary.json", "of round 8")
+
+    class Full(FolderStore):
+        def upload(self, name: str, path: Path) -> None:
+            if name == "word-of-what-is-new.txt":
+                raise StorageError("full")
+            super().upload(name, path)
+
+    full = aggregator(tmp_path / "b", Full(tmp_path / "store"), "b")
+    full.take_up()
+    run_folder(tmp_path / "b", 8)
+    for name in ("summary.json", "word-of-what-is-new.txt"):
+        RunFolder(tmp_path / "b").write(name, "of round 8")
+    with pytest.raises(StorageError, match="full"):
+        full.finish()
+    with pytest.raises(Absent):
+        store.read("summary.json")
+
+
+def test_logs_are_copied_whatever_became_of_the_run(store: Store, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a", 1)
+    folder.append("logs/aggregator.jsonl", {"message": "it failed"})
+    aggregator(tmp_path / "a", store, "a").log_files()
+    assert [entry.name for entry in store.entries()] == ["logs/aggregator.jsonl"]
+
+
+# --- with the round loop ----------------------------------------------------------------------------------------------
+
+
+def remembering(folder: Path, store: Store, name: str, rounds: int) -> tuple[Any, Published]:
+    """A federation whose clients keep states in the store, and that publishes each round."""
+    published = aggregator(folder, store, name)
+    f = federation_that_remembers(
+        folder, rounds=rounds, checkpoint_every_s=0.0, states=store.under("states"), after=published.publish
+    )
+    return f, published
+
+
+def test_another_machine_goes_on_to_the_same_end(store: Store, tmp_path: Path) -> None:
+    """Folder and process are lost after round 3; checkpoints, journal and the clients' states are in the store."""
+    f, _ = remembering(tmp_path / "whole", open_store(tmp_path / "other"), "x", rounds=6)
+    f.run()
+    f1, _ = remembering(tmp_path / "a", store, "a", rounds=3)
+    f1.run()
+    f2, published = remembering(tmp_path / "b", store, "b", rounds=6)
+    assert published.take_up()
+    f2.loop.resume()
+    assert f2.loop.round == 3
+    f2.run()
+    assert f2.loop.server.said == {t: said for t, said in f.loop.server.said.items() if t > 3}
+    last = "checkpoints/round-000006.safetensors"
+    assert (tmp_path / "b" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+    assert [record["round"] for record in records(store)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_loop_that_was_replaced_stops(store: Store, tmp_path: Path) -> None:
+    f1, _ = remembering(tmp_path / "a", store, "a", rounds=2)
+    f1.run()
+    f2, published = remembering(tmp_path / "b", store, "b", rounds=4)
+    published.take_up()
+    f2.loop.resume()
+    _, third = remembering(tmp_path / "c", store, "c", rounds=4)
+    third.take_up()
+    run_folder(tmp_path / "c", 3)
+    third.publish(3)
+    with pytest.raises(StorageError, match=r"published meanwhile by another aggregator \(c\)"):
+        f2.run()
+
+
+PUBLISHER = """
+import sys, itertools
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from published_runs import aggregator, run_folder
+from fedloom.storage import open_store
+mine = aggregator(Path(sys.argv[2]), open_store(sys.argv[3]), sys.argv[4])
+last = 0
+if mine.take_up():
+    last = mine._last.round
+print("ready", last, flush=True)
+for round in itertools.count(last + 1):
+    run_folder(Path(sys.argv[2]), round)
+    mine.publish(round)
+    print("published", round, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_what_is_published_is_whole(s3_server: S3Server, tmp_path: Path) -> None:
+    """The publisher is killed eight times; each life goes on from a round not before the last that was announced."""
+    url = f"s3://{s3_server.new_bucket()}/runs/r"
+    store = open_store(url, s3_server.environment)
+    dice, announced = random.Random(4), 0
+    for life in range(8):
+        folder = tmp_path / f"life-{life}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", PUBLISHER, str(Path(__file__).parent), str(folder), url, f"life-{life}"],
+            env={**os.environ, **s3_server.environment, "PYTHONPATH": str(Path(__file__).parents[1])},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        for _ in range(dice.randint(1, 4)):  # "ready", and rounds
+            word, round = process.stdout.readline().split()
+            assert word == "published" or int(round) >= announced
+        time.sleep(dice.uniform(0, 0.06))
+        process.send_signal(signal.SIGKILL)
+        heard = [line.split() for line in process.communicate(timeout=60)[0].splitlines()]
+        announced = max([int(round), announced, *(int(said[1]) for said in heard if len(said) == 2)])
+        here = tmp_path / f"look-{life}"
+        if aggregator(here, store, "look").take_up():
+            found = records(store)[-1]["round"]
+            assert found >= announced
+            assert contents(here) == contents(run_folder(tmp_path / f"expected-{life}", found).path)
+    rounds = [record["round"] for record in records(store)]
+    assert rounds == list(range(1, len(rounds) + 1))
+    assert announced >= 8

@@ -1,0 +1,178 @@
+"""A published partition: whole once it has a manifest, and fetched one client at a time, checked."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from s3_support import S3Server
+
+from fedloom.data.federated import FederatedDataset
+from fedloom.data.manifest import shard_path
+from fedloom.data.partition import partition
+from fedloom.data.remote import Remote, publish
+from fedloom.data.schemes import ClassesScheme
+from fedloom.errors import DataError, ExperimentError, RefusedError, StorageError
+from fedloom.storage import Store, open_store
+from fedloom.storage.folder import FolderStore
+
+
+def dealt(root: Path, seed: int = 1) -> Path:
+    scheme = ClassesScheme(clients=6, classes_per_client=2)
+    return partition("tiny", scheme, seed=seed, unseen_fraction=1 / 3, validation_fraction=0.25, root=root)
+
+
+@pytest.fixture
+def folder(tiny_root: Path) -> Path:
+    return dealt(tiny_root)
+
+
+@pytest.fixture
+def environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
+@pytest.fixture
+def published(folder: Path, environment: S3Server) -> Store:
+    store = open_store(f"s3://{environment.new_bucket()}/partitions/p")
+    publish(folder, store)
+    return store
+
+
+class Counting(FolderStore):
+    """Notes what is read and written, and stops writing after a while."""
+
+    def __init__(self, folder: Path, may_write: int = 10**9) -> None:
+        super().__init__(folder)
+        self.written: list[str] = []
+        self.may_write = may_write
+
+    def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
+        if len(self.written) == self.may_write:
+            raise StorageError("the network is down")
+        self.written.append(name)
+        super().write(name, content, durably=durably)
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(
+        torch.equal(getattr(a, split).x, getattr(b, split).x) and torch.equal(getattr(a, split).y, getattr(b, split).y)
+        for split in ("train", "validation", "test")
+    )
+
+
+def test_clients_are_those_of_the_folder_and_only_they_are_fetched(folder: Path, published: Store) -> None:
+    here, there = FederatedDataset.open(folder), FederatedDataset.open(published.url)
+    assert there.manifest == here.manifest
+    assert not list(there.folder.glob("shards/*"))
+    for client in ("client-0003", "client-0001"):
+        assert same(there.client(client), here.client(client))
+    assert sorted(path.stem for path in there.folder.glob("shards/*")) == ["client-0001", "client-0003"]
+    there.verify(["client-0005"])
+    assert shard_path(there.folder, "client-0005").exists()
+    there.verify()
+    assert len(list(there.folder.glob("shards/*"))) == 6
+
+
+def test_a_temporary_cache_goes_with_the_data_set(published: Store) -> None:
+    dataset = FederatedDataset.open(published.url)
+    dataset.verify(["client-0000"])
+    folder = dataset.folder
+    assert folder.exists()
+    del dataset
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_a_cache_is_shared_and_what_is_damaged_in_it_is_fetched_again(published: Store, tmp_path: Path) -> None:
+    first = FederatedDataset.open(published.url, tmp_path / "cache")
+    client = first.client("client-0000")
+    published.remove(["shards/client-0000.safetensors"])
+    again = FederatedDataset.open(published.url, tmp_path / "cache")
+    assert again.folder == first.folder
+    assert same(again.client("client-0000"), client)  # from the cache: it is no longer in the store
+    first.verify(["client-0001"])
+    shard_path(first.folder, "client-0001").write_bytes(b"half a sh")
+    again.verify(["client-0001"])
+    FederatedDataset.open(first.folder).verify(["client-0001"])  # the cache is a partition, as far as it goes
+
+
+def test_nothing_is_written_twice_and_the_manifest_is_last(folder: Path, tmp_path: Path) -> None:
+    store = Counting(tmp_path / "store")
+    publish(folder, store)
+    assert len(store.written) == 7
+    assert store.written[-1] == "partition.json"
+    assert FolderStore(tmp_path / "store").read("partition.json") == (folder / "partition.json").read_bytes()
+    publish(folder, store)
+    assert len(store.written) == 7
+
+
+def test_what_was_interrupted_goes_on_and_is_no_partition_before(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="the network is down"):
+        publish(folder, Counting(tmp_path / "store", may_write=4))
+    with pytest.raises(DataError, match=r"expected its manifest in .*partition\.json"):
+        Remote(FolderStore(tmp_path / "store")).manifest()
+    there = {entry.name for entry in FolderStore(tmp_path / "store").entries()}
+    store = Counting(tmp_path / "store")
+    publish(folder, store)
+    assert there.isdisjoint(store.written)
+    assert len(there) + len(store.written) == 7
+    FederatedDataset.open(tmp_path / "store").verify()
+
+
+def test_another_partition_is_not_written_over(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    publish(folder, store)
+    with pytest.raises(DataError, match="found another partition there"):
+        publish(dealt(tiny_root, seed=2), store)
+    FederatedDataset.open(tmp_path / "store").verify()
+
+
+def test_a_damaged_partition_is_not_published(folder: Path, tmp_path: Path) -> None:
+    shard_path(folder, "client-0002").write_bytes(b"damaged")
+    store = FolderStore(tmp_path / "store")
+    with pytest.raises(DataError, match=r"client-0002.*is damaged"):
+        publish(folder, store)
+    assert "partition.json" not in [entry.name for entry in store.entries()]
+
+
+def test_a_shard_missing_or_damaged_in_the_store_is_named(published: Store) -> None:
+    published.remove(["shards/client-0001.safetensors"])
+    published.write("shards/client-0002.safetensors", b"damaged")
+    dataset = FederatedDataset.open(published.url)
+    with pytest.raises(DataError, match=f"client-0001 is missing: expected {published.url}/shards/client-0001"):
+        dataset.client("client-0001")
+    with pytest.raises(DataError, match=r"client-0002\.safetensors is damaged: expected sha256"):
+        dataset.client("client-0002")
+    with pytest.raises(DataError, match="client 'client-9' is not in the partition"):
+        dataset.verify(["client-9"])
+    dataset.client("client-0003")
+
+
+def test_a_manifest_missing_or_damaged_in_the_store_is_named(published: Store) -> None:
+    with pytest.raises(DataError, match=f"expected its manifest in {published.url}/elsewhere/partition.json"):
+        FederatedDataset.open(f"{published.url}/elsewhere")
+    published.write("partition.json", b"{}")
+    with pytest.raises(DataError, match=f"{published.url}/partition.json is damaged"):
+        FederatedDataset.open(published.url)
+
+
+def test_what_cannot_be_opened_at_all(environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ExperimentError, match="found gs://bucket/x"):
+        FederatedDataset.open("gs://bucket/x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(RefusedError, match="does not take the credentials"):
+        FederatedDataset.open(f"s3://{environment.new_bucket()}/x")
+
+
+def test_a_manifest_with_another_hash_makes_another_cache(folder: Path, published: Store, tmp_path: Path) -> None:
+    first = FederatedDataset.open(published.url, tmp_path / "cache")
+    changed = replace(first.manifest, seed=99)
+    published.write("partition.json", changed.to_json().encode())
+    assert FederatedDataset.open(published.url, tmp_path / "cache").folder != first.folder

@@ -1,0 +1,86 @@
+"""How a run is asked to stop: signals, and nobody watching."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from fedloom.cli.stopping import Stopping
+from fedloom.errors import AbandonedError, ExitCode
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def counted(stopping: Stopping) -> threading.Event:
+    """Set once the run is aborted."""
+    aborted = threading.Event()
+    stopping.abort = aborted.set
+    return aborted
+
+
+def test_while_waiting_a_signal_aborts_at_once(said: list[str]) -> None:
+    stopping = Stopping(said.append)
+    aborted = counted(stopping)
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping.signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert aborted.wait(30)
+        assert stopping.event.is_set()
+    assert said == ["stopping"]
+    assert stopping.reason is None
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_training_the_round_at_hand_may_end_and_a_second_signal_ends_it_at_once(said: list[str]) -> None:
+    stopping = Stopping(said.append)
+    aborted = counted(stopping)
+    stopping.training = True
+    with stopping.signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopping.event.wait(30)
+        assert not aborted.is_set()
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it is raised between two of these lines
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        assert aborted.wait(30)
+    assert said == ["stopping after this round (again to stop at once)"]
+
+
+def test_a_round_that_ends_in_time_is_not_aborted_afterwards(said: list[str]) -> None:
+    stopping = Stopping(said.append)
+    aborted = counted(stopping)
+    stopping.training = True
+    with stopping.signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.event.wait(30)
+    assert all(timer.finished.is_set() for timer in threading.enumerate() if isinstance(timer, threading.Timer))
+    assert not aborted.is_set()
+
+
+def test_nobody_watches(said: list[str]) -> None:
+    stopping = Stopping(said.append)
+    aborted = counted(stopping)
+    unwatched = 0.0
+    with stopping.when_unwatched(lambda: unwatched, 0.2):
+        assert not stopping.event.wait(0.5)  # somebody does
+        unwatched = 0.3
+        assert stopping.event.wait(30)
+        assert aborted.wait(30)
+    assert isinstance(stopping.reason, AbandonedError)
+    assert stopping.reason.exit_code is ExitCode.ABANDONED
+    assert "nobody has watched the run for 0.2 s" in str(stopping.reason)
+    assert not any(thread.name == "orphan" for thread in threading.enumerate())
+
+
+def test_a_run_that_need_not_be_watched(said: list[str]) -> None:
+    stopping = Stopping(said.append)
+    with stopping.when_unwatched(lambda: 1e9, None):
+        assert not any(thread.name == "orphan" for thread in threading.enumerate())
+    assert not stopping.event.is_set()

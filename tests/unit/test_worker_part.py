@@ -1,0 +1,40 @@
+"""Which clients a worker serves: all, those named, or one of N equal blocks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.cli.worker import chosen
+from fedloom.errors import ExperimentError
+
+
+@given(n=st.integers(1, 60), data=st.data())
+def test_blocks_are_equal_to_one_and_hold_everyone_once_in_order(n: int, data: st.DataObject) -> None:
+    everyone = [f"client-{i}" for i in range(data.draw(st.integers(n, 200)))]
+    blocks = [chosen(everyone, None, f"{i}/{n}") for i in range(n)]
+    assert [*itertools.chain(*blocks)] == everyone
+    sizes = {len(block) for block in blocks}
+    assert max(sizes) - min(sizes) <= 1
+    assert 0 not in sizes
+
+
+def test_everyone_and_those_named() -> None:
+    assert chosen(["a", "b"], None, None) == ["a", "b"]
+    assert chosen(["a", "b"], "b, c,", None) == ["b", "c"]
+
+
+@pytest.mark.parametrize("part", ["2/2", "0/4", "0/0", "-1/2", "1", "1/2/3", "a/b", "", "1 /2", "٣/٤"])
+def test_what_is_no_part(part: str) -> None:
+    with pytest.raises(ExperimentError) as refused:
+        chosen(["a", "b", "c"], None, part)
+    assert f"--part: found {part}; allowed: I/N" in str(refused.value)
+    assert "N at most 3" in str(refused.value)
+
+
+def test_a_part_of_those_named() -> None:
+    with pytest.raises(ExperimentError, match="--part: found 0/2 with --clients"):
+        chosen(["a", "b"], "a", "0/2")
