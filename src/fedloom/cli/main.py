@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import data, run, schema, use, worker
+from fedloom.cli import data, pipeline, run, schema, use, worker
 from fedloom.errors import FedloomError, StorageError
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ app.command("schema")(schema.schema)
 data_app = typer.Typer(help="Data sets.", no_args_is_help=True, rich_markup_mode=None)
 data_app.command("fetch")(data.fetch)
 app.add_typer(data_app, name="data")
+app.add_typer(pipeline.app, name="pipeline")
 
 STORAGE_FAILURES = {
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT,

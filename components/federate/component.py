@@ -1,0 +1,54 @@
+"""Hold a federation: on client pods, or in processes of this machine."""
+
+from kfp import dsl
+from kfp.dsl import Dataset, Input, Metrics, Model, Output
+
+from fedloom.kubeflow.image import IMAGE
+
+FOR_CLIENT_PODS = [
+    dsl.TaskConfigField.RESOURCES,
+    dsl.TaskConfigField.KUBERNETES_TOLERATIONS,
+    dsl.TaskConfigField.KUBERNETES_NODE_SELECTOR,
+    dsl.TaskConfigField.KUBERNETES_AFFINITY,
+]
+"""What is set on the task is meant for the client pods; the pod of the task itself only starts and watches them."""
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False, task_config_passthroughs=FOR_CLIENT_PODS)
+def federate(
+    experiment: str,
+    shards: Input[Dataset],
+    model: Output[Model],
+    metrics: Output[Metrics],
+    run_id: str,
+    task: str = "federate",
+    backend: str = "kubernetes",
+    cluster: str = "",
+    storage_secret: str = "",
+    task_config: dsl.TaskConfig = None,
+) -> None:
+    """Train a model for every client.
+
+    Args:
+        experiment: Whole experiment as JSON, from `plan` or `grid`.
+        shards: The partition.
+        model: Will hold the whole run: checkpoints, metrics, summary, journal, logs.
+        metrics: Accuracies of the last round; the file is summary.json.
+        run_id: Id of the pipeline run.
+        task: Names the federation within the pipeline run.
+        backend: kubernetes (client pods) or local (processes of this pod or machine).
+        cluster: Settings of the client pods as JSON (docs/cluster.md).
+        storage_secret: Secret with the credentials of the experiment's storage, unless the settings name one.
+        task_config: Filled in by Kubeflow: resources, tolerations and places that were set on the task.
+    """
+    from pathlib import Path
+
+    from fedloom.kubeflow import steps
+
+    out = Path(model.path)
+    found = steps.federate(
+        experiment, Path(shards.path), out, backend=backend, cluster=cluster, storage_secret=storage_secret,
+        run_id=run_id, task=task, task_config=vars(task_config) if task_config else None,
+    )  # fmt: skip
+    model.metadata.update(found)
+    steps.log(metrics, (out / "summary.json").read_text())

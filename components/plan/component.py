@@ -1,0 +1,28 @@
+"""Check an experiment and fill in its defaults, before anything is fetched or started."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from fedloom.kubeflow.image import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def plan(experiment: str, overrides: list[str]) -> NamedTuple(  # type: ignore[valid-type]
+    "Plan", [("experiment", str), ("data", str), ("dataset", str), ("root", str)]
+):
+    """Check an experiment and fill in its defaults.
+
+    Args:
+        experiment: Text of an experiment file, YAML or JSON.
+        overrides: Texts `key=value`, as of `fedloom run --set`.
+
+    Returns:
+        experiment: The whole experiment as JSON.
+        data: What decides its partition, as JSON.
+        dataset: Name of the data set.
+        root: Folder for data sets on this machine; empty for the usual one.
+    """
+    from fedloom.kubeflow import steps
+
+    return steps.plan(experiment, overrides)

@@ -1,0 +1,23 @@
+"""Put what was found on a page and in a table."""
+
+from kfp import dsl
+from kfp.dsl import HTML, Artifact, Input, Markdown, Metrics, Output
+
+from fedloom.kubeflow.image import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def report(run: Input[Artifact], metrics: Input[Metrics], page: Output[HTML], table: Output[Markdown]) -> None:
+    """Write the report of a run or an evaluation.
+
+    Args:
+        run: The run from `federate`, or the evaluation from `evaluate`.
+        metrics: From `evaluate`.
+        page: The report, self-contained.
+        table: Accuracies by group of clients.
+    """
+    from pathlib import Path
+
+    from fedloom.kubeflow import steps
+
+    steps.report(Path(run.path), Path(metrics.path), Path(page.path), Path(table.path))

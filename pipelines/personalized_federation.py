@@ -1,0 +1,59 @@
+"""One experiment: partition, federation, evaluation, report."""
+
+from kfp import dsl
+
+from fedloom.kubeflow.components.cleanup.component import cleanup
+from fedloom.kubeflow.components.evaluate.component import evaluate
+from fedloom.kubeflow.components.federate.component import federate
+from fedloom.kubeflow.components.fetch.component import fetch
+from fedloom.kubeflow.components.partition.component import partition
+from fedloom.kubeflow.components.plan.component import plan
+from fedloom.kubeflow.components.report.component import report
+from fedloom.kubeflow.pipelines.wiring import CONFIG, DAY, HOUR, MINUTE, sized, with_storage
+
+
+@dsl.pipeline(
+    name="personalized-federation",
+    description="A personalized federated model from one experiment file: partition, federation, evaluation, report.",
+    pipeline_config=CONFIG,
+)
+def personalized_federation(
+    experiment: str,
+    overrides: list[str] = [],  # noqa: B006 (Kubeflow takes the default from here, and never changes it)
+    backend: str = "kubernetes",
+    cluster: str = "",
+    checkpoint: str = "last",
+    storage_secret: str = "fedloom-storage",
+    source: str = "",
+) -> None:
+    """Train and evaluate a model for every client of one experiment.
+
+    Args:
+        experiment: Text of an experiment file.
+        overrides: Texts `key=value` that replace values of the file.
+        backend: kubernetes (client pods) or local (processes of one pod).
+        cluster: Settings of the client pods as JSON (docs/cluster.md).
+        checkpoint: What is evaluated: last, best or a round.
+        storage_secret: Secret with the credentials of the experiment's storage.
+        source: Folder or s3://bucket/prefix to take the data set from; empty for where it is published.
+    """
+    run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    leave_nothing = cleanup(run_id=run_id, backend=backend, cluster=cluster).set_caching_options(False)
+    with dsl.ExitHandler(sized(leave_nothing, 10 * MINUTE)):
+        planned = sized(plan(experiment=experiment, overrides=overrides), 10 * MINUTE).outputs
+        fetched = sized(fetch(dataset=planned["dataset"], root=planned["root"], source=source), 6 * HOUR)
+        files = with_storage(fetched, storage_secret).outputs["files"]
+        shards = sized(partition(data=planned["data"], files=files), 6 * HOUR, memory="4Gi").outputs["shards"]
+        federated = federate(
+            experiment=planned["experiment"],
+            shards=shards,
+            run_id=run_id,
+            backend=backend,
+            cluster=cluster,
+            storage_secret=storage_secret,
+        )
+        with_storage(federated, storage_secret).set_caching_options(False)
+        model = federated.outputs["model"]
+        evaluated = sized(evaluate(model=model, shards=shards, checkpoint=checkpoint), DAY, cpu="1", memory="4Gi")
+        with_storage(evaluated, storage_secret)  # clients' states stay in the store
+        sized(report(run=model, metrics=evaluated.outputs["metrics"]), HOUR)

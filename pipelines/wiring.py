@@ -1,0 +1,26 @@
+"""What tasks get on a cluster beside their inputs: time, memory, credentials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kfp import dsl, kubernetes
+
+MINUTE, HOUR, DAY = 60, 3600, 86400
+CREDENTIALS = {name: name for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "FEDLOOM_S3_ENDPOINT")}
+"""Keys of a storage Secret, and the environment variables that they become; any of them may be missing."""
+
+CONFIG = dsl.PipelineConfig(active_deadline_seconds=14 * DAY)
+"""A whole pipeline ends after two weeks, whatever happens; a federation has its own deadline."""
+
+
+def sized(task: Any, seconds: int, *, cpu: str = "500m", memory: str = "1Gi") -> Any:
+    """Bound a task's time, and ask for what it needs; 0 seconds bound nothing."""
+    if seconds:
+        kubernetes.set_timeout(task, seconds)
+    return task.set_cpu_request(cpu).set_memory_request(memory)
+
+
+def with_storage(task: Any, secret: Any) -> Any:
+    """Give a task the credentials of a store, from a Secret that need not be there where no store is used."""
+    return kubernetes.use_secret_as_env(task, secret, CREDENTIALS, optional=True)

@@ -1,0 +1,316 @@
+"""``fedloom pipeline``: compile, run here, submit, wait for and stop Kubeflow pipelines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fedloom.kubeflow.api import Kubeflow
+
+app = typer.Typer(help="Kubeflow pipelines.", no_args_is_help=True, rich_markup_mode=None)
+
+Name = Annotated[
+    str, typer.Argument(help="personalized_federation, compare_methods or unseen_clients.", metavar="NAME")
+]
+ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.", metavar="EXPERIMENT")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        metavar="KEY=VALUE;...",
+        help="compare_methods: what a method changes in the file; empty for nothing; repeatable.",
+    ),
+]
+Seeds = Annotated[str | None, typer.Option(help="compare_methods: 1,2,3 or 1-3.", metavar="N,N,...")]
+Model = Annotated[
+    str | None, typer.Option(help="unseen_clients: the trained model, a run's folder or an artifact's URI.")
+]
+Which = Annotated[
+    str | None, typer.Option("--checkpoint", help="What is evaluated: last, best or a round.", metavar="last|best|N")
+]
+Source = Annotated[
+    str | None,
+    typer.Option(help="Take the data set's files from here, a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(help="URL of Kubeflow Pipelines.", envvar="KF_PIPELINES_ENDPOINT", metavar="URL"),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        help="Bearer token, or @FILE, read again when it is needed.", envvar="FEDLOOM_KUBEFLOW_TOKEN", metavar="TOKEN"
+    ),
+]
+InCluster = Annotated[bool, typer.Option("--in-cluster", help="Use the token that Kubeflow gave this pod.")]
+CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust.", envvar="SSL_CERT_FILE", metavar="FILE")]
+Namespace = Annotated[str | None, typer.Option(help="Your profile's namespace, where Kubeflow has many users.")]
+
+
+@app.command("compile")
+def compile_(
+    name: Annotated[str | None, typer.Argument(help="The pipeline; by default all.", metavar="[NAME]")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.yaml.", metavar="DIR")] = Path(),
+    image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
+) -> None:
+    """Write the YAML of a pipeline, to upload by hand or to keep."""
+    from fedloom.kubeflow import compiling
+
+    names = [compiling.check_name(name)] if name else list(compiling.NAMES)
+    if image is not None:
+        compiling.use_image(image)
+    out.mkdir(parents=True, exist_ok=True)
+    for one in names:
+        compiling.compile_to(one, out / f"{one}.yaml")
+        typer.echo(f"{out / f'{one}.yaml'}: version {compiling.version_of(out / f'{one}.yaml')}")
+
+
+@app.command("local")
+def local(
+    name: Name,
+    experiment: ExperimentFile,
+    out: Annotated[Path, typer.Option(help="New folder for what the tasks produce.", metavar="DIR")],
+    set_: Set = None,
+    method: Methods = None,
+    seeds: Seeds = None,
+    model: Model = None,
+    checkpoint: Which = None,
+    source: Source = None,
+) -> None:
+    """Run a pipeline on this machine, with processes in place of pods."""
+    from fedloom.kubeflow import compiling, local
+
+    known = compiling.check_name(name)
+    arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, source)
+    if known != "unseen_clients":
+        arguments["backend"] = "local"
+    everything = logging.getLogger("fedloom").isEnabledFor(logging.DEBUG)
+    local.run(known, arguments, out, say=lambda line: typer.echo(line, err=True), everything=everything)
+    for page in sorted(out.glob("*.md")):
+        typer.echo(page.read_text(encoding="utf-8"))
+    for found in sorted((*out.glob("*.html"), *out.glob("run"), *out.glob("runs"))):
+        typer.echo(f"{found.stem}: {found}")
+
+
+@app.command("submit")
+def submit(
+    name: Name,
+    experiment: ExperimentFile,
+    set_: Set = None,
+    method: Methods = None,
+    seeds: Seeds = None,
+    model: Model = None,
+    checkpoint: Which = None,
+    source: Source = None,
+    backend: Annotated[
+        str | None, typer.Option(help="kubernetes: client pods (default); local: processes of one pod.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="YAML file: settings of the client pods (docs/cluster.md).", metavar="FILE")
+    ] = None,
+    storage_secret: Annotated[str | None, typer.Option(help="Secret with the credentials of `storage`.")] = None,
+    image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
+    host: Host = None,
+    token: Token = None,
+    in_cluster: InCluster = False,
+    ca_file: CaFile = None,
+    namespace: Namespace = None,
+    experiment_name: Annotated[
+        str, typer.Option(help="Kubeflow experiment in which the run is shown; made if it is not there.")
+    ] = "fedloom",
+    service_account: Annotated[str | None, typer.Option(help="Service account of the run's pods.")] = None,
+    pipeline_root: Annotated[str | None, typer.Option(help="Where the run's artifacts go.", metavar="URL")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code is the outcome's.")] = False,
+    terminate_on_interrupt: Annotated[
+        bool, typer.Option("--terminate-on-interrupt", help="Ctrl-C while waiting stops the run, too.")
+    ] = False,
+) -> None:
+    """Upload a pipeline to Kubeflow, start a run and print its link."""
+    from fedloom.kubeflow import compiling, submit
+
+    known = compiling.check_name(name)
+    arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, source)
+    arguments |= _where(known, backend, cluster, storage_secret)
+    if image is not None:
+        compiling.use_image(image)
+    run_name = _checked(known, arguments)
+    kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
+    order = submit.Order(known, arguments, run_name, experiment_name, service_account, pipeline_root)
+    with _terminable():
+        started = submit.submit(kubeflow, order, lambda line: typer.echo(line, err=True))
+        typer.echo(f"run {started.run}: {started.link}")
+        if wait:
+            _await(kubeflow, started, terminate=terminate_on_interrupt)
+
+
+@app.command("wait")
+def wait(
+    run: Annotated[str, typer.Argument(help="Id of the run.", metavar="RUN")],
+    host: Host = None,
+    token: Token = None,
+    in_cluster: InCluster = False,
+    ca_file: CaFile = None,
+    namespace: Namespace = None,
+) -> None:
+    """Wait for a run on Kubeflow; the exit code is its outcome's."""
+    from fedloom.kubeflow.submit import Started
+
+    kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
+    kubeflow.check()
+    with _terminable():
+        _await(kubeflow, Started(run, kubeflow.link(run)), terminate=False)
+
+
+@app.command("stop")
+def stop(
+    run: Annotated[str, typer.Argument(help="Id of the run.", metavar="RUN")],
+    host: Host = None,
+    token: Token = None,
+    in_cluster: InCluster = False,
+    ca_file: CaFile = None,
+    namespace: Namespace = None,
+) -> None:
+    """Stop a run on Kubeflow; its federations end, and their pods go."""
+    kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
+    kubeflow.check()
+    kubeflow.terminate(run)
+    typer.echo(f"stopping {kubeflow.link(run)}")
+
+
+def _arguments(
+    name: str,
+    experiment: Path,
+    overrides: list[str] | None,
+    methods: list[str] | None,
+    seeds: str | None,
+    model: str | None,
+    checkpoint: str | None,
+    source: str | None,
+) -> dict[str, Any]:
+    """The parameters of a pipeline that options give.
+
+    Raises
+    ------
+    ExperimentError
+        If the file cannot be read, an option is not for this pipeline, or one is missing.
+    """
+    from fedloom.errors import ExperimentError
+
+    try:
+        text = experiment.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
+        raise ExperimentError(f"{experiment}: cannot be read: {why}") from error
+    of_one = {
+        "--method": ("compare_methods", methods),
+        "--seeds": ("compare_methods", seeds),
+        "--model": ("unseen_clients", model),
+    }
+    for option, (owner, value) in of_one.items():
+        if value is not None and name != owner:
+            raise ExperimentError(f"{option}: found with {name}; allowed: with {owner}")
+    if checkpoint is not None and name == "compare_methods":
+        raise ExperimentError(f"--checkpoint: found with {name}; allowed: with personalized_federation, unseen_clients")
+    if name == "unseen_clients" and model is None:
+        raise ExperimentError("--model: found none; allowed: a run's folder or the URI of a model artifact")
+    given = {"methods": methods, "seeds": seeds, "model": model, "checkpoint": checkpoint, "source": source}
+    given = {key: value for key, value in given.items() if value is not None}
+    return {"experiment": text, "overrides": overrides or [], **given}
+
+
+def _where(name: str, backend: str | None, cluster: Path | None, storage_secret: str | None) -> dict[str, Any]:
+    """The parameters that say where the federation runs.
+
+    Raises
+    ------
+    ExperimentError
+        If one is not allowed, or the file's settings are not.
+    """
+    import yaml
+
+    from fedloom.cluster.settings import ClusterSettings
+    from fedloom.errors import ExperimentError
+
+    if name == "unseen_clients" and (backend is not None or cluster is not None):
+        raise ExperimentError("--backend, --cluster: found with unseen_clients; allowed: where something is trained")
+    if backend not in (None, "kubernetes", "local"):
+        raise ExperimentError(f"--backend: found {backend!r}; allowed: kubernetes, local")
+    given: dict[str, Any] = {"backend": backend, "storage_secret": storage_secret}
+    if cluster is not None:
+        try:
+            value = yaml.safe_load(cluster.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ExperimentError(f"{cluster}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ExperimentError(f"{cluster}: not YAML: {' '.join(str(error).split())}") from error
+        given["cluster"] = json.dumps(value if value is not None else {})
+        ClusterSettings.from_json(given["cluster"], source=str(cluster))
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _checked(name: str, arguments: dict[str, Any]) -> str:
+    """Check what a run would start with, before anything is uploaded; the name of the run is returned.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot run.
+    """
+    from fedloom.cluster.federate import check
+    from fedloom.cluster.settings import ClusterSettings, TaskConfig
+    from fedloom.experiment import loads
+    from fedloom.kubeflow import planning
+
+    planned = planning.plan(arguments["experiment"], arguments["overrides"])
+    experiments = [planned.experiment]
+    if name == "compare_methods":
+        points = planning.grid(planned.experiment, arguments.get("methods") or [""], arguments.get("seeds", "1-3"))
+        experiments = [point["experiment"] for point in points]
+    if name != "unseen_clients" and arguments.get("backend", "kubernetes") == "kubernetes":
+        settings = ClusterSettings.from_json(arguments.get("cluster", ""))
+        if settings.storage_secret is None:  # the pipeline's own parameter has a default
+            settings = settings.model_copy(update={"storage_secret": arguments.get("storage_secret", "default")})
+        for text in experiments:
+            check(loads(text), settings, TaskConfig())
+    return loads(planned.experiment).name
+
+
+def _kubeflow(
+    host: str | None, token: str | None, in_cluster: bool, ca_file: Path | None, namespace: str | None
+) -> Kubeflow:
+    from fedloom.kubeflow.api import Kubeflow, access
+
+    return Kubeflow(access(host, token, in_cluster=in_cluster, ca_file=ca_file), namespace)
+
+
+def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:
+    from fedloom.kubeflow import submit
+
+    with submit.stopping(kubeflow, started, terminate=terminate):
+        submit.wait(kubeflow, started.run, lambda line: typer.echo(line, err=True))
+    typer.echo("succeeded")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does: take back what is half done."""
+
+    def handle(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,323 @@
+"""The Kubeflow Pipelines API, v2beta1, as submitting needs it: every failure is a class of ``fedloom.errors``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
+
+TIMEOUT_S = (8, 60)
+"""To connect, and for an answer."""
+
+IN_CLUSTER_HOST = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
+TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
+"""Where Kubeflow puts a pod's token for the Pipelines API; ``$KF_PIPELINES_SA_TOKEN_PATH`` names another place."""
+
+EQUALS = 1
+
+
+class Conflict(ExperimentError):
+    """Something of that name is there already."""
+
+
+class Gone(ExperimentError):
+    """What was asked for is not there."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where the API is, and who asks.
+
+    Attributes
+    ----------
+    host
+        Its URL, such as ``https://kubeflow.example/pipeline``.
+    token
+        Gives the bearer token before each request; None where nobody asks for one.
+    ca_file
+        Certificates to trust; None for the usual ones.
+    """
+
+    host: str
+    token: Callable[[], str] | None
+    ca_file: Path | None = None
+
+
+def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Path | None = None) -> Access:
+    """Return how to reach the API.
+
+    Parameters
+    ----------
+    host
+        Its URL; None only in the cluster.
+    token
+        Bearer token; ``@FILE`` reads it from a file before each request, as tokens expire.
+    in_cluster
+        Use the token that Kubeflow mounted into this pod, and by default the API's Service.
+
+    Raises
+    ------
+    ExperimentError
+        If the URL is malformed or missing, or two ways to authenticate are given.
+    RefusedError
+        If there is no token where it should be.
+    """
+    if in_cluster and token:
+        raise ExperimentError("--token: found with --in-cluster; allowed: one of them")
+    host = host or (IN_CLUSTER_HOST if in_cluster else None)
+    if host is None:
+        raise ExperimentError("--host: found none; allowed: the URL of Kubeflow Pipelines, or --in-cluster in a pod")
+    if urlsplit(host).scheme not in ("http", "https") or not urlsplit(host).netloc:
+        raise ExperimentError(f"--host: found {host}; allowed: a URL such as https://kubeflow.example/pipeline")
+    path = os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE) if in_cluster else (token or "").partition("@")[2]
+    if (token or "").startswith("@") or in_cluster:
+        _read_token(Path(path), in_cluster=in_cluster)
+        return Access(host.rstrip("/"), lambda: _read_token(Path(path), in_cluster=in_cluster), ca_file)
+    return Access(host.rstrip("/"), (lambda: token) if token else None, ca_file)
+
+
+def _read_token(path: Path, *, in_cluster: bool) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        hint = "label the pod so that Kubeflow mounts it (PodDefault access-ml-pipeline)" if in_cluster else None
+        raise RefusedError(f"{path}: found no token there: {error}", hint=hint) from error
+
+
+class Kubeflow:
+    """The API of one installation.
+
+    Every method raises ``RefusedError`` where the installation does not let us, ``StorageError`` where it cannot be
+    reached or fails, and ``ExperimentError`` where it finds a request wrong.
+
+    Parameters
+    ----------
+    namespace
+        Profile of the user; None on an installation for one user.
+
+    Raises
+    ------
+    ExperimentError
+        If kfp is not installed.
+    """
+
+    def __init__(self, access: Access, namespace: str | None) -> None:
+        try:
+            import kfp_server_api
+        except ModuleNotFoundError as error:
+            raise ExperimentError(
+                f"pipelines need the package {error.name}, which is not installed",
+                hint="pip install 'fedloom[kubeflow]'",
+            ) from error
+        from urllib3 import Retry
+
+        configuration = kfp_server_api.Configuration()
+        configuration.host = access.host
+        configuration.ssl_ca_cert = None if access.ca_file is None else str(access.ca_file)
+        if (token := access.token) is not None:
+            configuration.api_key["authorization"] = ""  # the hook, which is asked before each request, fills it in
+            configuration.api_key_prefix["authorization"] = "Bearer"
+            configuration.refresh_api_key_hook = lambda c: c.api_key.update(authorization=token())
+        configuration.retries = Retry(
+            total=3,
+            backoff_factor=0.5,
+            status_forcelist=(429, 502, 503, 504),
+            allowed_methods=("GET", "DELETE"),  # a POST may have been heard, and would be done twice
+            raise_on_status=False,
+        )
+        client = kfp_server_api.ApiClient(configuration)
+        self._models = kfp_server_api
+        self._health = kfp_server_api.HealthzServiceApi(client)
+        self._pipelines = kfp_server_api.PipelineServiceApi(client)
+        self._uploads = kfp_server_api.PipelineUploadServiceApi(client)
+        self._experiments = kfp_server_api.ExperimentServiceApi(client)
+        self._runs = kfp_server_api.RunServiceApi(client)
+        self.host = access.host
+        self.namespace = namespace
+
+    def check(self) -> None:
+        """Find out whether this is Kubeflow Pipelines, and whether it wants a namespace.
+
+        Raises
+        ------
+        ExperimentError
+            If something else answers, or the namespace is missing or not wanted.
+        """
+        try:
+            health, _, headers = self._ask("reach it", self._health.healthz_service_get_healthz_with_http_info)
+        except Gone as error:
+            raise ExperimentError(self._not_kubeflow("no such page")) from error
+        if "json" not in str(headers.get("Content-Type")):
+            raise ExperimentError(self._not_kubeflow(f"a page of type {headers.get('Content-Type')}"))
+        if health.multi_user and self.namespace is None:
+            raise ExperimentError("--namespace: found none; allowed: your profile's, as this Kubeflow has many users")
+        if not health.multi_user and self.namespace is not None:
+            raise ExperimentError(
+                f"--namespace: found {self.namespace}; allowed: none, because this Kubeflow has one user"
+            )
+
+    def _not_kubeflow(self, found: str) -> str:
+        return (
+            f"--host: found {found} at {self.host}/apis/v2beta1/healthz; allowed: the URL of Kubeflow Pipelines, often "
+            "ending in /pipeline, and --token where it asks for a login"
+        )
+
+    def pipeline(self, name: str) -> str | None:
+        """Id of a pipeline, by name."""
+        found = self._ask(
+            f"look for the pipeline {name}",
+            self._pipelines.pipeline_service_list_pipelines,
+            filter=_named(name),
+            **self._in_namespace(),
+        )
+        return next((one.pipeline_id for one in found.pipelines or ()), None)
+
+    def make_pipeline(self, name: str, description: str) -> str:
+        """Make a pipeline without versions, and return its id."""
+        body = self._models.V2beta1Pipeline(display_name=name, description=description, **self._in_namespace())
+        made = self._ask(f"make the pipeline {name}", self._pipelines.pipeline_service_create_pipeline, body)
+        return str(made.pipeline_id)
+
+    def delete_pipeline(self, pipeline: str) -> None:
+        """Delete a pipeline."""
+        self._ask("delete a pipeline", self._pipelines.pipeline_service_delete_pipeline, pipeline)
+
+    def version(self, pipeline: str, name: str) -> str | None:
+        """Id of a version of a pipeline, by name."""
+        found = self._ask(
+            f"look for the version {name}",
+            self._pipelines.pipeline_service_list_pipeline_versions,
+            pipeline,
+            filter=_named(name),
+        )
+        return next((one.pipeline_version_id for one in found.pipeline_versions or ()), None)
+
+    def upload(self, pipeline: str, name: str, file: Path) -> str:
+        """Upload a version of a pipeline, and return its id."""
+        made = self._ask(
+            f"upload the version {name}",
+            self._uploads.upload_pipeline_version,
+            str(file),
+            name=name,
+            pipelineid=pipeline,
+        )
+        return str(made.pipeline_version_id)
+
+    def delete_version(self, pipeline: str, version: str) -> None:
+        """Delete a version of a pipeline."""
+        self._ask("delete a version", self._pipelines.pipeline_service_delete_pipeline_version, pipeline, version)
+
+    def experiment(self, name: str) -> str | None:
+        """Id of a Kubeflow experiment (a folder of runs), by name."""
+        found = self._ask(
+            f"look for the experiment {name}",
+            self._experiments.experiment_service_list_experiments,
+            filter=_named(name),
+            **self._in_namespace(),
+        )
+        return next((one.experiment_id for one in found.experiments or ()), None)
+
+    def make_experiment(self, name: str) -> str:
+        """Make a Kubeflow experiment, and return its id."""
+        body = self._models.V2beta1Experiment(display_name=name, **self._in_namespace())
+        made = self._ask(f"make the experiment {name}", self._experiments.experiment_service_create_experiment, body)
+        return str(made.experiment_id)
+
+    def delete_experiment(self, experiment: str) -> None:
+        """Delete a Kubeflow experiment."""
+        self._ask("delete an experiment", self._experiments.experiment_service_delete_experiment, experiment)
+
+    def start(
+        self,
+        name: str,
+        experiment: str,
+        pipeline: str,
+        version: str,
+        arguments: dict[str, Any],
+        service_account: str | None,
+        root: str | None,
+    ) -> str:
+        """Start a run, and return its id."""
+        body = self._models.V2beta1Run(
+            display_name=name,
+            experiment_id=experiment,
+            pipeline_version_reference=self._models.V2beta1PipelineVersionReference(pipeline, version),
+            runtime_config=self._models.V2beta1RuntimeConfig(parameters=arguments, pipeline_root=root),
+            service_account=service_account,
+        )
+        return str(self._ask(f"start the run {name}", self._runs.run_service_create_run, body).run_id)
+
+    def runs(self, name: str, experiment: str) -> list[str]:
+        """Ids of the runs of a name in a Kubeflow experiment."""
+        found = self._ask(
+            f"look for the run {name}",
+            self._runs.run_service_list_runs,
+            filter=_named(name),
+            experiment_id=experiment,
+            **self._in_namespace(),
+        )
+        return [one.run_id for one in found.runs or ()]
+
+    def run(self, run: str) -> Any:
+        """A run: ``state``, ``error``, ``run_details.task_details``."""
+        return self._ask(f"look at the run {run}", self._runs.run_service_get_run, run)
+
+    def terminate(self, run: str) -> None:
+        """Stop a run."""
+        self._ask(f"stop the run {run}", self._runs.run_service_terminate_run, run)
+
+    def delete_run(self, run: str) -> None:
+        """Delete a run."""
+        self._ask(f"delete the run {run}", self._runs.run_service_delete_run, run)
+
+    def link(self, run: str) -> str:
+        """Where a run is shown."""
+        return f"{self.host}/#/runs/details/{run}"
+
+    def _in_namespace(self) -> dict[str, str]:
+        return {} if self.namespace is None else {"namespace": self.namespace}
+
+    def _ask(self, what: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        from urllib3.exceptions import HTTPError, MaxRetryError
+
+        try:
+            return call(*arguments, _request_timeout=TIMEOUT_S, **named)
+        except self._models.ApiException as error:
+            raise self._failure(what, error.status, error.body or error.reason) from error
+        except HTTPError as error:
+            why = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
+            raise StorageError(f"{self.host}: cannot be reached: {why}", hint="check --host and the network") from error
+
+    def _failure(self, what: str, status: int, body: Any) -> FedloomError:
+        said = _message(body)
+        where = f"{self.host}" + (f", namespace {self.namespace}" if self.namespace else "")
+        if status == 401:
+            return RefusedError(f"{where}: the token is not accepted: {said}", hint="give a valid one with --token")
+        if status == 403:
+            return RefusedError(f"{where}: not allowed to {what}: {said}", hint="check --namespace and your rights")
+        if status == 404:
+            return Gone(f"{where}: cannot {what}: {said}")
+        if status == 409:
+            return Conflict(f"{where}: cannot {what}: {said}")
+        if 400 <= status < 500 and status != 429:
+            return ExperimentError(f"{where}: cannot {what}: {said}")
+        return StorageError(f"{where}: cannot {what}: status {status}: {said}", hint="try again later")
+
+
+def _named(name: str) -> str:
+    return json.dumps({"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]})
+
+
+def _message(body: Any) -> str:
+    """What the API says went wrong, on one line."""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["message"])
+    return " ".join(text.split())[:500]

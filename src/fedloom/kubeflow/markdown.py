@@ -1,0 +1,57 @@
+"""Results as Markdown tables, as the Kubeflow UI shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedloom.evaluation.compare import Comparison
+
+DASH = "–"
+GROUPS = {"seen": "seen", "unseen": "unseen", "global model": "global"}
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; the first column is text, the others are numbers."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "".join(f"| {' | '.join(_cell(text) for text in line)} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def results(statistics: Mapping[str, Any]) -> str:
+    """Return what an evaluation found, by group: ``seen``, ``unseen`` and ``global`` as in ``summary.json``."""
+    rows = [
+        (label, str(int(row["clients"])), *_accuracies(row), f"{row['loss_mean']:.4f}")
+        for label, group in GROUPS.items()
+        if (row := statistics[group]) is not None
+    ]
+    head = (
+        f"**{statistics['name']}** · {statistics['algorithm']} · seed {statistics['seed']} · "
+        f"after round {statistics['round']}\n\nTest accuracy in percent, mean ± standard deviation over clients.\n\n"
+    )
+    return head + table(("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss"), rows)
+
+
+def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
+    if row["accuracy_mean"] is None:  # data without classes
+        return (DASH,) * 4
+    others = ("accuracy_worst_decile", "accuracy_worst", "accuracy_pooled")
+    mean = f"{100 * row['accuracy_mean']:.1f} ± {100 * row['accuracy_std']:.1f}"
+    return (mean, *(f"{100 * row[key]:.1f}" for key in others))
+
+
+def comparison(found: Comparison) -> str:
+    """Return runs side by side, best in bold, as the pages of ``fedloom compare`` have them."""
+    from fedloom.evaluation.compare_tables import as_text, headings, text_title
+
+    parts = [f"{text_title(found)}. Bold: best; italic: not told from it by a paired test over clients.\n"]
+    marks = {"best": "**", "tied": "*", "": ""}
+    for title, lines in as_text(found).items():
+        rows = [[f"{marks[cell.mark]}{cell.text}{marks[cell.mark]}" for cell in line] for line in lines]
+        parts += [f"\n### {title}\n\n" if len(found.blocks) > 1 else "\n", table(headings(found), rows)]
+    parts += [f"\n{notice}\n" for notice in found.notices]
+    return "".join(parts)

@@ -1,0 +1,102 @@
+"""Experiments of a pipeline, checked and filled with their defaults before anything is fetched or started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedloom import experiment as experiments
+from fedloom.cli.sweep import seeds_of
+from fedloom.errors import ExperimentError
+from fedloom.experiment import Experiment
+
+
+class Plan(NamedTuple):
+    """An experiment, and the parts of it that other tasks go by.
+
+    Attributes
+    ----------
+    experiment
+        The whole, with every default, as JSON.
+    data
+        As JSON, what decides its partition and nothing else: experiments that share it share the partition.
+    dataset, root
+        The data set, and the folder for data sets (empty: the usual one of the machine).
+    """
+
+    experiment: str
+    data: str
+    dataset: str
+    root: str
+
+
+def plan(experiment: str, overrides: Sequence[str] = ()) -> Plan:
+    """Check an experiment.
+
+    Parameters
+    ----------
+    experiment
+        Text of an experiment file, YAML or JSON.
+    overrides
+        ``key=value`` each, as of ``fedloom run --set``.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot run: every mistake, with what was found and what is allowed.
+    """
+    e = experiments.loads(experiment, overrides)
+    return Plan(_as_json(e), _data_of(e), e.data.dataset, e.data.root or "")
+
+
+def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, str]]:
+    """Return the runs of a comparison: every method with every seed.
+
+    Parameters
+    ----------
+    methods
+        What each changes: ``key=value`` separated by semicolons; empty for the experiment as it is.
+    seeds
+        ``1,2,3`` or ``1-3``; empty for the experiment's.
+
+    Returns
+    -------
+    list of dict
+        ``label``, unique, and ``experiment`` and ``data`` as of :class:`Plan`.
+
+    Raises
+    ------
+    ExperimentError
+        If one of them cannot run, two are the same, or they are on several data sets.
+    """
+    points: dict[str, dict[str, str]] = {}
+    for number, method in enumerate(methods or [""], start=1):
+        for seed in seeds_of(seeds) if seeds else [None]:
+            overrides = [part.strip() for part in method.split(";") if part.strip()]
+            overrides += [] if seed is None else [f"seed={seed}"]
+            try:
+                e = experiments.loads(experiment, overrides)
+            except ExperimentError as error:
+                raise ExperimentError(f"with {'; '.join(overrides) or 'no change'}: {error}") from error
+            text = _as_json(e)
+            if text in points:
+                raise ExperimentError(
+                    f"methods: found {method!r} with seed {e.seed}, which is the same run as "
+                    f"{points[text]['label']}; allowed: each once"
+                )
+            label = f"{e.algorithm.name}-{number}-seed-{e.seed}"
+            points[text] = {"label": label, "experiment": text, "data": _data_of(e)}
+    found = sorted({json.loads(point["data"])["dataset"] for point in points.values()})
+    if len(found) > 1:
+        raise ExperimentError(f"methods: found the data sets {', '.join(found)}; allowed: one for all")
+    return list(points.values())
+
+
+def _as_json(e: Experiment) -> str:
+    return json.dumps(e.model_dump(mode="json"), ensure_ascii=False)
+
+
+def _data_of(e: Experiment) -> str:
+    data = e.data.model_dump(mode="json", exclude={"root"})
+    return json.dumps({"seed": e.seed, **data}, sort_keys=True)

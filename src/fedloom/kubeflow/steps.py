@@ -1,0 +1,420 @@
+"""What the tasks of a pipeline do. The components (components/) are thin: each calls one function of this module.
+
+Every task starts a Python of its own, so that what needs torch is imported where it is needed: ``fetch``,
+``partition`` and ``report`` do without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from fedloom.cli.main import STORAGE_FAILURES, as_storage_error
+from fedloom.errors import DataError, ExperimentError, FedloomError
+
+if TYPE_CHECKING:
+    from fedloom.kubeflow.planning import Plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FAILURES = "FEDLOOM_FAILURES"
+"""Environment variable: a file to which a task that fails adds a line, for `fedloom pipeline local`."""
+
+MARK = "fedloom | "
+"""What a line of progress begins with, among everything that Kubeflow's executor says."""
+
+LINE_EVERY_S = 10.0
+WITHOUT = shutil.ignore_patterns("checkpoints", "states", "logs", "figures", "report.html")
+"""Of a run's folder, what reports and comparisons do not read."""
+
+
+def say(text: str) -> None:
+    """Tell how far a task is."""
+    for line in text.splitlines():
+        print(f"{MARK}{line}", flush=True)
+
+
+def step(body: Callable[P, R]) -> Callable[P, R]:
+    """Let a failure of a known class end the task with one message and its exit code, and no traceback."""
+
+    @functools.wraps(body)
+    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return body(*args, **kwargs)
+        except FedloomError as error:
+            failure = error
+        except OSError as error:
+            if error.errno not in STORAGE_FAILURES:
+                raise
+            failure = as_storage_error(error)
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+        if FAILURES in os.environ:
+            line = {"task": body.__name__, "code": int(failure.exit_code), "message": str(failure)}
+            with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        raise SystemExit(int(failure.exit_code))
+
+    return told
+
+
+@step
+def plan(experiment: str, overrides: Sequence[str]) -> Plan:
+    """Check an experiment: see :func:`fedloom.kubeflow.planning.plan`."""
+    from fedloom.kubeflow import planning
+
+    return planning.plan(experiment, overrides)
+
+
+@step
+def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, str]]:
+    """Return the runs of a comparison: see :func:`fedloom.kubeflow.planning.grid`."""
+    from fedloom.kubeflow import planning
+
+    return planning.grid(experiment, methods, seeds)
+
+
+@step
+def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str, Any]:
+    """Copy a data set to a folder, fetched first where this machine does not have it.
+
+    Parameters
+    ----------
+    out
+        Will hold ``datasets/<name>`` for the data set and those that it needs.
+    root
+        Folder for data sets of this machine; empty for the usual one.
+    source
+        Where the official files, or those that the user made, are taken from: a folder or ``s3://bucket/prefix``;
+        empty for where the data set is published.
+
+    Returns
+    -------
+    dict
+        Metadata: ``dataset``, ``title``, ``classes``, ``licence``, ``bytes``.
+
+    Raises
+    ------
+    DataError
+        If it cannot be had.
+    """
+    from fedloom.data import sources
+    from fedloom.data.folders import data_root
+
+    found, size = sources.find(dataset), 0
+    (out / "datasets").mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        in_pod = "KFP_POD_NAME" in os.environ  # which keeps nothing for the next task, and may have no home
+        home = data_root(root or (folder if in_pod else None))
+        if not found.synthetic:
+            files = _brought(source, Path(folder) / "brought")
+            sources.fetch(found, home, copy_from=files, on_progress=_Lines(dataset))
+        for stored in (one.folder(home) for one in (found, *found.needs) if not one.synthetic):
+            shutil.copytree(stored, out / "datasets" / stored.name)
+            size += sum(file.stat().st_size for file in stored.rglob("*") if file.is_file())
+    about = {"dataset": dataset, "title": found.title, "classes": found.classes, "licence": found.licence}
+    (out / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")  # a store keeps no empty folder
+    return about | {"bytes": size}
+
+
+@step
+def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
+    """Deal a data set out to clients, in a folder with a manifest and one file per client.
+
+    Parameters
+    ----------
+    data
+        As of :class:`Plan`.
+    files
+        From :func:`fetch`.
+
+    Returns
+    -------
+    dict
+        Metadata: ``fingerprint``, ``dataset``, ``scheme``, ``seed``, ``clients``, ``unseen_clients``.
+
+    Raises
+    ------
+    ExperimentError
+        If the scheme cannot be met with these data.
+    DataError
+        If they are missing or damaged.
+    """
+    from pydantic import TypeAdapter
+
+    from fedloom.data.manifest import read_manifest
+    from fedloom.data.partition import partition as deal
+    from fedloom.data.schemes import Scheme
+
+    settings = json.loads(data)
+    scheme = TypeAdapter[Any](Scheme).validate_json(json.dumps(settings.pop("partition")))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as root:
+        (Path(root) / "datasets").symlink_to((files / "datasets").resolve())
+        deal(settings.pop("dataset"), scheme, root=root, **settings).replace(out)
+    manifest = read_manifest(out)
+    return {
+        "fingerprint": manifest.fingerprint,
+        "dataset": manifest.dataset,
+        "scheme": manifest.scheme["scheme"],
+        "seed": manifest.seed,
+        "clients": len(manifest.clients),
+        "unseen_clients": len(manifest.unseen),
+    }
+
+
+@step
+def federate(
+    experiment: str,
+    shards: Path,
+    out: Path,
+    *,
+    backend: str,
+    cluster: str,
+    storage_secret: str,
+    run_id: str,
+    task: str,
+    task_config: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Hold a federation, and leave the whole run's folder behind.
+
+    Parameters
+    ----------
+    experiment
+        As of :class:`Plan`.
+    shards
+        From :func:`partition`.
+    backend
+        ``local``: processes of this machine or pod. ``kubernetes``: pods.
+    cluster
+        ``ClusterSettings`` as JSON; for ``kubernetes``.
+    storage_secret
+        Secret with the credentials of ``storage``, where the cluster settings name none.
+    run_id, task
+        Together they name the federation: a task that is run again takes up what it had started.
+    task_config
+        Resources, tolerations, node selector and affinity that were set on the task, for the worker pods.
+
+    Returns
+    -------
+    dict
+        Metadata: what the run was, and accuracies of the last round.
+
+    Raises
+    ------
+    FedloomError
+        Of the class of what went wrong (docs/exit-codes.md).
+    """
+    from fedloom.cluster.settings import ClusterSettings
+
+    settings = ClusterSettings.from_json(cluster)
+    if backend == "local":
+        from fedloom.cluster import local
+
+        with tempfile.TemporaryDirectory() as folder:  # `fedloom run` checks it; here it would cost torch's import
+            path = Path(folder) / "experiment.yaml"
+            path.write_text(experiment, encoding="utf-8")
+            local.run(path, shards, out, deadline_s=settings.deadline_s, say=say)
+    else:
+        from fedloom import experiment as experiments
+        from fedloom.cluster.federate import federate as launch
+
+        if settings.storage_secret is None and storage_secret:
+            settings = settings.model_copy(update={"storage_secret": storage_secret})
+        e = experiments.loads(experiment)
+        launch(
+            e,
+            shards,
+            out,
+            backend=backend,
+            cluster=settings,
+            run_id=run_id,
+            task=task,
+            task_config=task_config,
+            say=say,
+        )
+    return {"label": task, **_told(json.loads((out / "summary.json").read_text(encoding="utf-8")))}
+
+
+@step
+def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str, Any]:
+    """Measure a trained model on the clients of a partition, and describe that in a folder like a run's.
+
+    Where the partition is not the one trained on, all its clients are new: they get their models by Algorithm 1 alone,
+    and count as unseen.
+
+    Parameters
+    ----------
+    model
+        A run's folder.
+    checkpoint
+        ``last``, ``best`` or a round.
+
+    Returns
+    -------
+    dict
+        The statistics, as ``fedloom evaluate --out`` writes them, and ``confusion``: ``class_names``, and ``rows``, one
+        for each true class, over all clients; None for data without classes.
+    """
+    from fedloom.cli.use import measured
+    from fedloom.data.manifest import read_manifest
+    from fedloom.evaluation import summary
+    from fedloom.evaluation.run_folder import RunFolder
+
+    found = measured(model, checkpoint, shards)
+    mask = found.parts.experiment.evaluation.label_mask
+    manifest, evaluation = read_manifest(shards), found.evaluation
+    shutil.copytree(model, out, ignore=WITHOUT, dirs_exist_ok=True)
+    for stale in ("summary.json", "descriptors.json", "uncertainty.json", "journal.jsonl"):
+        (out / stale).unlink(missing_ok=True)
+    spent = [line for line in RunFolder.open(model).metrics().objects if line["round"] <= evaluation.round]
+    line = summary.metrics_line(
+        evaluation,
+        label_mask=mask,
+        train_loss=spent[-1]["train"]["loss"],
+        communication=summary.Communication(**spent[-1]["communication"]),
+        client_steps=spent[-1]["client_steps"],
+    )
+    for name, text in {
+        "partition.json": manifest.to_json(),
+        "metrics.jsonl": json.dumps(line) + "\n",
+        "clients.csv": summary.as_csv(summary.client_rows(evaluation, manifest.clients)),
+        "confusion.json": json.dumps(summary.confusion_document(evaluation, manifest.class_names)),
+        "calibration.json": json.dumps(summary.calibration_document(evaluation)),
+    }.items():
+        (out / name).write_text(text, encoding="utf-8")
+    rows = evaluation.confusion[:, evaluation.predictors.index("personal")].sum(0).tolist()  # counts, [C, C]
+    confusion = {"class_names": list(manifest.class_names), "rows": rows} if manifest.classes else None
+    return {**found.statistics, "confusion": confusion}
+
+
+@step
+def report(run: Path, statistics: Path, page: Path, table: Path) -> None:
+    """Write a run's report as one HTML page, and what an evaluation found as a Markdown table.
+
+    Parameters
+    ----------
+    run
+        A run's folder, or one from :func:`evaluate`.
+    statistics
+        JSON file of what :func:`evaluate` returned.
+    """
+    from fedloom.evaluation.report import write_report
+    from fedloom.kubeflow import markdown
+
+    with tempfile.TemporaryDirectory() as folder:  # an input is not written to
+        shutil.copytree(run, Path(folder) / "run", ignore=WITHOUT)
+        shutil.copyfile(write_report(Path(folder) / "run"), page)
+    table.write_text(markdown.results(json.loads(statistics.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+@step
+def compare(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path) -> None:
+    """Set runs side by side: an HTML page, a Markdown table, and a folder as of ``fedloom compare --out``.
+
+    Parameters
+    ----------
+    runs
+        What to call each, and its folder.
+    """
+    from fedloom.evaluation.compare import compare as compared
+    from fedloom.evaluation.compare_report import write_comparison
+    from fedloom.kubeflow import markdown
+
+    if len({label for label, _ in runs}) < len(runs):
+        raise ExperimentError(f"runs: found the labels {', '.join(label for label, _ in runs)}; allowed: each once")
+    with tempfile.TemporaryDirectory() as folder:  # a run is called by its folder, and all artifacts by one name
+        for label, run in runs:
+            shutil.copytree(run, Path(folder) / label, ignore=WITHOUT)
+        found = compared([Path(folder)])
+        shutil.copyfile(write_comparison(found, out), page)
+    table.write_text(markdown.comparison(found), encoding="utf-8")
+
+
+@step
+def cleanup(backend: str, run_id: str, cluster: str) -> None:
+    """Remove what federations of a pipeline run have left on the cluster, however the run ended."""
+    if backend == "kubernetes":
+        from fedloom.cluster.federate import cleanup as remove
+        from fedloom.cluster.settings import ClusterSettings
+
+        remove(run_id, ClusterSettings.from_json(cluster).namespace)
+
+
+def log(metrics: Any, text: str) -> None:
+    """Write statistics to a Metrics artifact: each number for the Kubeflow UI, and the whole text as its file.
+
+    Parameters
+    ----------
+    metrics
+        ``kfp.dsl.Metrics``.
+    text
+        JSON with ``seen``, ``unseen`` and ``global``.
+    """
+    for name, value in scores(json.loads(text)).items():
+        metrics.log_metric(name, value)
+    Path(metrics.path).write_text(text, encoding="utf-8")
+
+
+def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of each group of a summary or an evaluation, flat, for the Kubeflow UI.
+
+    Parameters
+    ----------
+    statistics
+        With ``seen``, ``unseen`` and ``global``, as ``summary.json`` has them.
+    """
+    return {
+        f"{group}_{key}": value
+        for group in ("seen", "unseen", "global")
+        for key, value in (statistics[group] or {}).items()
+        if isinstance(value, int | float)
+    }
+
+
+def _told(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of a model: of a summary, what identifies the run and how good it is."""
+    known = {key: summary[key] for key in ("name", "algorithm", "dataset", "model", "seed", "rounds")}
+    if summary["best"] is not None:
+        known["best_round"] = summary["best"]["round"]
+    found = scores(summary)
+    return known | {key: found[key] for key in found if key.endswith(("accuracy_mean", "loss_mean"))}
+
+
+def _brought(source: str, downloads: Path) -> Path | None:
+    """The folder from which files are to be taken; those of a store are downloaded first."""
+    from fedloom.storage import is_url, open_store
+
+    if not source:
+        return None
+    if not is_url(source):
+        return Path(source)
+    store = open_store(source)
+    store.check(writing=False)
+    names = [entry.name for entry in store.entries()]
+    if not names:
+        raise DataError(f"{source}: found nothing there, expected the files of a data set")
+    for name in names:
+        store.download(name, downloads / name)
+    return downloads
+
+
+class _Lines:
+    """Says every few seconds how far a fetch is; a pod's log has no bar."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._said = what, time.monotonic()
+
+    def __call__(self, now: Any) -> None:
+        if time.monotonic() - self._said >= LINE_EVERY_S:
+            self._said = time.monotonic()
+            of = f" of {now.total / 1e6:.0f}" if now.total else ""
+            say(f"{self._what}: {now.doing}, {now.done / 1e6:.0f}{of} MB")

@@ -1,0 +1,366 @@
+"""The Kubeflow Pipelines API as ``ml-pipeline`` serves it: v2beta1 REST over a socket, in memory.
+
+It speaks for pipelines, versions, uploads, experiments and runs, with the API's status codes and bodies, one user or
+many, tokens, and what networks do: answers that are late, broken or lost. It checks an uploaded pipeline and a run's
+parameters as the API server does, and runs nothing: a test says how a run goes on. Not covered: recurring runs,
+archiving, paging (a list is one page), reports and artifacts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.parser import BytesParser
+from email.policy import HTTP
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+Json = dict[str, Any]
+PREFIX = "/apis/v2beta1"
+
+
+class Refused(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, status: int, code: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass
+class Fault:
+    """What happens to requests whose method and path match: ``times`` of them, after ``skip``.
+
+    ``status`` answers with an error; ``drop`` closes the connection, before the request is heard or after it was;
+    ``delay_s`` comes first.
+    """
+
+    request: str
+    status: int | None = None
+    drop: str = ""
+    delay_s: float = 0.0
+    times: int = 10**6
+    skip: int = 0
+
+
+@dataclass
+class KubeflowApi:
+    """An installation.
+
+    Attributes
+    ----------
+    namespaces
+        Profiles to which the token's owner has rights; empty on an installation for one user.
+    token
+        The only one that is accepted; None accepts any request.
+    script
+        What a run is at each look at it: state, and tasks as (name, state, error); the last stays.
+    """
+
+    namespaces: tuple[str, ...] = ()
+    token: str | None = None
+    login_page: bool = False
+    pipelines: dict[str, Json] = field(default_factory=dict)
+    versions: dict[str, Json] = field(default_factory=dict)
+    experiments: dict[str, Json] = field(default_factory=dict)
+    runs: dict[str, Json] = field(default_factory=dict)
+    script: list[tuple[str, list[tuple[str, str, str]]]] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    heard: dict[str, threading.Event] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    host: str = ""
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """How many pipelines, versions, experiments and runs there are."""
+        return len(self.pipelines), len(self.versions), len(self.experiments), len(self.runs)
+
+    def hears(self, request: str) -> threading.Event:
+        """Is set when a request has been heard whose method and path match."""
+        return self.heard.setdefault(request, threading.Event())
+
+    # Requests, by method and path; arguments are the path's parts, the query and the body.
+
+    def healthz(self, query: Json, body: Any) -> Json:
+        return {"multi_user": bool(self.namespaces), "pipeline_store": "database"}
+
+    def list_pipelines(self, query: Json, body: Any) -> Json:
+        self._may(query.get("namespace"))
+        mine = [p for p in self.pipelines.values() if p["namespace"] == query.get("namespace", "")]
+        return {"pipelines": filtered(mine, query)}
+
+    def create_pipeline(self, query: Json, body: Json) -> Json:
+        namespace = body.get("namespace", "")
+        self._may(namespace)
+        if any(
+            (p["display_name"], p["namespace"]) == (body["display_name"], namespace) for p in self.pipelines.values()
+        ):
+            raise Refused(409, 6, f"Already exist error: The name {body['display_name']} already exist.")
+        return self._kept(self.pipelines, "pipeline_id", {"namespace": namespace, **body})
+
+    def delete_pipeline(self, pipeline: str, query: Json, body: Any) -> Json:
+        found = self._found(self.pipelines, pipeline, "pipeline")
+        self._may(found["namespace"])
+        if any(v["pipeline_id"] == pipeline for v in self.versions.values()) and query.get("cascade") != "true":
+            raise Refused(400, 9, f"Failed to delete pipeline {pipeline} as it has existing pipeline versions")
+        del self.pipelines[pipeline]
+        return {}
+
+    def list_versions(self, pipeline: str, query: Json, body: Any) -> Json:
+        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"])
+        mine = [v for v in self.versions.values() if v["pipeline_id"] == pipeline]
+        return {"pipeline_versions": filtered(mine, query)}
+
+    def upload_version(self, query: Json, body: bytes) -> Json:
+        pipeline = self._found(self.pipelines, query["pipelineid"], "pipeline")
+        self._may(pipeline["namespace"])
+        documents = list(yaml.safe_load_all(body))
+        spec, platform = documents[0], documents[1] if len(documents) > 1 else {}
+        if not re.fullmatch(r"[a-z0-9-]{1,128}", spec["pipelineInfo"]["name"]) or "deploymentSpec" not in spec:
+            raise Refused(400, 3, "Invalid input error: not a pipeline spec")
+        if set(platform) - {"platforms"}:
+            raise Refused(400, 3, "Invalid input error: not a platform spec")
+        mine = [v for v in self.versions.values() if v["pipeline_id"] == query["pipelineid"]]
+        if any(v["display_name"] == query["name"] for v in mine):
+            raise Refused(409, 6, f"Already exist error: The version {query['name']} already exist.")
+        version = {"pipeline_id": query["pipelineid"], "display_name": query["name"]}
+        return self._kept(self.versions, "pipeline_version_id", version | {"pipeline_spec": spec})
+
+    def delete_version(self, pipeline: str, version: str, query: Json, body: Any) -> Json:
+        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"])
+        self._found(self.versions, version, "version")
+        del self.versions[version]
+        return {}
+
+    def list_experiments(self, query: Json, body: Any) -> Json:
+        self._may(query.get("namespace"))
+        mine = [e for e in self.experiments.values() if e["namespace"] == query.get("namespace", "")]
+        return {"experiments": filtered(mine, query)}
+
+    def create_experiment(self, query: Json, body: Json) -> Json:
+        namespace = body.get("namespace", "")
+        self._may(namespace)
+        if namespace and not self.namespaces:
+            raise Refused(400, 3, "In single-user mode, CreateExperimentRequest shouldn't contain namespace")
+        if any(
+            (e["display_name"], e["namespace"]) == (body["display_name"], namespace) for e in self.experiments.values()
+        ):
+            raise Refused(409, 6, f"Already exist error: The name {body['display_name']} already exist.")
+        return self._kept(self.experiments, "experiment_id", {"namespace": namespace, **body})
+
+    def delete_experiment(self, experiment: str, query: Json, body: Any) -> Json:
+        self._may(self._found(self.experiments, experiment, "experiment")["namespace"])
+        del self.experiments[experiment]
+        return {}
+
+    def create_run(self, query: Json, body: Json) -> Json:
+        experiment = self._found(self.experiments, body["experiment_id"], "experiment")
+        self._may(experiment["namespace"])
+        reference = body["pipeline_version_reference"]
+        version = self._found(self.versions, reference["pipeline_version_id"], "version")
+        known = version["pipeline_spec"]["root"].get("inputDefinitions", {}).get("parameters", {})
+        given = body["runtime_config"]["parameters"]
+        unknown = sorted(set(given) - set(known))
+        missing = sorted(key for key, about in known.items() if not about.get("isOptional") and key not in given)
+        if unknown or missing:
+            raise Refused(400, 3, f"Invalid input error: parameters {unknown} are not known, {missing} are missing")
+        kinds = {"STRING": str, "LIST": list}
+        for key, value in given.items():
+            if not isinstance(value, kinds[known[key]["parameterType"]]):
+                raise Refused(400, 3, f"Invalid input error: parameter {key} is no {known[key]['parameterType']}")
+        return self._kept(self.runs, "run_id", {**body, "state": "PENDING", "looks": 0})
+
+    def list_runs(self, query: Json, body: Any) -> Json:
+        mine = [r for r in self.runs.values() if r["experiment_id"] == query["experiment_id"]]
+        return {"runs": filtered(mine, query)}
+
+    def get_run(self, run: str, query: Json, body: Any) -> Json:
+        found = self._found(self.runs, run, "run")
+        if found["state"] != "CANCELED" and self.script:
+            state, tasks = self.script[min(found["looks"], len(self.script) - 1)]
+            details = [
+                {"run_id": run, "task_id": name, "display_name": name, "state": of_task}
+                | ({"error": {"code": 13, "message": error}} if error else {})
+                for name, of_task, error in tasks
+            ]
+            found |= {"state": state, "run_details": {"task_details": details}}
+        found["looks"] += 1
+        return {key: value for key, value in found.items() if key != "looks"}
+
+    def terminate_run(self, run: str, query: Json, body: Any) -> Json:
+        self._found(self.runs, run, "run")["state"] = "CANCELED"
+        return {}
+
+    def delete_run(self, run: str, query: Json, body: Any) -> Json:
+        self._found(self.runs, run, "run")
+        del self.runs[run]
+        return {}
+
+    def _may(self, namespace: str | None) -> None:
+        if self.namespaces and namespace not in self.namespaces:
+            raise Refused(
+                403, 7, f"User 'ada' is not authorized with reason: no rights in namespace '{namespace or ''}'"
+            )
+
+    @staticmethod
+    def _found(kept: dict[str, Json], key: str, what: str) -> Json:
+        if key not in kept:
+            raise Refused(404, 5, f"ResourceNotFoundError: {what} {key} not found.")
+        return kept[key]
+
+    @staticmethod
+    def _kept(kept: dict[str, Json], key: str, body: Json) -> Json:
+        made = {key: str(uuid.uuid4()), "created_at": "2026-01-01T00:00:00Z", **body}
+        kept[made[key]] = made
+        return made
+
+
+ID = r"([0-9a-f-]{36})"
+ROUTES: list[tuple[str, str, Callable[..., Json]]] = [
+    ("GET", "/healthz", KubeflowApi.healthz),
+    ("GET", "/pipelines", KubeflowApi.list_pipelines),
+    ("POST", "/pipelines", KubeflowApi.create_pipeline),
+    ("POST", "/pipelines/upload_version", KubeflowApi.upload_version),
+    ("DELETE", f"/pipelines/{ID}", KubeflowApi.delete_pipeline),
+    ("GET", f"/pipelines/{ID}/versions", KubeflowApi.list_versions),
+    ("DELETE", f"/pipelines/{ID}/versions/{ID}", KubeflowApi.delete_version),
+    ("GET", "/experiments", KubeflowApi.list_experiments),
+    ("POST", "/experiments", KubeflowApi.create_experiment),
+    ("DELETE", f"/experiments/{ID}", KubeflowApi.delete_experiment),
+    ("POST", "/runs", KubeflowApi.create_run),
+    ("GET", "/runs", KubeflowApi.list_runs),
+    ("GET", f"/runs/{ID}", KubeflowApi.get_run),
+    ("POST", f"/runs/{ID}:terminate", KubeflowApi.terminate_run),
+    ("DELETE", f"/runs/{ID}", KubeflowApi.delete_run),
+]
+
+
+def filtered(found: list[Json], query: Json) -> list[Json]:
+    """Those that a filter's predicates let through."""
+    predicates = json.loads(query["filter"])["predicates"] if query.get("filter") else []
+    for predicate in predicates:
+        if predicate["operation"] not in (1, "EQUALS"):
+            raise Refused(400, 3, f"Invalid input error: operation {predicate['operation']} is not known here")
+        value = predicate.get("stringValue", predicate.get("string_value"))
+        found = [one for one in found if one.get(predicate["key"]) == value]
+    return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection to the API."""
+
+    protocol_version = "HTTP/1.1"
+    api: KubeflowApi
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def do_DELETE(self) -> None:
+        self._answer("DELETE")
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def _answer(self, method: str) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        url = urlsplit(self.path)
+        request = f"{method} {unquote(url.path).removeprefix(PREFIX)}"
+        with self.api.lock:
+            self.api.asked.append(request)
+            fault = self._fault(request)
+        if fault is not None:
+            time.sleep(fault.delay_s)
+            if fault.drop == "before":
+                self._close()
+                return
+            if fault.status is not None:
+                self._send(fault.status, {"code": 13, "message": f"status {fault.status}, as the test wants it"})
+                return
+        if self.api.login_page:
+            self._send(200, None, b"<html>Log in to Kubeflow</html>")
+            return
+        try:
+            self._authenticate()
+            with self.api.lock:
+                status, answer = 200, self._route(method, url.path, url.query, content)
+        except Refused as error:
+            status, answer = error.status, {"error": str(error), "code": error.code, "message": str(error)}
+        for pattern, event in self.api.heard.items():
+            if re.fullmatch(pattern, request):
+                event.set()
+        if fault is not None and fault.drop == "after":
+            self._close()
+            return
+        self._send(status, answer)
+
+    def _fault(self, request: str) -> Fault | None:
+        for fault in self.api.faults:
+            if re.fullmatch(fault.request, request) and fault.times:
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
+                fault.times -= 1
+                return fault
+        return None
+
+    def _authenticate(self) -> None:
+        if self.api.token is not None and self.headers.get("Authorization") != f"Bearer {self.api.token}":
+            raise Refused(401, 16, "Unauthenticated: the token is not valid or has expired")
+
+    def _route(self, method: str, path: str, query: str, content: bytes) -> Json:
+        if not path.startswith(PREFIX):
+            raise Refused(404, 5, "Not Found")
+        flat = {key: values[-1] for key, values in parse_qs(query).items()}
+        for wanted, pattern, act in ROUTES:
+            found = re.fullmatch(pattern, unquote(path).removeprefix(PREFIX))
+            if wanted == method and found:
+                return act(self.api, *found.groups(), flat, self._body(content))
+        raise Refused(404, 5, "Not Found")
+
+    def _body(self, content: bytes) -> Any:
+        kind = self.headers.get("Content-Type", "")
+        if not kind.startswith("multipart/form-data"):
+            return json.loads(content) if content else None
+        whole = BytesParser(policy=HTTP).parsebytes(b"Content-Type: " + kind.encode() + b"\r\n\r\n" + content)
+        parts = {part.get_param("name", header="Content-Disposition"): part for part in whole.iter_parts()}
+        return parts["uploadfile"].get_payload(decode=True)
+
+    def _send(self, status: int, answer: Json | None, page: bytes = b"") -> None:
+        body = page if answer is None else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html" if answer is None else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _close(self) -> None:
+        self.close_connection = True
+        self.connection.close()
+
+
+@contextmanager
+def serving(api: KubeflowApi) -> Iterator[KubeflowApi]:
+    """Serve an installation on this machine; its ``host`` is known in the block."""
+    handler = type("HandlerOfOne", (Handler,), {"api": api})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    api.host = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield api
+    finally:
+        server.shutdown()
+        server.server_close()

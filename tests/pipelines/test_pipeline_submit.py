@@ -1,0 +1,371 @@
+"""`fedloom pipeline submit|wait|stop` against the Kubeflow Pipelines API over a socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kfp_api import Fault, KubeflowApi, serving
+from run_processes import EXPERIMENT, FEDLOOM, WAIT_S, until
+from typer.testing import CliRunner, Result
+
+from fedloom.cli.main import app
+from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError, RefusedError, StorageError
+from fedloom.kubeflow import submit as submitting
+from fedloom.kubeflow.api import Kubeflow, access
+
+CLUSTER = {"image": "fedloom/worker:0.1.0", "workers": 3, "gpu": None, "node_selector": {"pool": "gpu"}}
+STORE = ("--set", "storage=s3://bucket/fedloom")
+
+
+@pytest.fixture
+def api() -> Iterator[KubeflowApi]:
+    with serving(KubeflowApi()) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(submitting, "POLL_S", 0.02)
+    monkeypatch.setattr(submitting.wait, "__kwdefaults__", {"poll_s": 0.02})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("KF_PIPELINES_ENDPOINT", "FEDLOOM_KUBEFLOW_TOKEN", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """An experiment file, and one of cluster settings."""
+    experiment, cluster = tmp_path / "experiment.yaml", tmp_path / "cluster.yaml"
+    experiment.write_text(yaml.safe_dump(EXPERIMENT))
+    cluster.write_text(yaml.safe_dump(CLUSTER))
+    return experiment, cluster
+
+
+@pytest.fixture
+def fedloom(files: tuple[Path, Path]) -> Callable[..., Result]:
+    """Run `fedloom pipeline submit personalized_federation` in this process, with more arguments."""
+
+    def run(*arguments: str, name: str = "personalized_federation", where: tuple[str, ...] = STORE) -> Result:
+        cluster = () if name == "unseen_clients" else ("--cluster", str(files[1]))
+        return CliRunner().invoke(app, ["pipeline", "submit", name, str(files[0]), *cluster, *where, *arguments])
+
+    return run
+
+
+def failed(result: Result, kind: type[FedloomError]) -> str:
+    """The message of a command that failed with a class."""
+    assert isinstance(result.exception, kind), (result.output, result.exception)
+    return str(result.exception)
+
+
+def test_a_run_is_started_with_what_was_asked_for(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    result = fedloom("--host", api.host, "--set", "seed=7", "--storage-secret", "keys", "--checkpoint", "best")
+    assert result.exit_code == 0, result.output
+    (run,) = api.runs.values()
+    assert f"run {run['run_id']}: {api.host}/#/runs/details/{run['run_id']}" in result.output
+    parameters = run["runtime_config"]["parameters"]
+    assert yaml.safe_load(parameters["experiment"]) == EXPERIMENT
+    assert parameters["overrides"] == ["storage=s3://bucket/fedloom", "seed=7"]
+    assert json.loads(parameters["cluster"]) == CLUSTER
+    assert (parameters["storage_secret"], parameters["checkpoint"]) == ("keys", "best")
+    assert run["display_name"].startswith("small-")
+    (pipeline,), (version,) = api.pipelines.values(), api.versions.values()
+    assert pipeline["display_name"] == "personalized-federation"
+    assert version["display_name"].startswith("0.1.0-")
+    assert version["pipeline_spec"]["pipelineInfo"]["name"] == "personalized-federation"
+
+
+def test_the_same_pipeline_is_uploaded_once(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    for _ in range(2):
+        assert fedloom("--host", api.host).exit_code == 0
+    assert api.counts() == (1, 1, 1, 2)
+
+
+def test_every_pipeline_can_be_submitted(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    methods = ("--method", "", "--method", "algorithm={name: local, local: {steps: 3}}; federation.rounds=0")
+    assert fedloom("--host", api.host, *methods, "--seeds", "1-2", name="compare_methods").exit_code == 0
+    model = ("--model", "s3://bucket/v2/artifacts/model")
+    assert fedloom("--host", api.host, *model, name="unseen_clients", where=()).exit_code == 0
+    compare, unseen = (run["runtime_config"]["parameters"] for run in api.runs.values())
+    assert compare["methods"] == [methods[1], methods[3]]
+    assert compare["seeds"] == "1-2"
+    assert unseen["model"] == model[1]
+    assert {"backend", "cluster"}.isdisjoint(unseen)
+
+
+def test_the_api_speaks_as_kfps_own_client_hears_it(
+    api: KubeflowApi, fedloom: Callable[..., Result], tmp_path: Path
+) -> None:
+    """What the stand-in says is what Kubeflow's client understands: else our tests would prove nothing."""
+    import kfp
+
+    assert fedloom("--host", api.host).exit_code == 0
+    client = kfp.Client(host=api.host)
+    pipeline = client.get_pipeline_id("personalized-federation")
+    assert pipeline in api.pipelines
+    assert client.list_pipeline_versions(pipeline).pipeline_versions[0].pipeline_version_id in api.versions
+    assert client.get_experiment(experiment_name="fedloom").experiment_id in api.experiments
+    (run,) = api.runs
+    api.script = [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
+    assert client.wait_for_run_completion(run, timeout=10, sleep_duration=0).state == "SUCCEEDED"
+    (version,) = api.versions.values()
+    file = tmp_path / "again.yaml"
+    file.write_text(yaml.safe_dump(version["pipeline_spec"]))
+    again = client.upload_pipeline_version(str(file), "by-hand", pipeline_id=pipeline)
+    assert again.pipeline_version_id in api.versions
+
+
+def test_many_users_each_in_a_namespace(fedloom: Callable[..., Result]) -> None:
+    with serving(KubeflowApi(namespaces=("team-a",), token="secret")) as api:
+        common = ("--host", api.host, "--token", "secret")
+        assert fedloom(*common, "--namespace", "team-a").exit_code == 0
+        assert next(iter(api.experiments.values()))["namespace"] == "team-a"
+        assert "--namespace: found none" in failed(fedloom(*common), ExperimentError)
+        said = failed(fedloom(*common, "--namespace", "team-b"), RefusedError)
+        assert "namespace team-b: not allowed to look for the pipeline" in said
+        assert "is not authorized" in said
+        assert len(api.runs) == 1
+
+
+def test_one_user_has_no_namespace(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    said = failed(fedloom("--host", api.host, "--namespace", "team-a"), ExperimentError)
+    assert "--namespace: found team-a; allowed: none" in said
+    assert api.counts() == (0, 0, 0, 0)
+
+
+def test_tokens(fedloom: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(KubeflowApi(token="of today")) as api:
+        said = failed(fedloom("--host", api.host, "--token", "of yesterday"), RefusedError)
+        assert "the token is not accepted" in said
+        assert "of yesterday" not in said
+        assert "not accepted" in failed(fedloom("--host", api.host), RefusedError)
+        (tmp_path / "token").write_text("of today\n")
+        assert fedloom("--host", api.host, "--token", f"@{tmp_path / 'token'}").exit_code == 0
+        monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "token"))
+        assert fedloom("--host", api.host, "--in-cluster").exit_code == 0
+        monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "none"))
+        assert "PodDefault" in failed(fedloom("--host", api.host, "--in-cluster"), RefusedError)
+        assert len(api.runs) == 2
+
+
+def test_a_token_that_changes_while_a_run_is_waited_for(api: KubeflowApi, tmp_path: Path) -> None:
+    """Tokens last an hour, runs longer: one from a file is read again."""
+    token = tmp_path / "token"
+    token.write_text("first")
+    api.token = "first"
+    api.runs["r"] = {"run_id": "r", "state": "RUNNING", "looks": 0}
+    kubeflow = Kubeflow(access(api.host, f"@{token}", in_cluster=False), None)
+    kubeflow.check()
+    token.write_text("second")
+    api.token = "second"
+    kubeflow.check()
+
+
+def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    assert "found no such page" in failed(fedloom("--host", f"{api.host}/pipelin"), ExperimentError)
+    api.login_page = True
+    assert "found a page of type text/html" in failed(fedloom("--host", api.host), ExperimentError)
+    assert "--host: found kubeflow" in failed(fedloom("--host", "kubeflow"), ExperimentError)
+    assert "--host: found none" in failed(fedloom(), ExperimentError)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        said = failed(fedloom("--host", f"http://127.0.0.1:{nobody.getsockname()[1]}"), StorageError)
+    assert "cannot be reached" in said
+
+
+@pytest.mark.parametrize(
+    ("where", "arguments", "expected"),
+    [
+        ((), (), "storage: found none; allowed with backend kubernetes: s3://BUCKET/PREFIX"),
+        (STORE, ("--set", "federation.rouns=3"), "federation.rouns"),
+        (STORE, ("--backend", "slurm"), "--backend: found 'slurm'; allowed: kubernetes, local"),
+        (STORE, ("--seeds", "1-3"), "--seeds: found with personalized_federation; allowed: with compare_methods"),
+        (STORE, ("--model", "x"), "--model: found with personalized_federation; allowed: with unseen_clients"),
+        (STORE, ("--set", "runtime.device=cuda"), "cluster.gpu: found no GPU for the workers"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_uploaded(
+    api: KubeflowApi, fedloom: Callable[..., Result], where: tuple[str, ...], arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in failed(fedloom("--host", api.host, *arguments, where=where), ExperimentError)
+    assert api.asked == []
+
+
+def test_cluster_settings_that_are_wrong(
+    api: KubeflowApi, fedloom: Callable[..., Result], files: tuple[Path, Path]
+) -> None:
+    files[1].write_text("image: fedloom/worker:latest\nworker: 3\n")
+    said = failed(fedloom("--host", api.host), ExperimentError)
+    assert str(files[1]) in said
+    assert "fedloom/worker:latest" in said
+    files[1].write_text("image: [")
+    assert "not YAML" in failed(fedloom("--host", api.host), ExperimentError)
+    assert api.asked == []
+
+
+def test_an_answer_that_was_lost_is_asked_for_again(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    api.faults = [Fault("GET /pipelines", status=503, times=2), Fault("GET /experiments", drop="before", times=1)]
+    assert fedloom("--host", api.host).exit_code == 0
+    assert api.counts() == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "request_", ["POST /pipelines", "POST /pipelines/upload_version", "POST /experiments", "POST /runs"]
+)
+@pytest.mark.parametrize("fault", [{"status": 500}, {"drop": "before"}, {"drop": "after"}])
+def test_what_fails_on_the_way_leaves_nothing(
+    api: KubeflowApi, fedloom: Callable[..., Result], request_: str, fault: dict[str, Any]
+) -> None:
+    api.faults = [Fault(request_, **fault)]
+    failed(fedloom("--host", api.host), StorageError)
+    assert api.counts() == (0, 0, 0, 0)
+    api.faults = []
+    assert fedloom("--host", api.host).exit_code == 0
+    assert api.counts() == (1, 1, 1, 1)
+
+
+def test_what_was_there_before_stays(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    assert fedloom("--host", api.host).exit_code == 0
+    api.faults = [Fault("POST /runs", status=500)]
+    failed(fedloom("--host", api.host), StorageError)
+    assert api.counts() == (1, 1, 1, 1)
+
+
+def test_two_who_submit_at_once(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    """The other's pipeline appears between our look and our request."""
+    look, made = api.list_pipelines, []
+
+    def late(self: KubeflowApi, query: dict[str, Any], body: Any) -> dict[str, Any]:
+        answer = look(query, body)
+        if not made:
+            made.append(api.create_pipeline({}, {"display_name": "personalized-federation"}))
+        return answer
+
+    import kfp_api
+
+    routes = [("GET", "/pipelines", late) if r[1] == "/pipelines" and r[0] == "GET" else r for r in kfp_api.ROUTES]
+    before, kfp_api.ROUTES = kfp_api.ROUTES, routes
+    try:
+        assert fedloom("--host", api.host).exit_code == 0
+    finally:
+        kfp_api.ROUTES = before
+    assert api.counts() == (1, 1, 1, 1)
+
+
+def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subprocess.Popen[str]:
+    command = [*FEDLOOM, "pipeline", "submit", "personalized_federation", str(files[0]), "--cluster", str(files[1])]
+    return subprocess.Popen(
+        [*command, *STORE, "--host", api.host, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("request_", ["GET /experiments", "POST /runs"])
+def test_an_interrupted_submit_leaves_nothing(api: KubeflowApi, files: tuple[Path, Path], request_: str) -> None:
+    """Also where the request that starts the run had been heard, and only its answer was not there yet."""
+    api.faults = [Fault(request_, delay_s=3.0 if request_.startswith("GET") else 0.0, times=1)]
+    if request_ == "POST /runs":
+        answer = KubeflowApi.create_run
+
+        def slow(self: KubeflowApi, query: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+            made = answer(self, query, body)
+            process.send_signal(signal.SIGINT)
+            return made
+
+        import kfp_api
+
+        before = kfp_api.ROUTES
+        kfp_api.ROUTES = [(m, p, slow if a is answer else a) for m, p, a in before]
+        api.faults = [Fault(request_, drop="after", times=1)]
+    process = started(api, files)
+    try:
+        if request_ != "POST /runs":
+            until(lambda: request_ in api.asked, request_)
+            process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=WAIT_S)
+    finally:
+        if request_ == "POST /runs":
+            kfp_api.ROUTES = before
+    assert process.returncode in (6, 130), said  # 6: the lost answer was noticed before the signal
+    assert api.counts() == (0, 0, 0, 0), said
+
+
+def test_waiting_tells_how_it_goes(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    api.script = [
+        ("PENDING", []),
+        ("RUNNING", [("root", "RUNNING", ""), ("plan-driver", "SUCCEEDED", ""), ("plan", "RUNNING", "")]),
+        ("RUNNING", [("plan", "SUCCEEDED", ""), ("federate", "RUNNING", "")]),
+        ("SUCCEEDED", [("plan", "SUCCEEDED", ""), ("federate", "SUCCEEDED", "")]),
+    ]
+    api.faults = [Fault("GET /runs/.*", status=503, times=2, skip=1)]
+    result = fedloom("--host", api.host, "--wait")
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.output.splitlines() if line.startswith(("plan", "federate", "root"))]
+    assert told == ["plan: running", "plan: succeeded", "federate: running", "federate: succeeded"]
+    assert result.output.splitlines()[-1] == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "kind"),
+    [
+        ("FAILED", "container main failed: exit status 2: error: federation.rounds", ExperimentError),
+        ("FAILED", "Error (exit code 4)", RefusedError),
+        ("FAILED", "Error (exit code 5)", QuorumError),
+        ("FAILED", "pod was OOMKilled", QuorumError),
+        ("FAILED", "", QuorumError),
+        ("CANCELED", "", InterruptedRun),
+    ],
+)
+def test_the_outcome_is_the_exit_codes(
+    api: KubeflowApi, fedloom: Callable[..., Result], state: str, error: str, kind: type[FedloomError]
+) -> None:
+    api.script = [("RUNNING", []), (state, [("plan", "SUCCEEDED", ""), ("federate", "FAILED", error)])]
+    said = failed(fedloom("--host", api.host, "--wait"), kind)
+    assert next(iter(api.runs)) in said
+    if state == "FAILED":
+        assert f"federate failed: {error}" in said if error else "federate failed" in said
+
+
+def test_a_token_that_expires_leaves_the_run_alone(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    api.script = [("RUNNING", [])]
+    api.faults = [Fault("GET /runs/.*", status=401, skip=1)]
+    assert "the run goes on: " in failed(fedloom("--host", api.host, "--wait"), RefusedError)
+    assert next(iter(api.runs.values()))["state"] == "RUNNING"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminate", [False, True])
+def test_ctrl_c_while_waiting(api: KubeflowApi, files: tuple[Path, Path], terminate: bool) -> None:
+    api.script = [("RUNNING", [("federate", "RUNNING", "")])]
+    looked = api.hears("GET /runs/.*")
+    process = started(api, files, "--wait", *(["--terminate-on-interrupt"] if terminate else []))
+    assert looked.wait(WAIT_S)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, said
+    (run,) = api.runs.values()
+    assert run["state"] == ("CANCELED" if terminate else "RUNNING")
+    assert ("stopped the run: " if terminate else "the run goes on: ") in said
+    assert terminate or f"fedloom pipeline stop {run['run_id']}" in said
+
+
+def test_wait_and_stop_by_id(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    assert fedloom("--host", api.host).exit_code == 0
+    (run,) = api.runs
+    api.script = [("RUNNING", []), ("SUCCEEDED", [])]
+    assert CliRunner().invoke(app, ["pipeline", "wait", run, "--host", api.host]).output.endswith("succeeded\n")
+    assert CliRunner().invoke(app, ["pipeline", "stop", run, "--host", api.host]).exit_code == 0
+    assert api.runs[run]["state"] == "CANCELED"
+    nobody = "00000000-0000-0000-0000-000000000000"
+    result = CliRunner().invoke(app, ["pipeline", "wait", nobody, "--host", api.host])
+    assert "not found" in failed(result, ExperimentError)

@@ -1,0 +1,205 @@
+"""The pipelines from end to end on real data, by `fedloom pipeline local`, beside the bare commands."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from run_processes import ENVIRONMENT, FEDLOOM, WAIT_S, children, ended, experiment, fedloom, until
+
+from fedloom.data.manifest import read_manifest
+
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("pipelines")]
+
+FEDAVG = "algorithm={name: fedavg, local: {steps: 5, batch_size: 16, lr: 0.02}, personalize_steps: 5}"
+TIMES = {"duration_s", "client_steps_per_s"}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """A summary without what a clock decides."""
+    return {key: value for key, value in json.loads((run / "summary.json").read_text()).items() if key not in TIMES}
+
+
+def metadata(out: Path, task: str, artifact: str) -> dict[str, Any]:
+    """What Kubeflow keeps of an artifact beside its files."""
+    told = json.loads((out / task / "executor_output.json").read_text())["artifacts"]
+    return dict(told[artifact]["artifacts"][0]["metadata"])
+
+
+@pytest.fixture(scope="module")
+def personalized(small_run: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pipeline of the small experiment left."""
+    out = tmp_path_factory.mktemp("pipeline") / "out"
+    fedloom("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
+    return out
+
+
+def test_the_run_is_that_of_fedloom_run(personalized: Path, small_run: tuple[Path, Path]) -> None:
+    bare, run = small_run[1], personalized / "run"
+    assert summary(run) == summary(bare)
+    names = [path.name for path in sorted((bare / "checkpoints").glob("*.safetensors"))]
+    assert names
+    for name in names:
+        assert (run / "checkpoints" / name).read_bytes() == (bare / "checkpoints" / name).read_bytes()
+    for name in ("clients.csv", "confusion.json", "partition.json", "experiment.yaml"):
+        assert (run / name).read_bytes() == (bare / name).read_bytes(), name
+
+
+def test_the_artifacts_and_what_they_say_of_themselves(personalized: Path, small_run: tuple[Path, Path]) -> None:
+    manifest, found = read_manifest(personalized / "partition" / "shards"), summary(small_run[1])
+    shards = metadata(personalized, "partition", "shards")
+    assert (shards["fingerprint"], shards["clients"], shards["unseen_clients"]) == (manifest.fingerprint, 20, 2)
+    files = metadata(personalized, "fetch", "files")
+    assert files["dataset"] == "fashion-mnist"
+    assert files["bytes"] > 10**7
+    model = metadata(personalized, "federate", "model")
+    assert (model["algorithm"], model["seed"], model["rounds"]) == ("pefll", 5, 4)
+    assert model["best_round"] == found["best"]["round"]
+    assert model["unseen_accuracy_mean"] == found["unseen"]["accuracy_mean"]
+    assert metadata(personalized, "federate", "metrics")["seen_accuracy_pooled"] == found["seen"]["accuracy_pooled"]
+    assert json.loads((personalized / "federate" / "metrics").read_text())["seen"] == found["seen"]
+
+
+def test_the_evaluation_is_real_and_agrees_with_the_run(personalized: Path, small_run: tuple[Path, Path]) -> None:
+    found, measured = summary(small_run[1]), json.loads((personalized / "evaluate" / "metrics").read_text())
+    assert {key: measured[key] for key in ("seen", "unseen", "global")} == {
+        key: found[key] for key in ("seen", "unseen", "global")
+    }
+    matrix = metadata(personalized, "evaluate", "confusion")["confusionMatrix"]
+    total = sum(sum(row["row"]) for row in matrix["rows"])
+    assert total == sum(client.test for client in read_manifest(personalized / "partition" / "shards").clients)
+    right = sum(row["row"][label] for label, row in enumerate(matrix["rows"]))
+    of_groups = sum(found[g]["accuracy_pooled"] * 20 * found[g]["clients"] for g in ("seen", "unseen"))
+    assert right == pytest.approx(of_groups)
+
+
+def test_page_and_table(personalized: Path, small_run: tuple[Path, Path]) -> None:
+    page = (personalized / "report.html").read_text()
+    assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+    assert "<script src" not in page
+    assert 'href="http' not in page
+    table = (personalized / "report.md").read_text()
+    accuracy = 100 * summary(small_run[1])["unseen"]["accuracy_mean"]
+    (line,) = [line for line in table.splitlines() if line.startswith("| unseen |")]
+    assert f"| 2 | {accuracy:.1f} ± " in line
+
+
+def test_new_clients_get_their_models_by_algorithm_1_alone(
+    personalized: Path, small_run: tuple[Path, Path], tmp_path: Path
+) -> None:
+    common = ("--set", "seed=9", "--set", "data.partition.clients=10")
+    out, run = tmp_path / "out", personalized / "run"
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    fedloom("pipeline", "local", "unseen_clients", small_run[0], *common, "--model", run, "--out", out)
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+    fedloom("partition", small_run[0], *common, "--out", tmp_path / "fresh")
+    fedloom("evaluate", run, "--partition", tmp_path / "fresh", "--out", tmp_path / "bare.json")
+    bare, found = (json.loads(p.read_text()) for p in (tmp_path / "bare.json", out / "evaluate" / "metrics"))
+    assert found == bare
+    assert found["seen"] is None
+    assert found["unseen"]["clients"] == 10
+    clients = list(csv.DictReader((out / "evaluate" / "evaluation" / "clients.csv").read_text().splitlines()))
+    assert len(clients) == 10
+    assert "Accuracy" in (out / "report.html").read_text()
+    assert "| seen |" not in (out / "report.md").read_text()
+
+
+def test_methods_times_seeds(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+    out, sweep = tmp_path / "out", tmp_path / "sweep"
+    methods = ("--method", "", "--method", FEDAVG)
+    said = fedloom("pipeline", "local", "compare_methods", small_run[0], *methods, "--seeds", "1-2", "--out", out)
+    assert "FedAvg + fine-tuning" in said
+    pefll = "algorithm=" + json.dumps(yaml.safe_load(small_run[0].read_text())["algorithm"])
+    grid = f"{pefll},{FEDAVG.removeprefix('algorithm=')}"
+    fedloom("run", small_run[0], "--seeds", "1-2", "--grid", grid, "--out", sweep)
+    bare = {(s["algorithm"], s["seed"]): s for s in (summary(p.parent) for p in sweep.glob("*/summary.json"))}
+    runs = {(s["algorithm"], s["seed"]): s for s in (summary(run) for run in (out / "runs").iterdir())}
+    assert len(runs) == 4
+    assert runs == bare
+    rows = list(csv.DictReader((out / "compare" / "files" / "compare.csv").read_text().splitlines()))
+    of_sweep = list(csv.DictReader((sweep / "comparison" / "compare.csv").read_text().splitlines()))
+    means = {row["label"]: (row["n_seeds"], row["seen_accuracy"], row["seen_accuracy_std"]) for row in rows}
+    assert {row["label"]: means[row["label"]] for row in of_sweep} == {
+        row["label"]: (row["n_seeds"], row["seen_accuracy"], row["seen_accuracy_std"]) for row in of_sweep
+    }
+    table = (out / "compare.md").read_text()
+    pooled = next(row for row in rows if row["method"] == "PeFLL")
+    mean, std = 100 * float(pooled["unseen_accuracy"]), 100 * float(pooled["unseen_accuracy_std"])
+    assert f"{mean:.1f} ± {std:.1f}" in table
+    assert "PeFLL" in (out / "compare.html").read_text()
+
+
+def test_a_mistake_is_told_before_anything_is_done(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
+    said = fedloom(*arguments, "--set", "federation.rouns=3", "--set", "data.partition.clients=0", code=2)
+    assert "federation.rouns" in said
+    assert "data.partition.clients" in said
+    assert "Traceback" not in said
+    assert "Executing task 'fetch'" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_federation_that_fails_gives_its_own_exit_code(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
+    said = fedloom(*arguments, "--set", "algorithm.local.lr=1.0e+30", code=5)
+    assert "error: federate: " in said
+    assert "Traceback" not in said
+    assert (out / "pipeline.log").is_file()
+    assert (out / "run" / "journal.jsonl").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_is_taken(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    said = fedloom("pipeline", "local", "unseen-clients", small_run[0], "--model", "x", "--out", tmp_path, code=2)
+    assert "--out: found" in said
+    said = fedloom("pipeline", "local", "nothing", small_run[0], "--out", tmp_path / "out", code=2)
+    assert "allowed: personalized_federation, compare_methods, unseen_clients" in said
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes that a process, and those it started, have started."""
+    found = set(children(pid))
+    return found.union(*(descendants(child) for child in found))
+
+
+def test_one_that_is_stopped_leaves_no_process(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+    """Also where only the command itself gets the signal, as from `kill`; a federation with workers is under way."""
+    path = experiment(tmp_path / "long", Path(yaml.safe_load(small_run[0].read_text())["data"]["root"]))
+    out = tmp_path / "out"
+    settings = ("--set", "federation.rounds=100000", "--set", "runtime.workers=2")
+    process = subprocess.Popen(
+        [*FEDLOOM, "pipeline", "local", "personalized_federation", str(path), "--out", str(out), *settings],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    known: set[int] = set()
+    try:
+        until(lambda: any("metrics.jsonl" in f for _, _, fs in os.walk(tmp_path) for f in fs), "a round is evaluated")
+        known = descendants(process.pid)
+        assert len(known) >= 4  # runner, task, federation, workers
+        process.send_signal(signal.SIGTERM)
+        said = ended(process, 130)
+    finally:
+        for pid in (process.pid, *known):
+            if Path(f"/proc/{pid}").exists() and process.poll() is None:
+                os.kill(pid, signal.SIGKILL)
+    assert "stopped; nothing of it is left running" in said
+    until(lambda: not any(running(pid) for pid in known), "all processes are gone", WAIT_S)
+    assert (out / "run" / "checkpoints").is_dir()
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and is no zombie of somebody's."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
