@@ -1,0 +1,266 @@
+"""Where end-to-end tests run: on a real cluster that the environment names, or on that of processes (``fake_cluster``).
+
+Everything is asked of the API with the real client, and nothing but how a pod is made to crash differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from fake_cluster import FakeCluster
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+from run_processes import until
+from s3_support import S3Server
+
+from fedloom.cluster.manifests import identity
+from fedloom.storage import Store, open_store
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = (Path(__file__).parent / "launch_script.py").read_text()
+RBAC = ROOT / "components" / "federate" / "rbac.yaml"
+MARK = "fedloom.dev/e2e"
+GONE_S = 120.0
+
+
+@dataclass
+class Place:
+    """A namespace of a cluster, and a store that its pods and these tests reach.
+
+    Attributes
+    ----------
+    image
+        With all of FedLoom in it: its pods launch, aggregate and work.
+    secret, s3_endpoint
+        How pods reach the store.
+    crash
+        Ends a pod without a word of warning.
+    launcher
+        Environment of launcher pods; ``service_account`` theirs.
+    patience_s
+        How long a pod may take to begin or to end; on a real cluster images are pulled and nodes are added.
+    """
+
+    api: client.ApiClient
+    namespace: str
+    image: str
+    storage: str
+    store: Store
+    secret: str
+    s3_endpoint: str
+    crash: Callable[[str], object]
+    service_account: str
+    patience_s: float
+    launcher: dict[str, str] = field(default_factory=dict)
+    token: str = field(default_factory=lambda: secrets.token_hex(3))
+
+    def __post_init__(self) -> None:
+        self.core, self.batch = client.CoreV1Api(self.api), client.BatchV1Api(self.api)
+
+    def start(self, name: str, command: list[str], environment: Mapping[str, str]) -> str:
+        """Start a pod of our own, and return its name."""
+        plain = {"HOME": "/work", "AWS_REGION": "us-east-1", "FEDLOOM_S3_ENDPOINT": self.s3_endpoint, **environment}
+        env: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in plain.items()]
+        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            env.append({"name": key, "valueFrom": {"secretKeyRef": {"name": self.secret, "key": key}}})
+        container = {
+            "name": "main", "image": self.image, "command": command, "env": env, "workingDir": "/work",
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "securityContext": {
+                "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+            },
+            "volumeMounts": [{"name": "work", "mountPath": "/work"}, {"name": "tmp", "mountPath": "/tmp"}],
+        }  # fmt: skip
+        user = {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532}
+        spec = {
+            "restartPolicy": "Never", "terminationGracePeriodSeconds": 5, "serviceAccountName": self.service_account,
+            "containers": [container], "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
+            "securityContext": {**user, "seccompProfile": {"type": "RuntimeDefault"}},
+        }  # fmt: skip
+        named = f"e2e-{self.token}-{name}"
+        metadata = {"name": named, "labels": {MARK: self.token}}
+        self.core.create_namespaced_pod(
+            self.namespace, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        )
+        return named
+
+    def evict(self, pod: str) -> None:
+        """Ask a pod to leave its node, as a drain of the node does."""
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": self.namespace}}
+        self.core.create_namespaced_pod_eviction(pod, self.namespace, body)
+
+    def ended(self, pod: str) -> tuple[int, str]:
+        """Wait for the end of a pod of ours; its exit code and what it said."""
+        until(
+            lambda: self._phase(pod) in ("Succeeded", "Failed"),
+            f"{pod} ends; it says: {self._try_log(pod)}",
+            self.patience_s,
+        )
+        state = self.core.read_namespaced_pod(pod, self.namespace).status.container_statuses[0].state
+        return state.terminated.exit_code, self.log(pod)
+
+    def log(self, pod: str) -> str:
+        """What a pod has said."""
+        return str(self.core.read_namespaced_pod_log(pod, self.namespace))
+
+    def pods(self, run_id: str, component: str | None = None) -> list[Any]:
+        """The pods of a federation, or of one of its components, oldest first."""
+        labels = self.selector(run_id) + (f",app.kubernetes.io/component={component}" if component else "")
+        found = self.core.list_namespaced_pod(self.namespace, label_selector=labels).items
+        return sorted(found, key=lambda pod: (pod.metadata.creation_timestamp, pod.metadata.name))
+
+    def left(self, run_id: str) -> list[str]:
+        """Everything of a federation that the cluster still has."""
+        chosen: dict[str, str] = {"label_selector": self.selector(run_id)}
+        return [
+            f"{type(item).__name__} {item.metadata.name}"
+            for listed in (
+                self.core.list_namespaced_service,
+                self.batch.list_namespaced_job,
+                self.core.list_namespaced_pod,
+            )
+            for item in listed(self.namespace, **chosen).items
+        ]
+
+    def assert_all_gone(self, run_id: str) -> None:
+        """Nothing of a federation is left."""
+        until(lambda: not self.left(run_id), f"{run_id} is gone; left: {self.left(run_id)}", GONE_S)
+
+    def launch(self, run_id: str, experiment: str, fingerprint: str, attempt: int = 1, **settings: Any) -> str:
+        """Start a pod that launches a federation, and return its name."""
+        cluster = {"image": self.image, "storage_secret": self.secret, "s3_endpoint": self.s3_endpoint}
+        cluster |= {"orphan_after_s": 120, "namespace": self.namespace, **settings}
+        told = {
+            "RUN_ID": self.run_id(run_id), "EXPERIMENT": experiment, "STORAGE": self.storage,
+            "FINGERPRINT": fingerprint, "CLUSTER": json.dumps(cluster),
+        }  # fmt: skip
+        return self.start(f"{run_id}-{attempt}", ["python", "-u", "-c", SCRIPT], {**self.launcher, **told})
+
+    def run_id(self, name: str) -> str:
+        """A run id that no other session of tests has."""
+        return f"{self.token}-{name}"
+
+    def selector(self, run_id: str) -> str:
+        """Selects every object of a federation."""
+        return f"app.kubernetes.io/instance=fl-{identity(self.run_id(run_id), 'federate')}"
+
+    def published_round(self, run_id: str, name: str = "e2e") -> int:
+        """The last round that a federation has published; -1 before the first."""
+        run = self.store.under(f"runs/{name}-{identity(self.run_id(run_id), 'federate')}")
+        records = [entry.name for entry in run.entries("published/")]
+        return int(json.loads(run.read(records[-1]))["round"]) if records else -1
+
+    def fetch(self, prefix: str, folder: Path) -> Path:
+        """Bring a folder of the store here."""
+        part = self.store.under(prefix)
+        for entry in part.entries():
+            part.download(entry.name, folder / entry.name)
+        return folder
+
+    def clear(self) -> None:
+        """Remove every pod of ours, and everything of ours from the store."""
+        for pod in self.core.list_namespaced_pod(self.namespace, label_selector=f"{MARK}={self.token}").items:
+            self.core.delete_namespaced_pod(pod.metadata.name, self.namespace, grace_period_seconds=0)
+        self.store.remove([entry.name for entry in self.store.entries()])
+
+    def _phase(self, pod: str) -> str:
+        return str(self.core.read_namespaced_pod(pod, self.namespace).status.phase)
+
+    def _try_log(self, pod: str) -> str:
+        try:
+            return self.log(pod)
+        except ApiException:
+            return "nothing"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An experiment on a place.
+
+    Attributes
+    ----------
+    experiment
+        Its file's text.
+    fingerprint
+        Of its partition, which the store has.
+    reference
+        The folder of its run in one pod of the same image, with no federation at all.
+    """
+
+    experiment: str
+    fingerprint: str
+    reference: Path
+
+    @property
+    def rounds(self) -> int:
+        """How many there are."""
+        return int(yaml.safe_load(self.experiment)["federation"]["rounds"])
+
+
+@contextmanager
+def processes(root: Path, s3: S3Server) -> Iterator[Place]:
+    """The fake cluster: its launcher has the rights of the Role that we ship, and no more."""
+    rules = next(item for item in yaml.safe_load_all(RBAC.read_text()) if item["kind"] == "Role")["rules"]
+    storage = f"s3://{s3.new_bucket()}/e2e"
+    with FakeCluster(root, images={"fedloom:e2e": []}) as cluster:
+        keys = {"AWS_ACCESS_KEY_ID": s3.access_key, "AWS_SECRET_ACCESS_KEY": s3.secret_key}
+        cluster.add_secret("storage", keys)
+
+        def crash(pod: str) -> None:
+            cluster.kill(pod, signal.SIGKILL)
+
+        place = Place(
+            api=config.new_client_from_config(str(cluster.kubeconfig)),
+            namespace=cluster.namespace,
+            image="fedloom:e2e",
+            storage=storage,
+            store=open_store(storage, s3.environment),
+            secret="storage",
+            s3_endpoint=s3.endpoint,
+            crash=crash,
+            service_account="launcher",
+            patience_s=240.0,
+            launcher={"KUBECONFIG": str(cluster.kubeconfig_for(rules))},
+        )
+        yield place
+
+
+@contextmanager
+def real() -> Iterator[Place]:
+    """The cluster that the environment names (docs/e2e.md)."""
+    env = {name.removeprefix("FEDLOOM_E2E_"): value for name, value in os.environ.items() if "FEDLOOM_E2E_" in name}
+    api = config.new_client_from_config(env["KUBECONFIG"])
+    namespace = env["NAMESPACE"]
+    token = secrets.token_hex(3)
+    storage = f"{env.get('STORAGE', 's3://fedloom/e2e').rstrip('/')}/{token}"
+    outside = {**os.environ, "FEDLOOM_S3_ENDPOINT": env["S3_ENDPOINT"]}
+
+    def crash(pod: str) -> None:
+        client.CoreV1Api(api).delete_namespaced_pod(pod, namespace, grace_period_seconds=0)
+
+    place = Place(
+        api=api,
+        namespace=namespace,
+        image=env["IMAGE"],
+        storage=storage,
+        store=open_store(storage, outside),
+        secret=env.get("SECRET", "fedloom-storage"),
+        s3_endpoint=env.get("POD_S3_ENDPOINT", env["S3_ENDPOINT"]),
+        crash=crash,
+        service_account=env.get("SERVICE_ACCOUNT", "fedloom-launcher"),
+        patience_s=900.0,
+        token=token,
+    )
+    try:
+        yield place
+    finally:
+        place.clear()

@@ -1,0 +1,126 @@
+"""Federations as pods, through everything that happens to pods (docs/e2e.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from e2e_places import Case, Place
+from run_processes import final, scores, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.data, pytest.mark.timeout(1800), pytest.mark.xdist_group("e2e")]
+
+TOLERANCE = 0.05
+"""Of mean accuracies, where the nodes of a cluster do not compute to the same bits (docs/design.md, section 4)."""
+
+
+def assert_equals_reference(run: Path, case: Case) -> None:
+    """A run is the one that a single pod made: to the bit, where both computed in the same way."""
+    assert scores(run)["rounds"] == case.rounds
+    here, there = (json.loads((folder / "environment.json").read_text()) for folder in (run, case.reference))
+    if here == there:
+        assert final(run) == final(case.reference)
+        assert scores(run) == scores(case.reference)
+        return
+    for group in ("seen", "unseen"):
+        found, expected = (scores(folder)[group]["accuracy_mean"] for folder in (run, case.reference))
+        assert abs(found - expected) <= TOLERANCE, f"{group}: {here} against {there}"
+
+
+def finished(place: Place, launcher: str, run_id: str, folder: Path) -> tuple[Path, str]:
+    """Wait for a launcher to end well; the folder of the run, and what it said."""
+    code, said = place.ended(launcher)
+    assert code == 0, said
+    return place.fetch(f"launched/{place.run_id(run_id)}", folder / "run"), said
+
+
+def under_way(place: Place, run_id: str, case: Case, component: str) -> set[str]:
+    """Wait until some rounds are published, and not all; the names of a component's pods."""
+    until(lambda: place.published_round(run_id) >= 2, f"{run_id} is under way", place.patience_s)
+    assert place.published_round(run_id) < case.rounds
+    return names(place, run_id, component)
+
+
+def names(place: Place, run_id: str, component: str) -> set[str]:
+    """The names of a component's pods."""
+    return {found.metadata.name for found in place.pods(run_id, component)}
+
+
+def test_a_federation_of_pods_gives_the_run_of_one_process(place: Place, case: Case, tmp_path: Path) -> None:
+    launcher = place.launch("whole", case.experiment, case.fingerprint)
+    run, said = finished(place, launcher, "whole", tmp_path)
+    assert_equals_reference(run, case)
+    place.assert_all_gone("whole")
+    for name in ("summary.json", "clients.csv", "journal.jsonl", "partition.json", "report.html"):
+        assert (run / name).stat().st_size, name
+    assert any(path.name.endswith(".log") for path in (run / "logs").iterdir())
+    assert json.loads((run / "summary.json").read_text())["communication"]["wire_down"] > 0  # there was a federation
+    assert f"after round {case.rounds}: " in said  # the launcher was told of the evaluation
+
+
+def test_lost_client_pods_find_their_clients_states_again(place: Place, case: Case, tmp_path: Path) -> None:
+    """One crashes, one is asked to leave its node. Each serves clients of its own, so the rounds wait for the next."""
+    launcher = place.launch("client", case.experiment, case.fingerprint, clients_per_worker=6)
+    crashed, evicted = before = sorted(under_way(place, "client", case, "worker"))
+    place.crash(crashed)
+    place.evict(evicted)
+    until(lambda: len(names(place, "client", "worker") - set(before)) == 2, "both are replaced", place.patience_s)
+    run, _ = finished(place, launcher, "client", tmp_path)
+    assert_equals_reference(run, case)
+    journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    assert not any(talk["lost"] for line in journal for talk in line["conversations"])
+    place.assert_all_gone("client")
+
+
+def test_a_killed_aggregator_pod_goes_on_from_its_checkpoint(place: Place, case: Case, tmp_path: Path) -> None:
+    launcher = place.launch("aggregator", case.experiment, case.fingerprint)
+    (before,) = under_way(place, "aggregator", case, "aggregator")
+    place.crash(before)
+    run, _ = finished(place, launcher, "aggregator", tmp_path)
+    assert_equals_reference(run, case)
+    (second,) = [path for path in (run / "logs").glob("*-aggregator-*.log") if path.stem != before]
+    assert "resuming after round" in second.read_text()
+    place.assert_all_gone("aggregator")
+
+
+def test_a_launcher_adopts_what_a_killed_one_began(place: Place, case: Case, tmp_path: Path) -> None:
+    first = place.launch("launcher", case.experiment, case.fingerprint)
+    until(lambda: place.pods("launcher", "worker"), "the federation has begun", place.patience_s)
+    before = names(place, "launcher", "aggregator") | names(place, "launcher", "worker")
+    place.crash(first)
+    second = place.launch("launcher", case.experiment, case.fingerprint, attempt=2)
+    run, said = finished(place, second, "launcher", tmp_path)
+    assert "adopted Job" in said
+    assert "created Job" not in said
+    assert {path.stem for path in (run / "logs").glob("fl-*.log")} <= before  # no pod was started anew
+    assert_equals_reference(run, case)
+    place.assert_all_gone("launcher")
+
+
+@pytest.mark.parametrize(
+    ("run_id", "settings", "device", "words"),
+    [
+        ("image", {"image": "registry.invalid/fedloom:none"}, "cpu", ["registry.invalid/fedloom:none"]),
+        (
+            "gpu",
+            {"gpu": {"count": 1000}, "pending_timeout_s": 5},
+            "cuda",
+            ["nvidia.com/gpu", "nodes are available"],
+        ),
+    ],
+    ids=["image that cannot be pulled", "GPU that cannot be scheduled"],
+)
+def test_what_cannot_run_is_said_and_removed(
+    place: Place, case: Case, run_id: str, settings: dict[str, Any], device: str, words: list[str]
+) -> None:
+    tree = yaml.safe_load(case.experiment)
+    text = yaml.safe_dump({**tree, "runtime": {**tree["runtime"], "device": device}})
+    launcher = place.launch(run_id, text, case.fingerprint, **settings)
+    code, said = place.ended(launcher)
+    assert code not in (0, 1), said
+    message = said[said.index("error: ") :]
+    assert all(word in message for word in words), said
+    place.assert_all_gone(run_id)

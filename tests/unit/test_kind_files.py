@@ -1,0 +1,88 @@
+"""What `make kind-up` and the workflow that runs it are made of: pinned, valid, and of one mind with the tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+KIND = ROOT / "images" / "kind"
+WORKFLOW = ROOT / ".github" / "workflows" / "e2e.yaml"
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    return [item for item in yaml.safe_load_all(path.read_text()) if item]
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.35"])
+def test_the_object_store_is_valid_and_stands_the_restricted_standard(version: str) -> None:
+    deployment, service = objects(KIND / "seaweedfs.yaml")
+    for item in (deployment, service):
+        kubernetes_validate.validate(item, version, strict=True)
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert re.fullmatch(r"chrislusf/seaweedfs:\d+\.\d+", container["image"])
+    ports = [
+        mapping for node in objects(KIND / "cluster.yaml")[0]["nodes"] for mapping in node.get("extraPortMappings", [])
+    ]
+    assert [port["nodePort"] for port in service["spec"]["ports"]] == [port["containerPort"] for port in ports]
+
+
+def test_everything_that_runs_is_pinned() -> None:
+    for node in objects(KIND / "cluster.yaml")[0]["nodes"]:
+        assert re.fullmatch(r"kindest/node:v1\.\d+\.\d+@sha256:[0-9a-f]{64}", node["image"])
+    (workflow,) = objects(WORKFLOW)
+    used = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert used
+    assert all(re.fullmatch(r"[\w./-]+@(v\d+\.\d+\.\d+|[0-9a-f]{40})", action) for action in used), used
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {step["run"].split()[1] for job in workflow["jobs"].values() for step in job["steps"]
+              if step.get("run", "").startswith("make ")}  # fmt: skip
+    assert {"kind-up", "kind-test", "kind-down"} <= called <= targets
+
+
+def test_script_tests_and_page_name_the_same_variables() -> None:
+    page = set(re.findall(r"FEDLOOM_E2E_\w+", (ROOT / "docs" / "e2e.md").read_text()))
+    script = set(re.findall(r"FEDLOOM_E2E_\w+", (KIND / "kind.sh").read_text()))
+    places = (ROOT / "tests" / "e2e" / "e2e_places.py").read_text()
+    read = {f"FEDLOOM_E2E_{name}" for name in re.findall(r"env(?:\.get\(|\[)['\"](\w+)", places)}
+    assert script <= page
+    assert read == page
+
+
+def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
+    def said(*arguments: str) -> tuple[int, str]:
+        shell = shutil.which("sh")
+        assert shell is not None
+        done = subprocess.run(
+            [shell, str(KIND / "kind.sh"), *arguments],
+            env={"PATH": str(tmp_path), "KIND_NAME": "none", "PYTHON": str(tmp_path / "python")},
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    for tool in ("dirname", "mkdir"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    code, message = said("up")
+    assert (code, message) == (
+        1, "kind.sh: docker is not installed; needed: docker (with buildx), kind 0.33 or newer, kubectl\n",
+    )  # fmt: skip
+    assert said("sideways") == (2, "kind.sh: found 'sideways'; allowed: up, test, down\n")
+    if not (ROOT / ".kind").exists():
+        assert said("test") == (1, "kind.sh: no cluster here; make one with: make kind-up\n")
+
+
+def test_the_script_can_be_run() -> None:
+    assert os.access(KIND / "kind.sh", os.X_OK)
