@@ -1,20 +1,19 @@
 #!/bin/sh
 # Alone, WGA and Bias Correction on Fashion-MNIST, every client user 0 at once: docs/results/wga.md.
-#   sh experiments/wga-fashion-mnist.sh [OUT]
+# Interrupted, it goes on where it was. FEDLOOM_RUNS: where the runs lie (default runs/wga-fashion-mnist).
 set -eu
-out=${1:-runs/wga-fashion-mnist}
-run() {
-  name=$1
-  shift
-  fedloom run experiments/wga-fashion-mnist.yaml --set "name=$name" "$@" --out "$out/$name"
+cd "$(dirname "$0")/.."
+fedloom=.venv/bin/fedloom
+runs=${FEDLOOM_RUNS:-runs/wga-fashion-mnist}
+sweep() { # folder, options...
+    out="$runs/$1"
+    shift
+    $fedloom run experiments/wga-fashion-mnist.yaml --out "$out" --resume --seeds 1-2 "$@"
 }
-for seed in 1 2; do
-  run "alone-$seed" --set "seed=$seed" --set algorithm.rule=alone
-  for alpha in 0.3 0.6 0.9; do
-    run "wga-$alpha-$seed" --set "seed=$seed" --set algorithm.rule=wga --set "algorithm.alpha=$alpha"
-    run "bc-$alpha-$seed" --set "seed=$seed" --set algorithm.rule=bc --set "algorithm.alpha=$alpha"
-    run "cosine-$alpha-$seed" --set "seed=$seed" --set algorithm.rule=wga --set "algorithm.alpha=$alpha" \
-      --set algorithm.weights=cosine
-  done
-done
-fedloom compare "$out"
+alphas=algorithm.alpha=0.3,0.6,0.9
+$fedloom data fetch fashion-mnist
+sweep alone --set algorithm.rule=alone
+sweep wga --grid "$alphas" --set algorithm.rule=wga
+sweep cosine --grid "$alphas" --set algorithm.rule=wga --set algorithm.weights=cosine
+sweep bc --grid "$alphas"
+$fedloom compare "$runs/alone" "$runs/wga" "$runs/cosine" "$runs/bc" --out "$runs/comparison"

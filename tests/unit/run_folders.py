@@ -22,6 +22,7 @@ from fedloom.evaluation.summary import (
     metrics_line,
     summary,
 )
+from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 ROUNDS = (0, 50, 100, 150, 200, 250, 300, 350, 400)
@@ -83,6 +84,20 @@ def counts(n: int, predictors: int, level: float, generator: torch.Generator) ->
     return found
 
 
+def ensembles(n: int, classes: int, level: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Calibration ``[n, BINS, 3]`` and uncertainty ``[n, 3]`` of predictors that average three networks: 40 examples
+    of each client, the surer the higher the level, and the client's number."""
+    calibration, uncertainty = [], []
+    for i in range(n):
+        y = torch.arange(40) % classes
+        logits = torch.randn(3, 40, classes, generator=generator).double()
+        logits[:, torch.arange(40), y] += 6 * level * (i + 1) / n
+        draws = logits.log_softmax(-1)
+        calibration.append(calibration_counts(averaged(draws), y))
+        uncertainty.append(uncertainty_counts(averaged(draws), draws))
+    return torch.stack(calibration), torch.stack(uncertainty)
+
+
 def write_run(
     folder: Path,
     *,
@@ -97,8 +112,9 @@ def write_run(
     new_client: dict[str, Any] | None = None,
     class_names: tuple[str, ...] = FASHION,
     equal: bool = True,
+    ensemble: bool = False,
 ) -> Path:
-    """Write a finished run and return its folder."""
+    """Write a finished run and return its folder; ``ensemble``: of a method whose models are distributions."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     partition = manifest(n, unseen, class_names, equal=equal)
@@ -112,8 +128,16 @@ def write_run(
     lines: list[dict[str, Any]] = []
     document = None
     nothing = nothing_measured(n, len(predictors), len(class_names))
+    uncertainty: dict[str, Any] | None = None
+    draws = torch.Generator().manual_seed(seed)
     for number in rounds:
         level = 0.12 + 0.83 * (1 - 2.718 ** (-number / 90))
+        calibration, sums = nothing.calibration, nothing.uncertainty
+        if ensemble:
+            calibration[:, 0], sums[:, 0] = ensembles(n, len(class_names), level, draws)
+            uncertainty = client_document(
+                uncertainty, number, clients=ids, seen=seen, calibration=calibration[:, 0], uncertainty=sums[:, 0]
+            )
         evaluation = Evaluation(
             number,
             ids,
@@ -122,8 +146,8 @@ def write_run(
             predictors,
             counts(n, len(predictors), level, generator) * torch.tensor([1.0, 1.0, 1.0]),
             confusion(partition, len(predictors), level),
-            nothing.calibration,
-            nothing.uncertainty,
+            calibration,
+            sums,
             {"descriptor": pi @ projection + noise * (1.2 - level)},
         )
         v = evaluation.records["descriptor"]
@@ -185,6 +209,8 @@ def write_run(
     }
     if document is not None:
         files["descriptors.json"] = json.dumps(document, allow_nan=False)
+    if uncertainty is not None:
+        files["uncertainty.json"] = json.dumps(uncertainty, allow_nan=False)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder

@@ -24,12 +24,12 @@ from fedloom.evaluation.compare import Comparison, best_by_validation, compare
 from fedloom.evaluation.compare_figures import COLOURS, looks
 from fedloom.evaluation.compare_report import write_comparison
 from fedloom.evaluation.compare_tables import (
-    HEADINGS,
     as_latex,
     as_text,
     block_title,
     choices_as_text,
     escaped,
+    headings,
     pairs_as_csv,
     rows_as_csv,
 )
@@ -134,7 +134,7 @@ def test_one_row_for_each_kind_of_model(tmp_path: Path) -> None:
     assert tuned.new_client == (50, 343_000, 0)
     assert found.rows[0].new_client == (None, None, None)
     cells = text_rows(found)
-    assert all(len(row) == len(HEADINGS) for row in cells)
+    assert all(len(row) == len(headings(found)) for row in cells)
     assert cells[2][-3:] == ["50", "343 kB", "0 B"]
     assert cells[0][-3:] == ["–", "–", "–"]
     mean, std = summary["seen"]["accuracy_mean"], summary["seen"]["accuracy_std"]

@@ -222,6 +222,29 @@ def test_a_run_without_training_or_unseen_clients(tmp_path: Path) -> None:
     assert "Only round 0 was evaluated" in page
 
 
+def test_clients_whose_models_are_distributions(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", algorithm="pfedbayes", predictors=("personal", "global"), ensemble=True)
+    page = write_report(run).read_text()
+    assert left_out(page) == {}
+    assert titles(page)[4:6] == ["Confidence", "Uncertainty"]
+    assert len(page.encode()) < 700_000
+    document = json.loads((run / "uncertainty.json").read_text())
+    last = document["rounds"][-1]
+    order = sorted(range(100), key=lambda i: last["entropy"][i])
+    table = page[page.index("<h3>Least sure") :]
+    assert re.findall(r"client-\d+", table[: table.index("</table>")]) == [f"client-{i:04d}" for i in order[:-11:-1]]
+    svg = (run / "figures" / "uncertainty-training.svg").read_text()
+    assert re.findall(r"client-\d+", svg) == [f"client-{order[place]:04d}" for place in (0, 25, 50, 74, 99)]
+    for shown in ("round 0", "round 50", "round 400", f"H {last['entropy'][order[0]]:.2f}"):
+        assert shown in svg
+    assert "round 100" not in svg
+    last["entropy"] = [None] * 100
+    (run / "uncertainty.json").write_text(json.dumps(document))
+    assert left_out(write_report(run).read_text()) == {
+        "Uncertainty": "uncertainty.json: no client answered in round 400"
+    }
+
+
 def test_descriptors_without_unseen_clients(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", n=5, unseen=0, rounds=(0,))
     assert json.loads((run / "descriptors.json").read_text())["spearman"] == [None]

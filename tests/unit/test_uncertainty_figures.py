@@ -1,14 +1,31 @@
-"""The reliability diagram of a calibration document."""
+"""The reliability diagram, and the pictures of clients whose models are distributions."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+import torch
+import yaml
+from run_folders import ensembles
+from scipy import stats
+from typer.testing import CliRunner
 
-from fedloom.evaluation.uncertainty import BINS, edges
-from fedloom.evaluation.uncertainty_figures import _groups, reliability
+from fedloom.cli.main import app
+from fedloom.evaluation.uncertainty import BINS, EXAMPLES, INFORMATION, RIGHT, client_document, edges
+from fedloom.evaluation.uncertainty_figures import (
+    _groups,
+    clients_over_training,
+    rank_correlation,
+    reliability,
+    right_by_uncertainty,
+)
 
 
 def rows(examples: int, accuracy: float) -> list[list[float]]:
@@ -38,3 +55,136 @@ def test_only_what_there_is_is_drawn_the_same_bytes_every_time() -> None:
     assert "unseen clients" not in alone
     assert "global model" not in alone
     ElementTree.fromstring(reliability(document()))
+
+
+# Clients
+
+
+def told(before: dict[str, Any] | None, number: int, n: int = 8) -> dict[str, Any]:
+    """The document of made-up clients after a round; client 2 never answers, and the last two are unseen."""
+    calibration, uncertainty = ensembles(n, 4, number / 10, torch.Generator().manual_seed(number))
+    calibration[2], uncertainty[2] = 0, 0
+    return client_document(
+        before,
+        number,
+        clients=[f"c{i}" for i in range(n)],
+        seen=torch.arange(n) < n - 2,
+        calibration=calibration,
+        uncertainty=uncertainty,
+    )
+
+
+def after(*rounds: int) -> dict[str, Any]:
+    found: dict[str, Any] | None = None
+    for number in rounds:
+        found = json.loads(json.dumps(told(found, number), allow_nan=False))
+    assert found is not None
+    return found
+
+
+def test_the_numbers_of_a_client_are_its_own() -> None:
+    calibration, uncertainty = ensembles(8, 4, 0.7, torch.Generator().manual_seed(7))
+    (one,) = after(7)["rounds"]
+    assert one["examples"][2] is one["right"][2] is one["entropy"][2] is one["mutual_information"][2] is None
+    for i in (0, 1, 3, 7):
+        assert one["examples"][i] == calibration[i, :, EXAMPLES].tolist()
+        assert one["right"][i] == calibration[i, :, RIGHT].tolist()
+        assert sum(one["examples"][i]) == 40
+        assert one["entropy"][i] == pytest.approx(float(uncertainty[i, 1]) / 40, rel=1e-5)
+        assert one["mutual_information"][i] == pytest.approx(float(uncertainty[i, INFORMATION]) / 40, rel=1e-5)
+        assert 0 < one["mutual_information"][i] < one["entropy"][i]
+
+
+def test_the_first_two_rounds_and_the_last_are_kept() -> None:
+    assert [one["round"] for one in after(0)["rounds"]] == [0]
+    assert [one["round"] for one in after(0, 1, 2, 5, 10)["rounds"]] == [0, 1, 10]
+    stopped = after(0, 1, 2, 5, 10)
+    resumed = told(told(stopped, 5), 10)  # from a checkpoint of round 2 to 4
+    assert resumed == stopped
+    assert [one["round"] for one in told(stopped, 1)["rounds"]] == [0, 1]
+
+
+def test_five_clients_over_training() -> None:
+    document = after(0, 1, 10)
+    picture = clients_over_training(document)
+    assert picture == clients_over_training(document)
+    ElementTree.fromstring(picture)
+    texts = ["".join(node.itertext()) for node in ElementTree.fromstring(picture).iter() if node.tag.endswith("text")]
+    last = document["rounds"][-1]
+    known = sorted((entropy, i) for i, entropy in enumerate(last["entropy"]) if entropy is not None)
+    wanted = [known[place][1] for place in (0, 2, 3, 4, 6)]  # of seven: quartiles are rounded to even
+    assert [text.strip() for text in texts if re.fullmatch(r"\s*c\d\s*", text)] == [f"c{i}" for i in wanted]
+    said = " ".join(texts)
+    for one in document["rounds"]:
+        assert f"round {one['round']}" in said
+        for i in wanted:
+            right = sum(one["right"][i]) / sum(one["examples"][i])
+            numbers = f"H {one['entropy'][i]:.2f}, I {one['mutual_information'][i]:.3f}"
+            assert f"{right:.0%} right, {numbers}" in said
+    few = told(None, 3, n=3)
+    assert {f"c{i}" for i in (0, 1)} <= set(re.findall(r"c\d", clients_over_training(few)))
+    missed = json.loads(json.dumps(document))
+    missed["rounds"][1]["examples"][wanted[0]] = None
+    assert "no answer" in clients_over_training(missed)
+
+
+def test_every_client_by_its_uncertainty() -> None:
+    document = after(0, 10)
+    picture = right_by_uncertainty(document)
+    assert picture == right_by_uncertainty(document)
+    ElementTree.fromstring(picture)
+    assert "seen clients" in picture
+    assert "unseen clients" in picture
+    last = document["rounds"][-1]
+    here = [i for i, counts in enumerate(last["examples"]) if counts is not None]
+    right = [sum(last["right"][i]) / 40 for i in here]
+    for key in ("entropy", "mutual_information"):
+        r = stats.spearmanr([last[key][i] for i in here], right).statistic
+        assert f"rank correlation {r:.2f}" in picture
+
+
+def test_rank_correlation_against_scipy() -> None:
+    a, b = np.array([3.0, 1.0, 1.0, 2.0, 9.0]), np.array([0.5, 0.1, 0.4, 0.4, 0.2])
+    assert rank_correlation(a, b) == pytest.approx(stats.spearmanr(a, b).statistic)
+    assert rank_correlation(a, np.ones(5)) is None
+    assert rank_correlation(a[:2], b[:2]) is None
+
+
+def test_a_run_keeps_them_and_a_resumed_one_the_same(tiny_root: Path, tmp_path: Path) -> None:
+    tree = {
+        "name": "tiny",
+        "data": {"dataset": "tiny", "root": str(tiny_root), "partition": {"scheme": "iid", "clients": 5},
+                 "unseen_fraction": 0.2},
+        "model": {"name": "mlp", "hidden": [8]},
+        "algorithm": {"name": "pfedbayes", "steps": 2, "batch_size": 8, "draws": 3},
+        "federation": {"rounds": 4, "clients_per_round": 4, "checkpoint_every_s": 0},
+        "evaluation": {"every": 1},
+        "runtime": {"workers": 0},
+    }  # fmt: skip
+    file, whole, copy = tmp_path / "tiny.yaml", tmp_path / "whole", tmp_path / "copy"
+    file.write_text(yaml.safe_dump(tree))
+    done = CliRunner().invoke(app, ["run", str(file), "--out", str(whole)])
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads((whole / "uncertainty.json").read_text())
+    assert [one["round"] for one in document["rounds"]] == [0, 1, 4]
+    assert document["clients"]["seen"].count(False) == 1
+    line = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    last = document["rounds"][-1]
+    seen = [i for i, seen in enumerate(document["clients"]["seen"]) if seen]
+    n = [sum(last["examples"][i]) for i in seen]
+    pooled = sum(k * last["mutual_information"][i] for k, i in zip(n, seen, strict=True)) / sum(n)
+    assert line["uncertainty"]["seen"]["mutual_information"] == pytest.approx(pooled, rel=1e-4)
+    assert "<h2>Uncertainty</h2>" in (whole / "report.html").read_text()
+
+    shutil.copytree(whole, copy)
+    (copy / "checkpoints" / "round-000004.safetensors").unlink()
+    (copy / "summary.json").unlink()
+    done = CliRunner().invoke(app, ["run", str(file), "--out", str(copy), "--resume"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert (copy / "uncertainty.json").read_bytes() == (whole / "uncertainty.json").read_bytes()
+
+    tree["algorithm"] = {"name": "fedavg", "local": {"steps": 2, "lr": 0.1}}  # one network: nothing to disagree
+    file.write_text(yaml.safe_dump(tree))
+    done = CliRunner().invoke(app, ["run", str(file), "--out", str(tmp_path / "plain")])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert not (tmp_path / "plain" / "uncertainty.json").exists()

@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.evaluation.runs import GROUPS, PREDICTORS, NewClient, Result, Run, read_run, run_folders_in
+from fedloom.errors import ExperimentError
+from fedloom.evaluation.runs import GROUPS, PREDICTORS, USERS, NewClient, Result, Run, read_run, run_folders_in
 from fedloom.evaluation.significance import holm, signed_rank_test
 
 METHODS = {
@@ -24,10 +25,16 @@ METHODS = {
     ("pfedbayes", "global"): "pFedBayes, global model",
     ("comfedl", "personal"): "ComFedL",
     ("comfedl", "global"): "ComFedL, shared model",
-    ("wga", "personal"): "Gradient collaboration",
-    ("wga", "global"): "Gradient collaboration, user 0",
+    ("wga alone", "personal"): "Alone",
+    ("wga alone", "global"): "Alone, mean of all",
+    ("wga wga", "personal"): "WGA",
+    ("wga wga", "global"): "WGA, mean of all",
+    ("wga bc", "personal"): "Bias Correction",
+    ("wga bc", "global"): "Bias Correction, mean of all",
+    ("wga oracle", "personal"): "Bias Correction, oracle",
+    ("wga oracle", "global"): "Bias Correction, oracle, mean of all",
 }
-"""What a table calls the predictors of a method; others are called by algorithm and predictor."""
+"""What a table calls the predictors of a method (:attr:`Run.method`); others are called by method and predictor."""
 
 FEATURED = 8
 """Largest number of rows of a block that are all shown in figures."""
@@ -41,6 +48,51 @@ class Spread(NamedTuple):
 
     mean: float
     std: float | None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What rows are measured by: test accuracy, or, on data without classes, test loss.
+
+    Attributes
+    ----------
+    name
+        ``accuracy`` or ``loss``.
+    sign
+        1 where more is better, -1 where less is.
+    unit
+        What stands behind a value that is shown.
+    """
+
+    name: str
+    sign: int
+    unit: str
+
+    @property
+    def words(self) -> str:
+        """The name with its unit, as a table is titled."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+    def shown(self, value: Spread | None) -> str:
+        """Percent with one decimal, or a loss with five digits; ± where there is a standard deviation."""
+        if value is None:
+            return DASH
+        if self is ACCURACY:
+            return f"{100 * value.mean:.1f}" + (f" ± {100 * value.std:.1f}" if value.std is not None else "")
+        return f"{value.mean:#.5g}".rstrip(".") + (f" ± {value.std:#.2g}".rstrip(".") if value.std is not None else "")
+
+    def shown_difference(self, difference: float) -> str:
+        """With its sign, in points or as it is."""
+        if not difference:
+            return "0"
+        return f"{100 * difference:+.1f}" if self is ACCURACY else f"{difference:+.3g}"
+
+
+ACCURACY = Scale("accuracy", 1, "%")
+LOSS = Scale("loss", -1, "")
+
+DASH = "–"
+"""What is not known."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +141,14 @@ class Row:
         columns = zip(*(result.new_client for result in self.results), strict=True)
         return NewClient(*(_mean(column) for column in columns))
 
-    def over_seeds(self, group: str, statistic: str = "accuracy") -> Spread | None:
+    @property
+    def scale(self) -> Scale:
+        """What it is measured by."""
+        return LOSS if self.runs[0].by_loss else ACCURACY
+
+    def over_seeds(self, group: str, statistic: str = "mean") -> Spread | None:
         """A statistic of :class:`Measured` over seeds; None unless every run has it."""
-        found = [result.groups[group] for result in self.results]
+        found = [result.groups.get(group) for result in self.results]
         return spread(None if one is None else getattr(one, statistic) for one in found)
 
     def of_runs(self, quantity: str) -> Spread | None:
@@ -103,13 +160,13 @@ class Row:
         return spread(getattr(result.curve[-1], quantity) for result in self.results)
 
     def validation(self, *, best: bool) -> Spread | None:
-        """Pooled validation accuracy of the last round, or of the best."""
+        """Pooled validation accuracy (or mean validation loss) of the last round, or of the best."""
         points = [result.best if best else result.curve[-1] for result in self.results]
         return spread(None if point is None else point.validation for point in points)
 
     def at_best(self, group: str) -> Spread | None:
-        """Mean test accuracy of the round that is best by validation."""
-        return spread(None if result.best is None else result.best.accuracy[group] for result in self.results)
+        """Mean test accuracy (or loss) of the round that is best by validation."""
+        return spread(None if result.best is None else result.best.mean.get(group) for result in self.results)
 
 
 @dataclass(frozen=True)
@@ -121,7 +178,7 @@ class Pair:
     seeds
         In which both were measured on the same partition.
     clients, better, worse
-        Pairs of accuracies, over all those seeds; where the first is above the second, and below.
+        Pairs of values, over all those seeds; where the first is better than the second, and where it is worse.
     median
         Of the differences, first less second; None without pairs.
     p, p_holm
@@ -145,7 +202,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Choice:
-    """The setting of a method with the highest validation accuracy.
+    """The setting of a method that is best by validation: of highest accuracy, or of lowest loss.
 
     Attributes
     ----------
@@ -156,7 +213,7 @@ class Choice:
     seeds
         Over which the means are taken: those that every candidate has.
     validation
-        Pooled validation accuracy of seen clients in the last round, mean over these seeds.
+        Pooled validation accuracy (or mean loss) of seen clients in the last round, mean over these seeds.
     runner_up
         That of the second best.
     edges
@@ -177,6 +234,16 @@ class Comparison:
 
     rows: tuple[Row, ...]
     notices: tuple[str, ...]
+
+    @property
+    def scale(self) -> Scale:
+        """What all rows are measured by."""
+        return self.rows[0].scale
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """The groups for which some row has a result: of ``users``, ``seen`` and ``unseen``."""
+        return tuple(g for g in (USERS, *GROUPS) if any(row.over_seeds(g) is not None for row in self.rows))
 
     @property
     def several_seeds(self) -> bool:
@@ -219,7 +286,7 @@ class Comparison:
         methods: dict[tuple[str, str], list[int]] = {}
         for i, row in enumerate(self.rows):
             if row.predictor == "personal" or "personal" not in _shown_predictors(row.runs):
-                methods.setdefault((row.block, row.runs[0].algorithm), []).append(i)
+                methods.setdefault((row.block, row.runs[0].method), []).append(i)
         several = [rows for rows in methods.values() if differing([self.rows[i].settings for i in rows])]
         return tuple(choice for rows in several if (choice := self._choice(rows)) is not None)
 
@@ -230,18 +297,20 @@ class Comparison:
         All, or where they are more than :data:`FEATURED`, of each method the settings that validation chooses.
         """
         chosen = [self.rows[choice.row] for choice in self.chosen]
-        settings = {(row.block, row.runs[0].algorithm): row.settings for row in chosen}
+        settings = {(row.block, row.runs[0].method): row.settings for row in chosen}
         return {
             block: [
                 i
                 for i in members
                 if len(members) <= FEATURED
-                or settings.get((block, self.rows[i].runs[0].algorithm), self.rows[i].settings) == self.rows[i].settings
+                or settings.get((block, self.rows[i].runs[0].method), self.rows[i].settings) == self.rows[i].settings
             ]
             for block, members in self.blocks.items()
         }
 
     def _choice(self, candidates: Sequence[int]) -> Choice | None:
+        if any(self.rows[i].over_seeds(USERS) is not None for i in candidates):
+            return None  # validation is over all seen clients, and these models are made for some
         seeds = set.intersection(*(set(self.rows[i].seeds) for i in candidates))
         means: dict[int, float] = {}
         for i in candidates:
@@ -251,25 +320,26 @@ class Comparison:
             if mean is None:  # no seed in common, or nothing to validate on
                 return None
             means[i] = mean
-        first, second, *_ = sorted(candidates, key=lambda i: -means[i])
+        first, second, *_ = sorted(candidates, key=lambda i: -self.scale.sign * means[i])
         edges = _edges(self.rows[first].settings, [self.rows[i].settings for i in candidates])
         return Choice(first, len(candidates), tuple(sorted(seeds)), means[first], means[second], edges)
 
-    def marks(self, group: str, statistic: str = "accuracy") -> list[str]:
+    def marks(self, group: str, statistic: str = "mean") -> list[str]:
         """For each row ``best`` of its block, ``tied`` with it, or nothing.
 
-        Tied is a row whose accuracy the test cannot tell from that of the best (:data:`LEVEL`); only mean accuracies
-        are tested. A row alone in its block is not marked.
+        Tied is a row that the test cannot tell from the best (:data:`LEVEL`); only means of seen and unseen clients are
+        tested. A row alone in its block is not marked.
         """
-        marks = [""] * len(self.rows)
+        marks, sign = [""] * len(self.rows), self.scale.sign
         for members in self.blocks.values():
             values = {i: s.mean for i in members if (s := self.rows[i].over_seeds(group, statistic)) is not None}
             if len(values) < 2:
                 continue
-            best = [i for i, value in values.items() if value == max(values.values())]
+            highest = max(sign * value for value in values.values())
+            best = [i for i, value in values.items() if sign * value == highest]
             for i in best:
                 marks[i] = "best"
-            for pair in self.pairs if statistic == "accuracy" else ():
+            for pair in self.pairs if statistic == "mean" else ():
                 if pair.group == group and pair.first in best and pair.p_holm is not None and pair.p_holm >= LEVEL:
                     marks[pair.second] = marks[pair.second] or "tied"
         return marks
@@ -281,19 +351,28 @@ def compare(run_folders: Sequence[str | Path]) -> Comparison:
     A folder that is no run but holds runs, as that of a sweep, stands for the finished runs in it. Runs that differ in
     name and seed alone make one row for each predictor. (If two of them have the same seed too, as a run and its
     replay, they are listed apart: merging would count one result twice.) A personal predictor whose statistics are
-    those of the global one, as FedAvg's without fine-tuning, has no row of its own.
+    those of the global one, as FedAvg's without fine-tuning, has no row of its own. Runs on data without classes are
+    compared by loss.
 
     Raises
     ------
     DataError
         If a folder is not that of a finished run and holds none either, or a file of a run is missing or damaged.
     ExperimentError
-        If the experiment of a run cannot be read.
+        If the experiment of a run cannot be read, or some runs are on data with classes and others on data without.
     """
     folders, notices = run_folders_in(run_folders)
+    read = [read_run(folder) for folder in folders]
+    by_loss = [run.name for run in read if run.by_loss]
+    if by_loss and len(by_loss) < len(read):
+        others = [run.name for run in read if not run.by_loss]
+        raise ExperimentError(
+            f"found runs on data without classes ({_few(by_loss)}) together with runs on data with classes "
+            f"({_few(others)}); allowed: one kind, because the first are compared by loss and the others by accuracy",
+            hint="compare them apart",
+        )
     merged: dict[str, list[Run]] = {}
-    for folder in folders:
-        run = read_run(folder)
+    for run in read:
         merged.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
     rows = []
     for runs in merged.values():
@@ -301,7 +380,7 @@ def compare(run_folders: Sequence[str | Path]) -> Comparison:
         for group in [runs] if len(set(seeds)) == len(seeds) else [[run] for run in runs]:
             rows += [
                 Row(
-                    METHODS.get((group[0].algorithm, predictor), f"{group[0].algorithm} ({predictor})"),
+                    METHODS.get((group[0].method, predictor), f"{group[0].method} ({predictor})"),
                     (),
                     _block(group[0]),
                     predictor,
@@ -318,7 +397,10 @@ def compare(run_folders: Sequence[str | Path]) -> Comparison:
         notices.append("Not all rows have the same seeds: their means are over different partitions.")
     if len(blocks) > 1:
         notices.append(
-            "The runs are of different data: each block of the table has its own best, and clients of different "
+            "The runs are of different data or models, whose losses have scales of their own: each block of the table "
+            "has its own best, and clients of different blocks are never paired."
+            if by_loss
+            else "The runs are of different data: each block of the table has its own best, and clients of different "
             "blocks are never paired."
         )
     return Comparison(tuple(rows), tuple(notices))
@@ -327,8 +409,9 @@ def compare(run_folders: Sequence[str | Path]) -> Comparison:
 def best_by_validation(run_folders: Sequence[str | Path]) -> tuple[Choice, ...]:
     """For each method that was run with several settings, the one that validation chooses.
 
-    The measure is pooled validation accuracy of the seen clients' own predictors in the last round, the round that
-    tables report; its mean over the seeds that every candidate has. The first of equal ones is chosen.
+    The measure is pooled validation accuracy (of data without classes, mean validation loss) of the seen clients' own
+    predictors in the last round, the round that tables report; its mean over the seeds that every candidate has. The
+    first of equal ones is chosen.
 
     Raises
     ------
@@ -372,7 +455,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def differences(first: Row, second: Row, group: str) -> tuple[tuple[int, ...], list[float]]:
-    """Seeds in which two rows have the same partition, and first less second accuracy of each of its clients."""
+    """Seeds in which two rows have the same partition, and first less second value of each of its clients."""
     others = {(run.seed, run.partition): run.results[second.predictor] for run in second.runs}
     seeds, found = [], []
     for run, result in zip(first.runs, first.results, strict=True):
@@ -400,8 +483,8 @@ def _edges(chosen: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> tup
 
 
 def _paired(rows: Sequence[Row], i: int, j: int, group: str) -> Pair:
-    first, second = (j, i) if _accuracy(rows[j], group) > _accuracy(rows[i], group) else (i, j)
-    a, b = rows[first], rows[second]
+    first, second = (j, i) if _goodness(rows[j], group) > _goodness(rows[i], group) else (i, j)
+    a, b, sign = rows[first], rows[second], rows[first].scale.sign
     for row in (a, b):
         if row.over_seeds(group) is None:
             return Pair(first, second, group, why=f"{row.label} has no result for {group} clients")
@@ -416,16 +499,16 @@ def _paired(rows: Sequence[Row], i: int, j: int, group: str) -> Pair:
         group,
         seeds,
         len(found),
-        sum(d > 0 for d in found),
-        sum(d < 0 for d in found),
+        sum(sign * d > 0 for d in found),
+        sum(sign * d < 0 for d in found),
         statistics.median(found),
         signed_rank_test(found),
     )
 
 
-def _accuracy(row: Row, group: str) -> float:
+def _goodness(row: Row, group: str) -> float:
     found = row.over_seeds(group)
-    return -1.0 if found is None else found.mean
+    return -math.inf if found is None else row.scale.sign * found.mean
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -435,16 +518,28 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _shown_predictors(runs: Sequence[Run]) -> list[str]:
-    """The global predictor where there is one, and the personal one where it is another."""
+    """The global predictor where there is one, and the personal one where it is another, or is made for some users."""
     shown = [p for p in PREDICTORS if all(p in run.results for run in runs)]
-    if len(shown) == 2 and all(run.results["global"].groups == run.results["personal"].groups for run in runs):
-        return ["global"]
-    return shown
+    if len(shown) < 2:
+        return shown
+    pairs = [(run.results["global"].groups, run.results["personal"].groups) for run in runs]
+    if any(shared[group] != personal[group] for shared, personal in pairs for group in GROUPS):
+        return shown
+    return ["personal" if any(USERS in personal for _, personal in pairs) else "global"]
 
 
 def _block(run: Run) -> str:
-    data = {key: value for key, value in run.settings.items() if key.startswith("data.")}
-    return json.dumps([run.dataset, data, run.masked], sort_keys=True)
+    return json.dumps([run.dataset, of_block(run), run.masked], sort_keys=True)
+
+
+def of_block(run: Run) -> dict[str, Any]:
+    """The settings that runs of a block share: those of the data, and, where losses count, of the model they are of."""
+    wanted = ("data.", "model.") if run.by_loss else ("data.",)
+    return {key: value for key, value in run.settings.items() if key.startswith(wanted)}
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _told_apart(rows: Sequence[Row]) -> list[Row]:

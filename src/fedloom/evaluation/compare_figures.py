@@ -13,9 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from fedloom.evaluation.compare import Row, Spread, differences, spread
+from fedloom.evaluation.compare import ACCURACY, Row, Spread, differences, spread
+from fedloom.evaluation.compare_tables import GROUP_NAMES
 from fedloom.evaluation.figures import FULL, INK, as_svg
-from fedloom.evaluation.runs import GROUPS
+from fedloom.evaluation.runs import GROUPS, USERS
 
 COLOURS = {
     "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",
@@ -58,31 +59,35 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
 
 
 @as_svg
-def accuracy(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Mean test accuracy over rounds, over bytes and over client steps, seen clients above unseen ones.
+def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+    """Mean test accuracy (or loss) over rounds, over bytes and over client steps, a line of panels for each group.
 
     Lines are means over seeds, bands ± one standard deviation over them. A method that was evaluated once, as one
-    without rounds, is a level line. The scale starts a little below the lowest accuracy of a trained round, so that an
-    untrained model's may lie below the figure.
+    without rounds, is a level line. The scale starts a little below the lowest accuracy, or ends a little above the
+    highest loss, of a trained round, so that an untrained model's may lie outside the figure.
     """
-    shown = _groups(rows)
+    users = any(row.over_seeds(USERS) is not None for row in rows)
+    shown, scale = [*([USERS] if users else []), *_groups(rows)], rows[0].scale
     figure = Figure(figsize=(FULL, 0.8 + 2.1 * len(shown)), layout="constrained")
     grid = figure.subplots(len(shown), len(_SPENT), sharex="col", sharey="row", squeeze=False)
     for group, line in zip(shown, grid, strict=True):
-        lowest = 1.0
+        trained = []
         for row in rows:
             curve = _curve(row, group)
             if not curve:
                 continue
             means = [point.mean for _, point in curve]
-            lowest = min(lowest, *(means[1:] or means))
+            trained += means[1:] or means
             for k, axes in enumerate(line):
                 _draw_curve(axes, [(x[k], point) for x, point in curve], styles[row.label], row.label)
-        line[0].set_ylabel(f"{group} clients")
-        line[0].set_ylim(max(0.0, min(0.95, lowest) - 0.05), 1.0)
-        line[0].yaxis.set_major_formatter(_PERCENT)
+        line[0].set_ylabel(GROUP_NAMES[group])
+        if scale is ACCURACY:
+            line[0].set_ylim(max(0.0, min([0.95, *trained]) - 0.05), 1.0)
+            line[0].yaxis.set_major_formatter(_PERCENT)
+        elif trained:
+            line[0].set_ylim(*_around(trained))
     for top, bottom, (title, label) in zip(grid[0], grid[-1], _SPENT, strict=True):
-        top.set_title(f"Accuracy over {title}")
+        top.set_title(f"{scale.name.capitalize()} over {title}")
         bottom.set_xlabel(label)
         bottom.set_xlim(left=0)
         bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=title != "communication"))
@@ -94,21 +99,29 @@ def accuracy(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 @as_svg
 def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Empirical distribution of the clients' test accuracy in the last round, all seeds together."""
+    """Empirical distribution of the clients' test accuracy (or loss) in the last round, all seeds together."""
     shown = _groups(rows)
+    scale = rows[0].scale
     figure = Figure(figsize=(FULL, 3.1), layout="constrained")
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for group, axes in zip(shown, panels, strict=True):
-        lowest = 1.0
-        for row in rows:
-            found = sorted(r / n for result in row.results for r, n in result.clients[group].values())
+        values = {
+            row.label: sorted(r / n for result in row.results for r, n in result.clients[group].values())
+            for row in rows
+        }
+        all_values = [value for found in values.values() for value in found]
+        left, right = _around(all_values or [0.0])
+        if scale is ACCURACY:
+            left, right = max(0.0, min([1.0, *all_values]) - 0.02), 1.005
+        end = 1.0 if scale is ACCURACY else right
+        for label, found in values.items():
             if found:
-                lowest = min(lowest, found[0])
                 x, y = _steps(found)
-                axes.plot([*x, 1.0], [*y, 1.0], **styles[row.label].line, label=row.label)
-        axes.set(title=f"{group.capitalize()} clients", xlabel="test accuracy of the client", ylim=(0, 1.01))
-        axes.set_xlim(max(0.0, lowest - 0.02), 1.005)
-        axes.xaxis.set_major_formatter(_PERCENT)
+                axes.plot([*x, end], [*y, 1.0], **styles[label].line, label=label)
+        axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {scale.name} of the client", ylim=(0, 1.01))
+        axes.set_xlim(left, right)
+        if scale is ACCURACY:
+            axes.xaxis.set_major_formatter(_PERCENT)
         axes.yaxis.set_major_formatter(_PERCENT)
         axes.grid(visible=True, axis="x")
     panels[0].set_ylabel("clients at or below")
@@ -117,9 +130,9 @@ def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 
 def best_of(rows: Sequence[Row], group: str) -> Row | None:
-    """The row of highest mean accuracy; None if no row has one."""
-    measured = [(s.mean, -i) for i, row in enumerate(rows) if (s := row.over_seeds(group)) is not None]
-    return rows[-max(measured)[1]] if measured else None
+    """The row of highest mean accuracy, or of lowest mean loss, the first of equal ones; None if no row has one."""
+    measured = [row for row in rows if row.over_seeds(group) is not None]
+    return max(measured, key=lambda row: row.scale.sign * _mean(row, group), default=None)
 
 
 def has_pairs(rows: Sequence[Row]) -> bool:
@@ -129,7 +142,7 @@ def has_pairs(rows: Sequence[Row]) -> bool:
 
 @as_svg
 def pairs(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Client by client, how far each method is above or below the one of highest mean accuracy; sorted.
+    """Client by client, how far each method is above or below the one that is best on average; sorted.
 
     Where a line crosses zero is the share of clients for which the best on average is not the better one.
     """
@@ -144,8 +157,9 @@ def pairs(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
         title = textwrap.fill(f"{group.capitalize()} clients, against {best.label}", 56)
         axes.set(title=title, xlabel="clients, sorted", xlim=(0, 1))
         axes.xaxis.set_major_formatter(_PERCENT)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:+.10g}" if v else "0"))
-    grid[0].set_ylabel("accuracy less the best's, points")
+        factor = 100 if best.scale is ACCURACY else 1
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _, by=factor: f"{by * v:+.10g}" if v else "0"))
+    grid[0].set_ylabel("accuracy less the best's, points" if rows[0].scale is ACCURACY else "loss less the best's")
     _legend(figure, *grid)
     return figure
 
@@ -175,21 +189,34 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]
 
 
 def _groups(rows: Sequence[Row]) -> list[str]:
-    """The groups for which some row has a result."""
+    """Of seen and unseen clients, those for whom some row has a result."""
     return [group for group in GROUPS if any(row.over_seeds(group) is not None for row in rows)]
 
 
+def _mean(row: Row, group: str) -> float:
+    found = row.over_seeds(group)
+    assert found is not None
+    return found.mean
+
+
+def _around(losses: Sequence[float]) -> tuple[float, float]:
+    """Limits of an axis a little beyond the values."""
+    low, high = min(losses), max(losses)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
 def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], Spread]]:
-    """(round, bytes, client steps) and accuracy of the rounds that every seed has evaluated: means over seeds."""
+    """(round, bytes, client steps) and value of the rounds that every seed has evaluated: means over seeds."""
     by_round = [{point.round: point for point in result.curve} for result in row.results]
     found: list[tuple[tuple[float, float, float], Spread]] = []
     for number in sorted(set.intersection(*(set(points) for points in by_round))):
         points = [points[number] for points in by_round]
-        accuracy = spread(point.accuracy[group] for point in points)
-        if accuracy is not None:
+        value = spread(point.mean.get(group) for point in points)
+        if value is not None:
             n = len(points)
             x = (number, sum(p.payload for p in points) / n, sum(p.client_steps for p in points) / n)
-            found.append((x, accuracy))
+            found.append((x, value))
     return found
 
 

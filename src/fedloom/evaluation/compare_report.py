@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedloom.errors import ExperimentError, StorageError
-from fedloom.evaluation.compare import LEVEL, Comparison, Pair, Row, Spread, shown_value
+from fedloom.evaluation.compare import ACCURACY, DASH, LEVEL, Comparison, Pair, Row, Spread, shown_value
 from fedloom.evaluation.compare_tables import (
-    DASH,
+    GROUP_NAMES,
     Cell,
-    accuracy_cell,
     as_latex,
     block_title,
     cost_cells,
     edge_note,
     pairs_as_csv,
-    percent,
+    plain,
     rows_as_csv,
+    value_cell,
 )
 from fedloom.evaluation.run_folder import human_bytes
-from fedloom.evaluation.runs import GROUPS
+from fedloom.evaluation.runs import GROUPS, USERS
 
 if TYPE_CHECKING:
     from fedloom.evaluation.compare_figures import Look
@@ -196,20 +196,22 @@ def _facts(comparison: Comparison) -> list[Fact]:
         return []
     looks = _looks(comparison)
     facts = []
-    for group in GROUPS:
+    # Where models are made for user 0, how well they serve others is no merit.
+    for group in (USERS,) if USERS in comparison.groups else comparison.groups:
         best = best_of(comparison.rows, group)
         if best is not None:
             tied = [r.label for r, m in zip(comparison.rows, comparison.marks(group), strict=True) if m == "tied"]
             note = f"{best.label}. " + (f"Not told from it: {'; '.join(tied)}." if tied else "")
             look = looks[best.label].name if best.label in looks else ""
-            facts.append(Fact(f"best, {group} clients", f"{accuracy_cell(comparison, best, group)} %", note, look))
+            value = f"{value_cell(comparison, best, group)} {comparison.scale.unit}".rstrip()
+            facts.append(Fact(f"best, {GROUP_NAMES[group]}", value, note, look))
     return facts
 
 
 def _sections(comparison: Comparison) -> list[Section]:
     sections = [
         Section("Results", (_results(comparison), _costs(comparison))),
-        Section("Accuracy over training", _figures(comparison, "accuracy")),
+        Section(f"{comparison.scale.name.capitalize()} over training", _figures(comparison, comparison.scale.name)),
         Section("Clients", _figures(comparison, "clients")),
         Section("Client by client", (*_figures(comparison, "pairs"), *_pairs(comparison))),
         Section("Validation", (_validation(comparison), *_chosen(comparison))),
@@ -220,31 +222,44 @@ def _sections(comparison: Comparison) -> list[Section]:
 
 
 def _results(comparison: Comparison) -> Part:
-    columns = ("accuracy", "worst_decile", "pooled", "other")
-    marks = {(g, c): comparison.marks(g, c) for g in GROUPS for c in columns}
+    by_accuracy = comparison.scale is ACCURACY
+    columns = ("worst_decile", "pooled", "other") if by_accuracy else ("worst_decile",)
+    marks = {(g, c): comparison.marks(g, c) for g in comparison.groups for c in ("mean", *columns)}
 
     def cells(i: int, row: Row) -> tuple[Cell, ...]:
         found = [Cell(row.label), Cell(str(len(row.seeds)))]
-        for group in GROUPS:
-            found.append(Cell(accuracy_cell(comparison, row, group), marks[group, "accuracy"][i]))
-            for column in columns[1:]:
-                value = row.over_seeds(group, column)
-                found.append(Cell(DASH if value is None else f"{100 * value.mean:.1f}", marks[group, column][i]))
+        for group in comparison.groups:
+            found.append(Cell(value_cell(comparison, row, group), marks[group, "mean"][i]))
+            for column in columns if group != USERS else ():
+                found.append(Cell(plain(comparison, row.over_seeds(group, column)), marks[group, column][i]))
         return tuple(found)
 
     other = "unmasked" if all(row.runs[0].masked for row in comparison.rows) else "masked"
     if any(row.runs[0].masked for row in comparison.rows) and other == "masked":
         other = "other reading"
-    headings = ("test accuracy, %", "seeds", *("mean", "worst decile", "pooled", other) * 2)
+    names = ("mean", "worst decile", "pooled", other)[: 1 + len(columns)]
+    groups = [(GROUP_NAMES[group], ("mean",) if group == USERS else names) for group in comparison.groups]
+    headings = (f"test {comparison.scale.words}", "seeds", *(name for _, under in groups for name in under))
     over = "seeds" if comparison.several_seeds else "clients"
     text = (
         f"Last round. Mean over clients, each counting once; ± one standard deviation over {over}. Worst decile: mean "
-        "of the worst tenth of clients. Pooled: right predictions over examples. Masked: only labels of the client's "
-        "own training data can be predicted. Bold: best of its column. Underlined: the paired test over clients cannot "
-        f"tell it from the best ({100 * LEVEL:g} %, see “Client by client”)."
+        "of the worst tenth of clients. "
     )
-    table = Table(headings, _by_block(comparison, cells), above=(("", 2), ("seen clients", 4), ("unseen clients", 4)))
-    return Part(table=table, text=text)
+    if by_accuracy:
+        text += (
+            "Pooled: right predictions over examples. Masked: only labels of the client's own training data can be "
+            "predicted. "
+        )
+    else:
+        text += "The data have no classes: the loss is the model's own, and less is better. "
+    if USERS in comparison.groups:
+        text += "User 0: the client that the model is made for; the others show how far it serves them. "
+    text += (
+        "Bold: best of its column. Underlined: the paired test over clients cannot tell it from the best "
+        f"({100 * LEVEL:g} %, see “Client by client”)."
+    )
+    above = (("", 2), *((title, len(under)) for title, under in groups))
+    return Part(table=Table(headings, _by_block(comparison, cells), above=above), text=text)
 
 
 def _costs(comparison: Comparison) -> Part:
@@ -274,19 +289,30 @@ def _costs(comparison: Comparison) -> Part:
 
 
 def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
-    """The figure of each block."""
+    """The figure of each block; none where nothing was measured."""
     from fedloom.evaluation import compare_figures
 
+    if not comparison.groups:
+        return ()
+    best, side = ("highest", "right") if comparison.scale is ACCURACY else ("lowest", "left")
+    over_training = (
+        f"Mean test {comparison.scale.name} over clients; mean over seeds, band ± one standard deviation over them "
+        "where there are several. A method without rounds is a level line. An untrained model may lie outside the "
+        "figure. Communication: tensor bytes of all clients, both directions."
+    )
     texts = {
-        "accuracy": "Mean test accuracy over clients; mean over seeds, band ± one standard deviation over them where "
-        "there are several. A method without rounds is a level line. An untrained model may lie below the figure. "
-        "Communication: tensor bytes of all clients, both directions.",
-        "clients": "Part of the clients whose test accuracy in the last round is at or below a value: right is better.",
-        "pairs": "Each client's accuracy less what it has under the method of best mean, sorted. Left of where a line "
-        "reaches zero are the clients whom the best on average serves better.",
+        comparison.scale.name: over_training,
+        "clients": f"Part of the clients whose test {comparison.scale.name} in the last round is at or below a value: "
+        f"{side} is better.",
+        "pairs": f"Each client's {comparison.scale.name} less what it has under the method of {best} mean, sorted. "
+        + (
+            "Left of where a line reaches zero are the clients whom the best on average serves better."
+            if comparison.scale is ACCURACY
+            else "Right of where a line reaches zero are the clients whom the best on average serves better."
+        ),
     }
     draw = {
-        "accuracy": compare_figures.accuracy,
+        comparison.scale.name: compare_figures.curves,
         "clients": compare_figures.clients,
         "pairs": compare_figures.pairs,
     }[name]
@@ -311,16 +337,19 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
 
 
 def _pairs(comparison: Comparison) -> tuple[Part, ...]:
+    from fedloom.evaluation.compare_figures import best_of
+
     if not comparison.pairs:
         return ()
     blocks = []
     left_out = 0
-    for group in GROUPS:
+    for group in (group for group in GROUPS if group in comparison.groups):
         for block, featured in comparison.featured.items():
             pairs = [p for p in comparison.pairs if p.group == group and p.first in featured and p.second in featured]
             if len(pairs) > MANY_PAIRS:
-                best = max(featured, key=lambda i: _mean(comparison.rows[i].over_seeds(group)))
-                kept = [pair for pair in pairs if best in (pair.first, pair.second)]
+                rows = [comparison.rows[i] for i in featured]
+                best = best_of(rows, group)
+                kept = [p for p in pairs if best in (comparison.rows[p.first], comparison.rows[p.second])]
                 left_out += len(pairs) - len(kept)
                 pairs = kept
             title = f"{group} clients" + (f", {block_title(comparison, block)}" if len(comparison.blocks) > 1 else "")
@@ -328,9 +357,10 @@ def _pairs(comparison: Comparison) -> tuple[Part, ...]:
                 blocks.append((title, tuple(Line(_pair_cells(comparison, pair)) for pair in pairs)))
     tested = {group: sum(p.group == group and p.p is not None for p in comparison.pairs) for group in GROUPS}
     text = (
-        "Accuracy of the first less that of the second, for each client that both have, all seeds together. p: "
-        "two-sided Wilcoxon signed-rank test (equal pairs ranked as Pratt does), with Holm's correction over "
-        f"all pairs tested of a group ({tested['seen']} seen, {tested['unseen']} unseen). {WHAT_THE_TEST_SAYS}"
+        f"{comparison.scale.name.capitalize()} of the first less that of the second, for each client that both have, "
+        "all seeds together. p: two-sided Wilcoxon signed-rank test (equal pairs ranked as Pratt does), with Holm's "
+        f"correction over all pairs tested of a group ({tested['seen']} seen, {tested['unseen']} unseen). "
+        f"{WHAT_THE_TEST_SAYS}"
         + (f" {left_out} pairs without the best of their group are in pairs.csv." if left_out else "")
     )
     if not any(tested.values()):
@@ -349,30 +379,34 @@ def _pair_cells(comparison: Comparison, pair: Pair) -> tuple[Cell, ...]:
     return (
         *names,
         *map(Cell, counts),
-        Cell(f"{100 * pair.median:+.1f}" if pair.median else "0"),
+        Cell(comparison.scale.shown_difference(pair.median)),
         Cell(p, "best" if pair.p_holm < LEVEL else ""),
     )
 
 
 def _validation(comparison: Comparison) -> Part:
+    shown, groups = comparison.scale.shown, comparison.groups
+
     def cells(i: int, row: Row) -> tuple[Cell, ...]:
         rounds = ["–" if result.best is None else str(result.best.round) for result in row.results]
-        last = [percent(row.over_seeds(group)) for group in GROUPS]
-        at_best = [percent(row.at_best(group)) for group in GROUPS]
-        shown = ", ".join(rounds) if len(rounds) <= 4 else f"{len(set(rounds))} rounds"
-        texts = (percent(row.validation(best=False)), *last, shown, percent(row.validation(best=True)), *at_best)
+        last = [shown(row.over_seeds(group)) for group in groups]
+        at_best = [shown(row.at_best(group)) for group in groups]
+        said = ", ".join(rounds) if len(rounds) <= 4 else f"{len(set(rounds))} rounds"
+        texts = (shown(row.validation(best=False)), *last, said, shown(row.validation(best=True)), *at_best)
         return (Cell(row.label), *map(Cell, texts))
 
-    names = ("validation", "seen", "unseen")
+    names = ("validation", *(GROUP_NAMES[USERS] if group == USERS else group for group in groups))
+    what, best = ("pooled accuracy", "highest") if comparison.scale is ACCURACY else ("mean loss", "lowest")
     text = (
-        "Validation: pooled accuracy of the clients' own predictors on the validation data of seen clients. The best "
-        "round is that of highest validation accuracy, the earliest on ties; test data play no part in choosing it. "
-        "Reporting the round of best test accuracy would flatter every method; the last round and this one do not."
+        f"Validation: {what} of the clients' own predictors on the validation data of seen clients. The best round is "
+        f"that of {best} validation {comparison.scale.name}, the earliest on ties; test data play no part in choosing "
+        f"it. Reporting the round of best test {comparison.scale.name} would flatter every method; the last round and "
+        "this one do not."
     )
     table = Table(
-        ("accuracy, %", *names, "round", *names),
+        (comparison.scale.words, *names, "round", *names),
         _by_block(comparison, cells),
-        above=(("", 1), ("last round", 3), ("best round by validation", 4)),
+        above=(("", 1), ("last round", len(names)), ("best round by validation", 1 + len(names))),
     )
     return Part("Last round, and best round by validation", table=table, text=text)
 
@@ -380,27 +414,28 @@ def _validation(comparison: Comparison) -> Part:
 def _chosen(comparison: Comparison) -> tuple[Part, ...]:
     if not comparison.chosen:
         return ()
-    looks = _looks(comparison)
+    looks, shown = _looks(comparison), comparison.scale.shown
     lines: dict[str, list[Line]] = {}
     for choice in comparison.chosen:
         row = comparison.rows[choice.row]
-        tests = [percent(row.over_seeds(group)) for group in GROUPS]
         texts = (
             str(choice.candidates),
             ", ".join(map(str, choice.seeds)),
-            f"{100 * choice.validation:.1f}",
-            f"{100 * choice.runner_up:.1f}",
-            *tests,
+            *(shown(Spread(value, None)) for value in (choice.validation, choice.runner_up)),
+            *(shown(row.over_seeds(group)) for group in comparison.groups),
             edge_note(choice.edges) if choice.edges else "",
         )
         look = looks[row.label]
         title = block_title(comparison, row.block) if len(comparison.blocks) > 1 else ""
         lines.setdefault(title, []).append(Line((Cell(row.label), *map(Cell, texts)), look.name, look.svg_dash))
+    best = "highest" if comparison.scale is ACCURACY else "lowest"
     text = (
-        "Of the settings a method was run with, the one of highest validation accuracy in the last round: mean over "
-        "the seeds that all its settings have. Its test accuracy is shown, and had no part in the choice."
+        f"Of the settings a method was run with, the one of {best} validation {comparison.scale.name} in the last "
+        f"round: mean over the seeds that all its settings have. Its test {comparison.scale.name} is shown, and had no "
+        "part in the choice."
     )
-    headings = ("settings", "of", "seeds", "validation", "second best", "test, seen", "test, unseen", "note")
+    tests = (f"test, {group}" for group in comparison.groups)
+    headings = ("settings", "of", "seeds", "validation", "second best", *tests, "note")
     table = Table(headings, tuple((title, tuple(found)) for title, found in lines.items()))
     return (Part("Chosen on validation", table=table, text=text),)
 
@@ -411,7 +446,7 @@ def _settings(comparison: Comparison) -> Part:
         return Part(text="None: the runs differ in their seeds at most.")
     methods: dict[tuple[str, str], list[Row]] = {}
     for row in comparison.rows:
-        methods.setdefault((row.block, row.runs[0].algorithm), []).append(row)
+        methods.setdefault((row.block, row.runs[0].method), []).append(row)
     several = len(comparison.blocks) > 1
     headings = ["key"]
     for (block, _), rows in methods.items():
@@ -465,10 +500,6 @@ def _looks(comparison: Comparison) -> dict[str, Look]:
     from fedloom.evaluation.compare_figures import looks
 
     return looks(comparison.rows[i].label for featured in comparison.featured.values() for i in featured)
-
-
-def _mean(value: Spread | None) -> float:
-    return -1.0 if value is None else value.mean
 
 
 def _clock(seconds: float) -> str:

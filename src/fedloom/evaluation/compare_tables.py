@@ -7,23 +7,27 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedloom.evaluation.compare import LEVEL, Comparison, Row, Spread, differing, short_names, shown_value
+from fedloom.evaluation.compare import (
+    ACCURACY,
+    DASH,
+    LEVEL,
+    Comparison,
+    Row,
+    Spread,
+    differing,
+    of_block,
+    short_names,
+    shown_value,
+)
 from fedloom.evaluation.run_folder import human_bytes
-from fedloom.evaluation.runs import GROUPS
+from fedloom.evaluation.runs import GROUPS, USERS
 from fedloom.evaluation.summary import as_csv
-
-DASH = "–"
 
 NARROW = 22
 """Columns of a terminal that the details of a method may take."""
 
-HEADINGS = (
-    "what a client gets", "seen", "worst decile", "unseen", "worst decile", "client steps", "receives", "sends",
-)  # fmt: skip
-"""Columns of :func:`as_text`."""
-
-CHOICE_HEADINGS = ("chosen on validation", "of", "validation", "second", "seen", "unseen")
-"""Columns of :func:`choices_as_text`."""
+GROUP_NAMES = {USERS: "user 0", "seen": "seen clients", "unseen": "unseen clients"}
+"""What columns of a group are called."""
 
 
 class Cell(NamedTuple):
@@ -33,17 +37,33 @@ class Cell(NamedTuple):
     mark: str = ""
 
 
+def headings(comparison: Comparison) -> tuple[str, ...]:
+    """Columns of :func:`as_text`: of the groups that have results, and what a new client costs."""
+    groups = [(GROUP_NAMES[g],) if g == USERS else (g, "worst decile") for g in comparison.groups]
+    return ("what a client gets", *sum(groups, ()), "client steps", "receives", "sends")
+
+
+def text_title(comparison: Comparison) -> str:
+    """What the numbers of :func:`as_text` are."""
+    return f"What each client would get (test {comparison.scale.words}, {spread_note(comparison)})"
+
+
+def choice_headings(comparison: Comparison) -> tuple[str, ...]:
+    """Columns of :func:`choices_as_text`."""
+    return ("chosen on validation", "of", "validation", "second", *comparison.groups)
+
+
 def as_text(comparison: Comparison) -> dict[str, list[tuple[Cell, ...]]]:
-    """Rows of cells under :data:`HEADINGS` for each block, by its title.
+    """Rows of cells under :func:`headings` for each block, by its title.
 
     Accuracies are in percent; see :func:`spread_note` for what stands behind ±. Details are on lines of their own.
     """
-    accuracies = _accuracy_cells(comparison, ("accuracy", "worst_decile"))
+    values = _value_cells(comparison)
     return {
         block_title(comparison, block): [
             (
                 Cell(_narrow(comparison.rows[i].method, *comparison.rows[i].details)),
-                *accuracies[i],
+                *values[i],
                 *(Cell(text) for text in cost_cells(comparison.rows[i])),
             )
             for i in members
@@ -53,15 +73,14 @@ def as_text(comparison: Comparison) -> dict[str, list[tuple[Cell, ...]]]:
 
 
 def choices_as_text(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Rows under :data:`CHOICE_HEADINGS`: what validation chooses for each method, and its test accuracy."""
-    found = []
+    """Rows under :func:`choice_headings`: what validation chooses for each method, and what it has on test data."""
+    found, shown = [], comparison.scale.shown
     for choice in comparison.chosen:
         row = comparison.rows[choice.row]
-        tests = [percent(row.over_seeds(group)) for group in GROUPS]
+        tests = [shown(row.over_seeds(group)) for group in comparison.groups]
         name = _narrow(row.method, *row.details, *(f"({edge_note([key])})" for key in choice.edges))
-        found.append(
-            (name, str(choice.candidates), f"{100 * choice.validation:.1f}", f"{100 * choice.runner_up:.1f}", *tests)
-        )
+        validation = (shown(Spread(value, None)) for value in (choice.validation, choice.runner_up))
+        found.append((name, str(choice.candidates), *validation, *tests))
     return found
 
 
@@ -75,20 +94,13 @@ def spread_note(comparison: Comparison) -> str:
     return "± over seeds" if comparison.several_seeds else "± over clients"
 
 
-def accuracy_cell(comparison: Comparison, row: Row, group: str) -> str:
-    """Mean test accuracy in percent ± its standard deviation: over seeds, or over clients if no row has several."""
+def value_cell(comparison: Comparison, row: Row, group: str) -> str:
+    """Mean test value ± its standard deviation: over seeds, or over clients if no row has several."""
     found = row.over_seeds(group)
     if found is None or comparison.several_seeds:
-        return percent(found)
-    over_clients = row.over_seeds(group, "accuracy_std")
-    return percent(Spread(found.mean, None if over_clients is None else over_clients.mean))
-
-
-def percent(value: Spread | None) -> str:
-    """Percent with one decimal, ± where there is a standard deviation; a dash for None."""
-    if value is None:
-        return DASH
-    return f"{100 * value.mean:.1f}" + (f" ± {100 * value.std:.1f}" if value.std is not None else "")
+        return comparison.scale.shown(found)
+    over_clients = None if group == USERS else row.over_seeds(group, "std")  # user 0 is one client
+    return comparison.scale.shown(Spread(found.mean, None if over_clients is None else over_clients.mean))
 
 
 def cost_cells(row: Row) -> tuple[str, str, str]:
@@ -100,7 +112,7 @@ def cost_cells(row: Row) -> tuple[str, str, str]:
 def block_title(comparison: Comparison, block: str) -> str:
     """The data of a block, and what tells it from that of the others."""
     first = {b: comparison.rows[members[0]] for b, members in comparison.blocks.items()}
-    keys = differing([{k: v for k, v in row.settings.items() if k.startswith("data.")} for row in first.values()])
+    keys = differing([of_block(row.runs[0]) for row in first.values()])
     keys = tuple(key for key in keys if key != "data.dataset")
     row = first[block]
     told = [f"{n} {shown_value(row.settings[k])}" for k, n in short_names(keys).items() if k in row.settings]
@@ -108,11 +120,12 @@ def block_title(comparison: Comparison, block: str) -> str:
 
 
 def rows_as_csv(comparison: Comparison) -> str:
-    """One line for each row: every statistic, fractions in full precision; empty where not known.
+    """One line for each row: every statistic, fractions or losses in full precision; empty where not known.
 
     ``_std`` is over seeds, ``_over_clients`` the mean over seeds of the standard deviation over clients.
     """
     lines: list[dict[str, object]] = []
+    name, groups = comparison.scale.name, tuple(dict.fromkeys((*comparison.groups, *GROUPS)))
     for i, row in enumerate(comparison.rows):
         run = row.runs[0]
         line: dict[str, object] = {
@@ -122,24 +135,25 @@ def rows_as_csv(comparison: Comparison) -> str:
             "predictor": row.predictor,
             "dataset": run.dataset,
             "model": run.model,
-            "reading": "masked" if run.masked else "unmasked",
+            "reading": "loss" if run.by_loss else "masked" if run.masked else "unmasked",
             **{key: shown_value(row.settings[key]) if key in row.settings else None for key in comparison.differing},
             "n_seeds": len(row.seeds),
             "seeds": " ".join(map(str, row.seeds)),
             "runs": " ".join(one.name for one in row.runs),
         }
-        for group in GROUPS:
-            line |= _columns(f"{group}_accuracy", row.over_seeds(group))
-            line[f"{group}_accuracy_over_clients"] = _first(row.over_seeds(group, "accuracy_std"))
+        for group in groups:
+            line |= _columns(f"{group}_{name}", row.over_seeds(group))
+            line[f"{group}_{name}_over_clients"] = _first(row.over_seeds(group, "std"))
             line[f"{group}_clients"] = _first(row.over_seeds(group, "clients"))
             line |= _columns(f"{group}_worst_decile", row.over_seeds(group, "worst_decile"))
-            line |= _columns(f"{group}_pooled", row.over_seeds(group, "pooled"))
-            line |= _columns(f"{group}_{'unmasked' if run.masked else 'masked'}", row.over_seeds(group, "other"))
+            if comparison.scale is ACCURACY:
+                line |= _columns(f"{group}_pooled", row.over_seeds(group, "pooled"))
+                line |= _columns(f"{group}_{'unmasked' if run.masked else 'masked'}", row.over_seeds(group, "other"))
             line[f"{group}_mark"] = comparison.marks(group)[i]
         line |= _columns("validation_last", row.validation(best=False))
         line |= _columns("validation_best", row.validation(best=True))
         line["best_rounds"] = " ".join("" if r.best is None else str(r.best.round) for r in row.results)
-        for group in GROUPS:
+        for group in groups:
             line |= _columns(f"{group}_at_best", row.at_best(group))
         line |= {f"new_client_{key}": value for key, value in row.new_client._asdict().items()}
         line["rounds"] = _first(row.training("round"))
@@ -178,17 +192,24 @@ def pairs_as_csv(comparison: Comparison) -> str:
 
 def as_latex(comparison: Comparison) -> str:
     r"""A ``table`` for a document that uses the package ``booktabs``: best in bold, tied with it underlined."""
-    accuracies = _accuracy_cells(comparison, ("accuracy", "worst_decile"))
+    values = _value_cells(comparison)
+    spans = [(GROUP_NAMES[group], 1 if group == USERS else 2) for group in comparison.groups] + [("new client", 3)]
+    columns = 2 + sum(span for _, span in spans)
+    above, rules, at = "& ", "", 3
+    for k, (name, span) in enumerate(spans):
+        above += rf"& \multicolumn{{{span}}}{{c}}{{{name}}} "
+        rules += rf"\cmidrule({'l' if k == len(spans) - 1 else 'lr'}){{{at}-{at + span - 1}}}"
+        at += span
+    means = ["mean" if group == USERS else "mean & worst decile" for group in comparison.groups]
     body = []
     for block, members in comparison.blocks.items():
         if len(comparison.blocks) > 1:
-            body.append(
-                rf"\midrule\multicolumn{{9}}{{@{{}}l}}{{\emph{{{escaped(block_title(comparison, block))}}}}} \\"
-            )
+            title = escaped(block_title(comparison, block))
+            body.append(rf"\midrule\multicolumn{{{columns}}}{{@{{}}l}}{{\emph{{{title}}}}} \\")
         body.append(r"\midrule")
         for i in members:
             row = comparison.rows[i]
-            cells = [escaped(row.label), str(len(row.seeds)), *map(_latex, accuracies[i])]
+            cells = [escaped(row.label), str(len(row.seeds)), *map(_latex, values[i])]
             cells += [escaped(text) for text in cost_cells(row)]
             body.append(" & ".join(cells) + r" \\")
     return "\n".join(
@@ -197,12 +218,11 @@ def as_latex(comparison: Comparison) -> str:
             r"\begin{table}",
             r"\centering",
             rf"\caption{{{_caption(comparison)}}}",
-            r"\begin{tabular}{@{}lrrrrrrrr@{}}",
+            rf"\begin{{tabular}}{{@{{}}l{'r' * (columns - 1)}@{{}}}}",
             r"\toprule",
-            r"& & \multicolumn{2}{c}{seen clients} & \multicolumn{2}{c}{unseen clients}"
-            r" & \multicolumn{3}{c}{new client} \\",
-            r"\cmidrule(lr){3-4}\cmidrule(lr){5-6}\cmidrule(l){7-9}",
-            r"what a client gets & seeds & mean & worst decile & mean & worst decile & steps & receives & sends \\",
+            rf"{above}\\",
+            rules,
+            " & ".join(["what a client gets & seeds", *means, r"steps & receives & sends \\"]),
             *body,
             r"\bottomrule",
             r"\end{tabular}",
@@ -237,26 +257,30 @@ def _latex(cell: Cell) -> str:
 
 
 def _caption(comparison: Comparison) -> str:
+    what = "Test accuracy in percent" if comparison.scale is ACCURACY else "Test loss"
     return (
-        f"Test accuracy in percent, mean over clients, {escaped(spread_note(comparison))}. Bold: best; underlined: not "
+        f"{what}, mean over clients, {escaped(spread_note(comparison))}. Bold: best; underlined: not "
         "told from the best by a paired test over clients (Wilcoxon's signed ranks, Holm's correction, "
         rf"{100 * LEVEL:g}\,\%)."
     )
 
 
-def _accuracy_cells(comparison: Comparison, statistics: Sequence[str]) -> list[list[Cell]]:
-    """For each row, the statistics of seen clients and then those of unseen ones."""
+def _value_cells(comparison: Comparison) -> list[list[Cell]]:
+    """For each row, mean and worst decile of the groups that have results; of user 0, the mean."""
     cells: list[list[Cell]] = [[] for _ in comparison.rows]
-    for group in GROUPS:
-        for statistic in statistics:
-            for row, mark, line in zip(comparison.rows, comparison.marks(group, statistic), cells, strict=True):
-                if statistic == "accuracy":
-                    text = accuracy_cell(comparison, row, group)
-                else:
-                    found = row.over_seeds(group, statistic)
-                    text = DASH if found is None else f"{100 * found.mean:.1f}"
-                line.append(Cell(text, mark))
+    for group in comparison.groups:
+        for row, mark, line in zip(comparison.rows, comparison.marks(group), cells, strict=True):
+            line.append(Cell(value_cell(comparison, row, group), mark))
+        if group == USERS:
+            continue
+        for row, mark, line in zip(comparison.rows, comparison.marks(group, "worst_decile"), cells, strict=True):
+            line.append(Cell(plain(comparison, row.over_seeds(group, "worst_decile")), mark))
     return cells
+
+
+def plain(comparison: Comparison, value: Spread | None) -> str:
+    """A mean alone, as the table shows it."""
+    return comparison.scale.shown(None if value is None else Spread(value.mean, None))
 
 
 def _narrow(method: str, *details: str) -> str:

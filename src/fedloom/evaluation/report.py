@@ -128,6 +128,8 @@ def write_report(run_folder: str | Path) -> Path:
     )
     if (run.path / "descriptors.json").exists():  # only some methods have descriptors
         quality["Descriptors"] = _descriptors
+    if (run.path / "uncertainty.json").exists():  # of methods whose models are distributions
+        quality["Uncertainty"] = _uncertainty
     circumstances = {"Data": _partition, "Time": _phases, "Settings": _settings, "Environment": _environment}
     sections = [_section(title, run, build) for title, build in {**quality, **circumstances}.items()]
     environment = jinja2.Environment(
@@ -483,6 +485,33 @@ def _confidence(run: RunFolder) -> Section:
         "zero where a client has one model and not a distribution of models."
     )
     return Section("Confidence", (panel,), (table,), columns=2, text=text)
+
+
+def _uncertainty(run: RunFolder) -> Section:
+    from fedloom.evaluation.uncertainty_figures import clients_over_training, right_by_uncertainty
+
+    document = run.json("uncertainty.json")
+    ids, seen, last = document["clients"]["ids"], document["clients"]["seen"], document["rounds"][-1]
+    if all(value is None for value in last["entropy"]):
+        raise DataError(f"{run.path / 'uncertainty.json'}: no client answered in round {last['round']}")
+    panels = (
+        Panel("uncertainty-training", clients_over_training(document), wide=True),
+        Panel("uncertainty-clients", right_by_uncertainty(document)),
+    )
+    most = sorted((-entropy, i) for i, entropy in enumerate(last["entropy"]) if entropy is not None)[:NAMED]
+    rows = []
+    for _, i in most:
+        right = _percent(sum(last["right"][i]) / sum(last["examples"][i]))
+        numbers = (right, f"{last['entropy'][i]:.3f}", f"{last['mutual_information'][i]:.3f}")
+        rows.append(Row(str(ids[i]), numbers, "seen" if seen[i] else "unseen"))
+    table = Table("Least sure", ("client", "right, %", "entropy", "information"), tuple(rows))
+    text = (
+        "Own model, test split, unmasked. Bars: a client's examples by the highest predicted probability, the right "
+        "ones in colour, the wrong ones grey; the first two evaluated rounds and the last. The clients are those at "
+        "the minimum, the quartiles and the maximum of entropy after the last round. H and I: mean entropy of the "
+        "prediction, and mean mutual information of prediction and model, in nats."
+    )
+    return Section("Uncertainty", panels, (table,), columns=2, text=text)
 
 
 def _descriptors(run: RunFolder) -> Section:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,32 +17,37 @@ from fedloom.errors import DataError
 from fedloom.evaluation.run_folder import EXPERIMENT, RunFolder, is_masked
 
 GROUPS = ("seen", "unseen")
+USERS = "users"
+"""A third group, of methods that make one model for some clients: those clients (WGA with ``users: one``)."""
 PREDICTORS = ("global", "personal")
+MILLION = 10**6
 RESUME = "go on with it: fedloom run ... --resume"
 
 
 class Measured(NamedTuple):
-    """Statistics of a group of clients in one run: fractions, see ``evaluation.summary.group_statistics``.
+    """Statistics of a group of clients in one run: accuracies as fractions, or losses (:attr:`Run.by_loss`).
 
-    ``other`` is the mean accuracy in the reading (masked, unmasked) that is not reported first.
+    ``mean``, ``std`` and ``worst_decile`` are over clients, see ``evaluation.summary.group_statistics``; of losses, the
+    worst are the highest. Accuracies alone have ``pooled``, and ``other``, the mean in the reading (masked, unmasked)
+    that is not reported first.
     """
 
     clients: int
-    accuracy: float
-    accuracy_std: float
-    worst_decile: float
-    pooled: float
-    other: float | None
+    mean: float
+    std: float | None = None
+    worst_decile: float | None = None
+    pooled: float | None = None
+    other: float | None = None
 
 
 class Point(NamedTuple):
-    """An evaluated round: what training had cost by then, and mean test accuracy over seen and unseen clients."""
+    """An evaluated round: what training had cost by then, and mean test accuracy (or loss) over each group."""
 
     round: int
     payload: int
     client_steps: int
     validation: float | None
-    accuracy: Mapping[str, float | None]
+    mean: Mapping[str, float | None]
 
 
 class NewClient(NamedTuple):
@@ -58,13 +65,15 @@ class Result:
     Attributes
     ----------
     groups
-        Statistics of the last round, by ``seen`` and ``unseen``; None where there is nothing measured.
+        Statistics of the last round, by ``seen``, ``unseen`` and, where a method has it, ``users``; None where there is
+        nothing measured.
     clients
-        By group: right predictions and examples of each client in the last round, by id.
+        By ``seen`` and ``unseen``: right predictions and examples of each client in the last round, by id. Their
+        quotient is the accuracy; in runs without classes it is the loss, in millionths, over a million.
     curve
         Evaluated rounds, ascending.
     best
-        The point of highest validation accuracy (``summary.best``), None without validation.
+        The point that is best by validation (``summary.best``), None without validation.
     new_client
         What the predictor costs a new client.
     """
@@ -78,7 +87,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, read whole: ``settings`` by dotted key, ``partition`` by its fingerprint."""
+    """A finished run, read whole: ``settings`` by dotted key, ``partition`` by its fingerprint.
+
+    ``by_loss``: its data have no classes, what was measured are losses.
+    """
 
     path: Path
     seed: int
@@ -86,6 +98,7 @@ class Run:
     dataset: str
     model: str
     masked: bool
+    by_loss: bool
     settings: Mapping[str, Any]
     partition: str
     environment: Mapping[str, Any]
@@ -100,6 +113,12 @@ class Run:
     def name(self) -> str:
         """Of its folder."""
         return self.path.name
+
+    @property
+    def method(self) -> str:
+        """Its algorithm, and the rule that it follows where the algorithm has several (WGA)."""
+        rule = self.settings.get("algorithm.rule")
+        return self.algorithm if rule is None else f"{self.algorithm} {rule}"
 
 
 def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
@@ -162,11 +181,8 @@ def read_run(folder: Path) -> Run:
         raise DataError(f"{folder / 'metrics.jsonl'}: has no evaluated round")
     try:
         measured = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
-        if any(group["accuracy_mean"] is None for group in measured):
-            raise DataError(
-                f"{folder}: its data have no classes, and runs are compared by accuracy; its losses are in its report"
-            )
-        masked = any(is_masked(group) for group in measured)
+        by_loss = any(group["accuracy_mean"] is None for group in measured)
+        masked = not by_loss and any(is_masked(group) for group in measured)
         predictors = [p for p in PREDICTORS if p == "personal" or summary["global"] is not None]
         traffic = summary["communication"]
         return Run(
@@ -176,6 +192,7 @@ def read_run(folder: Path) -> Run:
             dataset=str(summary["dataset"]),
             model=str(summary["model"]),
             masked=masked,
+            by_loss=by_loss,
             settings=_flat({k: v for k, v in json.loads(e.shared_json()).items() if k not in ("name", "seed")}),
             partition=hashlib.sha256(_canonical(partition)).hexdigest(),  # = Manifest.fingerprint, of any version
             environment=environment,
@@ -184,7 +201,7 @@ def read_run(folder: Path) -> Run:
             wire_up=None if traffic["wire_up"] is None else int(traffic["wire_up"]),
             wire_down=None if traffic["wire_down"] is None else int(traffic["wire_down"]),
             duration_s=float(summary["duration_s"]),
-            results={p: _result(summary, history, clients, p, masked) for p in predictors},
+            results={p: _result(summary, history, clients, p, masked=masked, by_loss=by_loss) for p in predictors},
         )
     except KeyError as error:
         raise DataError(f"{folder}: a file of this run has no key {error}") from error
@@ -197,24 +214,26 @@ def _result(
     history: Sequence[Mapping[str, Any]],
     clients: Sequence[Mapping[str, str]],
     predictor: str,
+    *,
     masked: bool,
+    by_loss: bool,
 ) -> Result:
-    other, column = (
-        ("unmasked", f"{predictor}_accuracy_masked") if masked else ("masked", f"{predictor}_accuracy_unmasked")
-    )
-    curve = tuple(_point(line, predictor) for line in history)
+    method = summary["algorithm"]
+    curve = tuple(_point(line, predictor, method, by_loss=by_loss) for line in history)
     best = summary["best"]
-    costs = summary.get(summary["algorithm"], {}).get("new_client", {}).get(predictor, {})
+    costs = summary.get(method, {}).get("new_client", {}).get(predictor, {})
+    column = f"{predictor}_{'loss' if by_loss else 'accuracy'}_{'masked' if masked else 'unmasked'}"
     tested: dict[str, dict[str, tuple[int, int]]] = {group: {} for group in GROUPS}
     for row in clients:
         if row.get(column):
-            examples = int(row["test"])
-            tested["seen" if row["seen"] == "true" else "unseen"][row["id"]] = (
-                round(float(row[column]) * examples),  # the file has six digits: the count is had back whole
-                examples,
-            )
+            # The file has six digits: the count of right predictions is had back whole.
+            of = MILLION if by_loss else int(row["test"])
+            tested["seen" if row["seen"] == "true" else "unseen"][row["id"]] = (round(float(row[column]) * of), of)
     return Result(
-        groups={group: _measured(_of(summary, predictor)[group], other) for group in GROUPS},
+        groups={
+            name: _losses(group, tested.get(name, {})) if by_loss else _measured(group, masked=masked)
+            for name, group in _of(summary, predictor, method).items()
+        },
         clients=tested,
         curve=curve,
         best=None if best is None else next(point for point in curve if point.round == best["round"]),
@@ -222,33 +241,49 @@ def _result(
     )
 
 
-def _of(groups: Mapping[str, Any], predictor: str) -> Mapping[str, Any]:
-    """``seen`` and ``unseen`` of a predictor, in a summary or a line of metrics."""
-    found: Mapping[str, Any] = groups if predictor == "personal" else groups["global"]
-    return found
+def _of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mapping[str, Any] | None]:
+    """The groups of a predictor, in a summary or a line of metrics; ``users`` where they are not all the seen."""
+    groups = line if predictor == "personal" else line["global"]
+    found = {group: groups[group] for group in GROUPS}
+    users = line.get(method, {}).get(USERS)
+    return found | {USERS: users} if predictor == "personal" and users not in (None, found["seen"]) else found
 
 
-def _measured(group: Mapping[str, Any] | None, other: str) -> Measured | None:
+def _measured(group: Mapping[str, Any] | None, *, masked: bool) -> Measured | None:
     if group is None:
         return None
+    other = group["unmasked" if masked else "masked"]
     return Measured(
         clients=int(group["clients"]),
-        accuracy=float(group["accuracy_mean"]),
-        accuracy_std=float(group["accuracy_std"]),
+        mean=float(group["accuracy_mean"]),
+        std=float(group["accuracy_std"]),
         worst_decile=float(group["accuracy_worst_decile"]),
         pooled=float(group["accuracy_pooled"]),
-        other=None if group[other] is None else float(group[other]["accuracy_mean"]),
+        other=None if other is None else float(other["accuracy_mean"]),
     )
 
 
-def _point(line: Mapping[str, Any], predictor: str) -> Point:
-    groups = _of(line, predictor)
+def _losses(group: Mapping[str, Any] | None, clients: Mapping[str, tuple[int, int]]) -> Measured | None:
+    """Statistics of a group without accuracies: the mean of its summary, the rest from what its clients have."""
+    if group is None:
+        return None
+    losses = sorted((loss / of for loss, of in clients.values()), reverse=True)
+    return Measured(
+        clients=int(group["clients"]),
+        mean=float(group["loss_mean"]),
+        std=statistics.pstdev(losses) if losses else None,
+        worst_decile=statistics.fmean(losses[: math.ceil(len(losses) / 10)]) if losses else None,
+    )
+
+
+def _point(line: Mapping[str, Any], predictor: str, method: str, *, by_loss: bool) -> Point:
+    key = "loss_mean" if by_loss else "accuracy_mean"
     return Point(
         int(line["round"]),
         int(line["communication"]["payload_up"]) + int(line["communication"]["payload_down"]),
         int(line["client_steps"]),
-        line["validation_pooled"],
-        {g: None if groups[g] is None else float(groups[g]["accuracy_mean"]) for g in GROUPS},
+        line["validation_loss" if by_loss else "validation_pooled"],
+        {name: None if g is None else float(g[key]) for name, g in _of(line, predictor, method).items()},
     )
 
 

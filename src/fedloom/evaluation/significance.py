@@ -35,7 +35,7 @@ def signed_rank_test(differences: Sequence[float]) -> float:
     "Remarks on zeros and ties in the Wilcoxon signed rank procedures", JASA 54 (1959).
     """
     d = np.asarray(differences, dtype=np.float64)
-    ranks = _mean_ranks(np.abs(d))
+    ranks = mean_ranks(np.abs(d))
     ranks, positive = ranks[d != 0], d[d != 0] > 0
     if not len(ranks):
         return 1.0
@@ -64,7 +64,7 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Ranks from 1; equal values share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)

@@ -7,8 +7,8 @@ that is a distribution over networks (papers/003, Appendix B.2); of one network 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -123,6 +123,58 @@ def calibration_rows(calibration: Tensor) -> list[list[float]] | None:
     means = bins[:, [CONFIDENCE, RIGHT]] / examples.clamp(min=1)[:, None]
     rows: Sequence[Sequence[float]] = torch.cat([examples[:, None], means], dim=1).tolist()
     return [[int(n), confidence, accuracy] for n, confidence, accuracy in rows]
+
+
+def client_document(
+    before: Mapping[str, Any] | None,
+    round: int,
+    *,
+    clients: Sequence[str],
+    seen: Tensor,
+    calibration: Tensor,
+    uncertainty: Tensor,
+) -> dict[str, Any]:
+    """Add a round to the content of ``uncertainty.json``: what papers/003, Figure 3 shows of clients, in numbers.
+
+    Kept are the first two evaluated rounds and the last: before training, early in it, and at its end.
+
+    Parameters
+    ----------
+    before
+        The content so far, None at first. Rounds from this one on are dropped, so that a resumed run may write again
+        what it wrote before it stopped.
+    clients, seen
+        n ids, ``[n]`` bool.
+    calibration, uncertainty
+        Of the clients' own predictors, ``[n, BINS, 3]`` and ``[n, 3]``; zero for a client that did not answer.
+
+    Returns
+    -------
+    dict
+        ``edges`` of the bins of confidence; ``clients`` {``ids``, ``seen``}; ``rounds``, ascending: {``round``, and one
+        entry per client of ``examples`` and ``right`` (by bin), and of ``entropy`` and ``mutual_information`` (means in
+        nats), null for a client without predictions}.
+    """
+    n = uncertainty[:, EXAMPLES]
+    means = (uncertainty / n.clamp(min=1)[:, None]).tolist()
+    some = [bool(count) for count in n.tolist()]
+
+    def per_client(values: Sequence[Any]) -> list[Any]:
+        return [value if here else None for value, here in zip(values, some, strict=True)]
+
+    this = {
+        "round": round,
+        "examples": per_client(calibration[:, :, EXAMPLES].long().tolist()),
+        "right": per_client(calibration[:, :, RIGHT].long().tolist()),
+        "entropy": per_client([float(f"{mean[ENTROPY]:.6g}") for mean in means]),
+        "mutual_information": per_client([float(f"{mean[INFORMATION]:.6g}") for mean in means]),
+    }
+    earlier = [one for one in before["rounds"] if one["round"] < round][:2] if before else []
+    return {
+        "edges": edges(),
+        "clients": {"ids": list(clients), "seen": seen.bool().tolist()},
+        "rounds": [*earlier, this],
+    }
 
 
 def edges() -> list[float]:

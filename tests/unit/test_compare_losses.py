@@ -1,0 +1,245 @@
+"""Runs on data without classes side by side: real runs of the noisy quadratic, compared by loss."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from run_folders import write_run
+from scipy import stats
+from typer.testing import CliRunner
+
+from fedloom.cli.main import app
+from fedloom.errors import ExperimentError
+from fedloom.evaluation.compare import LOSS, Spread, compare
+from fedloom.evaluation.compare_report import write_comparison
+from fedloom.evaluation.compare_tables import as_latex, as_text, block_title, headings, rows_as_csv
+
+
+def tree(root: Path, **algorithm: Any) -> dict[str, Any]:
+    return {
+        "name": "quadratic",
+        "data": {
+            "dataset": "gaussian",
+            "root": str(root),
+            "partition": {"scheme": "means", "clients": 12, "test_per_client": 50, "bias": 2.0},
+            "unseen_fraction": 0.0,
+        },
+        "model": {"name": "quadratic"},
+        "algorithm": {"name": "wga", "batch_size": 4, "steps_per_round": 5, **algorithm},
+        "federation": {"rounds": 2, "clients_per_round": 12},
+        "runtime": {"workers": 0},
+    }
+
+
+def command(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
+
+
+def run(root: Path, out: Path, *options: str, **algorithm: Any) -> str:
+    """Run for real; what was printed."""
+    file = root / f"{out.name}.yaml"
+    file.write_text(yaml.safe_dump(tree(root, **algorithm)))
+    done = command("run", file, "--out", out, *options)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return str(done.output)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sweeps: ``one`` (user 0 alone, two rules, two seeds) and ``all`` (everybody user 0, three step sizes)."""
+    root = tmp_path_factory.mktemp("losses")
+    run(root, root / "one", "--seeds", "1-2", "--grid", "algorithm.rule=alone,bc")
+    said = run(root, root / "all", "--grid", "algorithm.lr=0.001,0.05,0.2", rule="wga", users="all", block=12)
+    assert "Validation loss" in said
+    assert said.count("<- chosen") == 1
+    return root
+
+
+@pytest.fixture
+def copied(real: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(real / "all", tmp_path / "all"))
+
+
+def summaries(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))]
+
+
+def losses(run_folder: Path) -> list[float]:
+    with (run_folder / "clients.csv").open(newline="") as file:
+        return [float(row["personal_loss_unmasked"]) for row in csv.DictReader(file)]
+
+
+def with_losses(run_folder: Path, values: Sequence[float], validation: float) -> None:
+    """Make a run's losses of clients, and its validation loss, what they are said to be."""
+    with (run_folder / "clients.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, value in zip(rows, values, strict=True):
+        row["personal_loss_unmasked"] = f"{value:.6f}"
+    with (run_folder / "clients.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    path = run_folder / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["seen"]["loss_mean"] = statistics.fmean(values)
+    summary["wga"]["users"] = summary["seen"]
+    path.write_text(json.dumps(summary))
+    path = run_folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1]["validation_loss"] = validation
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_rows_have_the_losses_of_their_runs(real: Path) -> None:
+    found = compare([real / "one"])
+    assert found.scale is LOSS
+    assert [row.label for row in found.rows] == ["Alone", "Bias Correction"]
+    assert found.groups == ("users", "seen")
+    assert found.chosen == ()  # validation is over all clients, the models are for user 0
+    for row, rule in zip(found.rows, ("alone", "bc"), strict=True):
+        folders = [real / "one" / f"rule={rule},seed={seed}" for seed in (1, 2)]
+        wanted = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+        for group, values in {
+            "seen": [summary["seen"]["loss_mean"] for summary in wanted],
+            "users": [summary["wga"]["users"]["loss_mean"] for summary in wanted],
+        }.items():
+            assert row.over_seeds(group) == (
+                pytest.approx(statistics.mean(values)),
+                pytest.approx(statistics.stdev(values)),
+            )
+        spreads = [statistics.pstdev(losses(folder)) for folder in folders]
+        over_clients = row.over_seeds("seen", "std")
+        assert over_clients is not None
+        assert over_clients.mean == pytest.approx(statistics.mean(spreads))
+        worst = [statistics.mean(sorted(losses(folder))[-2:]) for folder in folders]  # a tenth of 12, rounded up
+        decile = row.over_seeds("seen", "worst_decile")
+        assert decile is not None
+        assert decile.mean == pytest.approx(statistics.mean(worst))
+
+
+def test_everybody_who_is_user_0_needs_no_column_for_it(real: Path) -> None:
+    found = compare([real / "all"])
+    assert found.groups == ("seen",)
+    assert headings(found)[1:3] == ("seen", "worst decile")
+    assert [row.method for row in found.rows] == ["WGA, mean of all", "WGA"] * 3
+    (choice,) = found.chosen
+    (chosen,) = found.rows[choice.row].runs
+    scores = {path.parent: json.loads(path.read_text().splitlines()[-1])["validation_loss"]
+              for path in (real / "all").glob("*/metrics.jsonl")}  # fmt: skip
+    assert chosen.path == min(scores, key=lambda folder: scores[folder]).resolve()
+    assert (choice.validation, choice.runner_up) == tuple(sorted(scores.values())[:2])
+
+
+LOW = [1.0, 1.1, 0.9, 1.2, 1.0, 1.3, 0.8, 1.0, 1.1, 1.2, 1.0, 0.9]
+HIGH = [1.1, 1.3, 1.0, 1.1, 1.2, 1.4, 0.9, 1.2, 1.2, 1.5, 1.1, 1.2]
+
+
+def test_less_is_better(copied: Path) -> None:
+    shutil.rmtree(copied / "lr=0.2")
+    with_losses(copied / "lr=0.001", HIGH, 0.4)
+    with_losses(copied / "lr=0.05", LOW, 0.6)
+    found = compare([copied])
+    low, high = (next(i for i, row in enumerate(found.rows) if row.label == f"WGA, lr {lr}") for lr in (0.05, 0.001))
+    pair = next(p for p in found.pairs if {p.first, p.second} == {low, high} and p.group == "seen")
+    assert (pair.first, pair.second) == (low, high)
+    assert (pair.clients, pair.better, pair.worse) == (12, 11, 1)
+    assert pair.median == -0.1  # of -0.1 five times: no rounding error may tell equal differences apart
+    whole = [round(10 * (a - b)) for a, b in zip(LOW, HIGH, strict=True)]
+    exact = stats.wilcoxon(whole, method=stats.PermutationMethod(n_resamples=math.inf))
+    assert pair.p == pytest.approx(exact.pvalue)
+    assert found.marks("seen", "worst_decile")[low] == "best"
+    (choice,) = found.chosen  # by validation alone, where the other is better
+    assert (choice.row, choice.validation, choice.runner_up) == (high, 0.4, 0.6)
+
+
+def test_marks_are_of_the_lowest(real: Path) -> None:
+    found = compare([real / "one"])
+    means = [row.over_seeds("users") for row in found.rows]
+    values = [mean.mean for mean in means if mean is not None]
+    assert found.marks("users") == ["best" if value == min(values) else "" for value in values]
+    cells = next(iter(as_text(found).values()))
+    assert [cell.mark for cell in (line[1] for line in cells)] == found.marks("users")
+
+
+def test_on_paper_there_is_no_accuracy(real: Path, tmp_path: Path) -> None:
+    one = write_comparison(compare([real / "one"]), tmp_path / "one")
+    page = one.read_text()
+    assert "Loss over training" in page
+    assert "accurac" not in page.lower()
+    assert "The data have no classes" in page
+    assert "best, user 0" in page
+    assert "best, seen" not in page
+    assert {path.name for path in (tmp_path / "one" / "figures").iterdir()} == {"clients.svg", "loss.svg", "pairs.svg"}
+    with (tmp_path / "one" / "compare.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = compare([real / "one"]).rows
+    for row, wanted in zip(rows, found, strict=True):
+        for group in ("users", "seen"):
+            spread = wanted.over_seeds(group)
+            assert spread is not None
+            assert float(row[f"{group}_loss"]) == spread.mean
+    assert "seen_accuracy" not in rows[0]
+    assert "seen_pooled" not in rows[0]
+    latex = (tmp_path / "one" / "compare.tex").read_text()
+    assert r"\caption{Test loss, mean over clients" in latex
+    lines = [line for line in latex.splitlines() if line.count("&") > 3 and "multicolumn" not in line]
+    assert {line.count("&") for line in lines} == {7}
+    assert r"\begin{tabular}{@{}lrrrrrrr@{}}" in latex
+    assert r"\cmidrule(lr){3-3}\cmidrule(lr){4-5}\cmidrule(l){6-8}" in latex
+    everybody = write_comparison(compare([real / "all"]), tmp_path / "all").read_text()
+    assert "of lowest validation loss" in everybody
+    assert "accurac" not in everybody.lower()
+
+
+def test_the_command_fits_eighty_columns(real: Path) -> None:
+    done = command("compare", real / "one")
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+    assert "test loss, ± over seeds" in done.output
+    assert "…" not in done.output
+    spread = compare([real / "one"]).rows[0].over_seeds("users")
+    assert LOSS.shown(spread) in re.sub(r" +", " ", done.output)
+
+
+def test_losses_of_different_models_are_not_compared(real: Path, copied: Path) -> None:
+    other = copied / "lr=0.05"
+    text = (other / "experiment.yaml").read_text()
+    settings = yaml.safe_load(text)
+    settings["model"]["curvature"] = 3.0
+    (other / "experiment.yaml").write_text(yaml.safe_dump(settings))
+    found = compare([copied, real / "one"])
+    assert [block_title(found, block) for block in found.blocks] == [
+        "gaussian, curvature 1.0",
+        "gaussian, curvature 3.0",
+    ]
+    assert any("whose losses have scales of their own" in notice for notice in found.notices)
+    assert len(rows_as_csv(found).splitlines()) == 1 + len(found.rows)
+    assert r"\multicolumn{8}{@{}l}" in as_latex(found)
+
+
+def test_runs_with_classes_and_without_are_not_mixed(real: Path, tmp_path: Path) -> None:
+    text = {"name": "x", "data": {"dataset": "fashion-mnist", "partition": {"scheme": "iid", "clients": 6}},
+            "model": {"name": "lenet"}, "algorithm": {"name": "pefll"}, "federation": {"rounds": 1}}  # fmt: skip
+    other = write_run(tmp_path / "classes", n=6, unseen=2, rounds=(0, 1), experiment=yaml.safe_dump(text))
+    message = r"data without classes \(lr=.*lr=.*lr=0\.2\) together with .* \(classes\); allowed: one kind"
+    with pytest.raises(ExperimentError, match=message):
+        compare([real / "all", other])
+    assert isinstance(command("compare", real / "one", other).exception, ExperimentError)
+
+
+def test_digits_of_a_loss() -> None:
+    values = {9.29: "9.2900", 0.0024412: "0.0024412", 123456.0: "1.2346e+05", 12345.0: "12345"}
+    assert {value: LOSS.shown(Spread(value, None)) for value in values} == values
+    assert LOSS.shown(Spread(1.0, 0.6)) == "1.0000 ± 0.60"
+    assert LOSS.shown(Spread(100.0, 12.0)) == "100.00 ± 12"
+    assert (LOSS.shown_difference(-0.25), LOSS.shown_difference(0.0)) == ("-0.25", "0")
