@@ -1,0 +1,60 @@
+# The images of docs/images.md: docker buildx bake [TARGET...]
+
+# Where images are pushed to, with a slash at the end.
+variable "REGISTRY" {
+  default = ""
+}
+
+# Tag and label of the images: the version of pyproject.toml.
+variable "VERSION" {
+  default = "0.1.0"
+}
+
+# Label of the images: the commit they are made from.
+variable "REVISION" {
+  default = "unknown"
+}
+
+group "default" {
+  targets = ["worker", "worker-cuda", "aggregator", "components"]
+}
+
+target "common" {
+  context    = "."
+  dockerfile = "images/Dockerfile"
+  args = {
+    VERSION  = VERSION
+    REVISION = REVISION
+  }
+}
+
+target "worker" {
+  inherits = ["common"]
+  target   = "worker"
+  tags     = ["${REGISTRY}fedloom/worker:${VERSION}"]
+}
+
+target "worker-cuda" {
+  inherits  = ["common"]
+  target    = "worker"
+  tags      = ["${REGISTRY}fedloom/worker-cuda:${VERSION}"]
+  platforms = ["linux/amd64"]
+  args = {
+    TORCH_INDEX = ""
+  }
+  labels = {
+    "org.opencontainers.image.title" = "FedLoom worker, CUDA"
+  }
+}
+
+target "aggregator" {
+  inherits = ["common"]
+  target   = "aggregator"
+  tags     = ["${REGISTRY}fedloom/aggregator:${VERSION}"]
+}
+
+target "components" {
+  inherits = ["common"]
+  target   = "components"
+  tags     = ["${REGISTRY}fedloom/components:${VERSION}"]
+}

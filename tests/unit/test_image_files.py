@@ -1,0 +1,204 @@
+"""What images are made from: linted, pinned, labelled, and in step with the rest of the repository.
+
+``tests/integration/test_images.py`` builds and runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import fedloom
+from fedloom.cluster.manifests import PORT, USER
+from fedloom.cluster.settings import check_image
+from fedloom.kubeflow.image import VARIABLE, component_image
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "images" / "Dockerfile"
+LABELS = {f"org.opencontainers.image.{word}" for word in ("title", "description", "licenses", "version", "revision")}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@dataclass
+class Stage:
+    """One stage of the Dockerfile: what it is made from, and its instructions in order."""
+
+    name: str
+    base: str
+    steps: list[tuple[str, str]] = field(default_factory=list)
+
+    def last(self, instruction: str) -> str | None:
+        return next((rest for word, rest in reversed(self.steps) if word == instruction), None)
+
+
+def stages() -> tuple[dict[str, str], dict[str, Stage]]:
+    """The arguments before the first stage, and the stages."""
+    text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    arguments: dict[str, str] = {}
+    found: dict[str, Stage] = {}
+    stage: Stage | None = None
+    for line in filter(None, map(str.strip, text.splitlines())):
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            base, name = re.fullmatch(r"(\S+) AS (\S+)", rest).groups()  # type: ignore[union-attr]
+            stage = found[name] = Stage(name, base)
+        elif stage is None:
+            assert word == "ARG", line
+            name, _, value = rest.partition("=")
+            arguments[name] = value
+        else:
+            stage.steps.append((word, rest.strip()))
+    return arguments, found
+
+
+def lineage(found: dict[str, Stage], name: str) -> list[Stage]:
+    """A stage and those it is made from."""
+    chain = [found[name]]
+    while chain[-1].base in found:
+        chain.append(found[chain[-1].base])
+    return chain
+
+
+def bake() -> tuple[dict[str, str], dict[str, str]]:
+    """Of docker-bake.hcl: the variables' defaults, and each target's own text."""
+    text = (ROOT / "docker-bake.hcl").read_text()
+    variables = dict(re.findall(r'^variable "(\w+)" \{\n  default = "(.*)"\n\}', text, re.MULTILINE))
+    targets = dict(re.findall(r'^target "([\w-]+)" \{\n(.*?)^\}', text, re.MULTILINE | re.DOTALL))
+    return variables, targets
+
+
+def pins() -> dict[str, str]:
+    """The versions of images/constraints.txt."""
+    lines = (ROOT / "images" / "constraints.txt").read_text().splitlines()
+    return {m[1]: m[2] for line in lines if (m := re.fullmatch(r"([a-z0-9-]+)==(\S+) \\", line))}
+
+
+def test_hadolint_finds_nothing() -> None:
+    command = [str(Path(sys.executable).parent / "hadolint"), "--no-color", str(DOCKERFILE)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_hadolint_would_find_something() -> None:
+    command = [str(Path(sys.executable).parent / "hadolint"), "--no-color", "-"]
+    bad = "FROM python:latest\nRUN pip install torch\n"
+    done = subprocess.run(command, cwd=ROOT, input=bad, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert {"DL3007", "DL3013"} <= set(re.findall(r"DL\d+", done.stdout))
+
+
+def test_every_image_from_outside_has_a_tag_and_a_digest() -> None:
+    arguments, found = stages()
+    outside = {stage.base for stage in found.values()} - {*found, "scratch"}
+    assert outside == {"${BASE}"}
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+@sha256:[0-9a-f]{64}", arguments["BASE"])
+    check_image(arguments["BASE"])
+    taken = [
+        source for stage in found.values() for _, rest in stage.steps for source in re.findall(r"from=(\w+)", rest)
+    ]
+    assert set(taken) == {"tools", "wheel", "build"} <= {*found}
+
+
+@pytest.mark.parametrize("name", ["worker", "aggregator", "components"])
+def test_every_image_has_a_numeric_user_and_labels(name: str) -> None:
+    _, found = stages()
+    stage = found[name]
+    assert stage.last("USER") == f"{USER}:{USER}"
+    words = [word for word, _ in stage.steps]
+    assert "RUN" not in words[words.index("USER") :]
+    label = dict(item.split("=", 1) for item in shlex.split(stage.last("LABEL") or ""))
+    assert {*label} == LABELS
+    assert all(label.values())
+    assert label["org.opencontainers.image.licenses"] == PROJECT["license"]
+    entry = [e for part in lineage(found, name) if (e := part.last("ENTRYPOINT")) is not None]
+    if name == "components":  # Kubeflow's command is the whole command
+        assert entry == []
+        assert all(part.last("CMD") is None for part in lineage(found, name))
+    else:
+        assert [json.loads(e) for e in entry] == [["fedloom"]]
+        assert json.loads(stage.last("CMD") or "") == [name, "--help"]
+    environment = " ".join(rest for part in lineage(found, name) for word, rest in part.steps if word == "ENV")
+    assert {"HOME=/work", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"} <= set(environment.split())
+
+
+def test_the_aggregator_says_where_it_listens() -> None:
+    assert stages()[1]["aggregator"].last("EXPOSE") == str(PORT)
+
+
+def test_bake_makes_every_image_in_the_version_of_this_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, targets = bake()
+    assert variables == {"REGISTRY": "", "VERSION": PROJECT["version"], "REVISION": "unknown"}
+    assert {*targets} == {"common", "worker", "worker-cuda", "aggregator", "components"}
+    assert 'dockerfile = "images/Dockerfile"' in targets.pop("common")
+    _, found = stages()
+    for name, text in targets.items():
+        (stage,) = re.findall(r'^  target +?= "(\w+)"$', text, re.MULTILINE)
+        assert "inherits" in text
+        assert f'["${{REGISTRY}}fedloom/{name}:${{VERSION}}"]' in text
+        assert ("ARG", f"VERSION={PROJECT['version']}") in found[stage].steps
+    # What pipelines are compiled for is what is built here.
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert component_image() == f"fedloom/components:{fedloom.__version__}"
+    assert fedloom.__version__ == PROJECT["version"]
+
+
+def test_the_build_gets_the_files_it_copies_and_nothing_else() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    given = {line[1:] for line in lines if line.startswith("!")}
+    assert "*" in lines
+    copied = {
+        source
+        for stage in stages()[1].values()
+        for word, rest in stage.steps
+        if word == "COPY" and not rest.startswith("--from")
+        for source in rest.split()[:-1]
+    }
+    assert copied == given
+    assert all((ROOT / path).exists() for path in given)
+
+
+def test_everything_that_is_installed_has_one_version() -> None:
+    """Whatever this project needs here, and what that needs, is in the constraints, in a version it takes."""
+    pinned = pins()
+    text = (ROOT / "images" / "constraints.txt").read_text()
+    assert len(re.findall(r"^\S+==", text, re.MULTILINE)) == len(pinned) > 50
+    assert all("--hash=sha256:" in block for block in re.split(r"\n(?=\S)", text)[1:])
+    told = dict(rest.split("=", 1) for rest in _arguments() if "=" in rest)
+    pinned["torch"] = told["TORCH_VERSION"]  # its index decides which build it is
+
+    missing, seen = [], set()
+    todo = [(Requirement("fedloom"), {"kubeflow"})]
+    while todo:
+        wanted, extras = todo.pop()
+        name = canonicalize_name(wanted.name)
+        if (name, *sorted(extras)) in seen:
+            continue
+        seen.add((name, *sorted(extras)))
+        found = pinned.get(name)
+        if name != "fedloom" and (found is None or not wanted.specifier.contains(found)):
+            missing.append(f"{wanted}: found {found}")
+        try:
+            needs = requires(wanted.name) or []
+        except PackageNotFoundError:
+            continue
+        for need in map(Requirement, needs):
+            given = [{"extra": extra} for extra in ("", *extras)]
+            if need.marker is None or any(need.marker.evaluate(each) for each in given):
+                todo.append((need, set(need.extras)))
+    assert missing == []
+    assert len(seen) > 40
+
+
+def _arguments() -> list[str]:
+    return [rest for stage in stages()[1].values() for word, rest in stage.steps if word == "ARG"]
