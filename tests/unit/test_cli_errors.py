@@ -170,3 +170,15 @@ def test_the_documented_table_is_the_one_in_the_code() -> None:
     assert documented == {code.value: code.name for code in ExitCode}
     never = {int(code) for code in re.findall(r"^\| (\d+) .*\| never \|$", page, re.MULTILINE)}
     assert never == {ExitCode.EXPERIMENT, ExitCode.DATA, ExitCode.REFUSED}
+
+
+def test_sigterm_ends_a_command_that_is_still_importing() -> None:
+    # Before a command has handlers of its own: in a container, nothing else would end its first process.
+    program = (
+        "import os, signal, time\n"
+        "from fedloom.cli import main\n"
+        "main.app = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))\n"
+        "main.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "error: asked to stop\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import sys
 import traceback
 from typing import Annotated, NoReturn
@@ -16,7 +17,7 @@ import typer
 
 import fedloom
 from fedloom.cli import data, pipeline, run, schema, use, worker
-from fedloom.errors import FedloomError, StorageError
+from fedloom.errors import FedloomError, InterruptedRun, StorageError
 
 app = typer.Typer(
     name="fedloom",
@@ -74,6 +75,8 @@ def main() -> NoReturn:
 
     Typer itself ends usage errors with 2 and Ctrl-C with 130; other exceptions are bugs and keep their traceback.
     """
+    # From the start, before imports that take seconds: the first process of a container has no default for it.
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         app()
     except FedloomError as error:
@@ -83,6 +86,10 @@ def main() -> NoReturn:
             raise
         _fail(as_storage_error(error))
     raise AssertionError("typer's app always exits")
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    raise InterruptedRun("asked to stop")
 
 
 def as_storage_error(error: OSError) -> StorageError:
