@@ -25,7 +25,7 @@ def component_image() -> str:
     try:
         return check_image(image)
     except ValueError as error:
-        raise ExperimentError(f"{VARIABLE}: {error}") from error
+        raise ExperimentError(f"--image or ${VARIABLE}: {error}") from error
 
 
 def __getattr__(name: str) -> str:
