@@ -1,33 +1,88 @@
 #!/bin/sh
-# Table 1 of papers/003 for one dataset: pFedBayes, FedAvg and Local on the small, medium and large partitions, three seeds.
-#   experiments/pfedbayes-table-1.sh [fashion-mnist|mnist] [rounds]
-# Interrupted, it goes on where it was. FEDLOOM_RUNS: where the runs lie (default runs/pfedbayes).
+# Table 1 of papers/003: pFedBayes, FedAvg and Local on the small, medium and large partitions, seeds 1 to 3; before it
+# the search on MNIST medium that the settings come from, and what each choice that the paper leaves open is worth.
+#
+#   experiments/pfedbayes-table-1.sh                        all parts, CIFAR-10 excepted
+#   experiments/pfedbayes-table-1.sh tune                   one part: tune | choices | fashion-mnist | mnist | cifar10
+#   SIZES=large ROUNDS=800 experiments/pfedbayes-table-1.sh mnist
+#
+# Interrupted, it goes on where it was; with larger ROUNDS, from where it ended. Tables and the figure are made by
+# `python experiments/pfedbayes_tables.py`. FEDLOOM_RUNS: where the runs lie (default runs/pfedbayes). WORKERS:
+# processes that train (default 0: this one). SEEDS: default 1-3. ROUNDS: default 700 for Fashion-MNIST medium and large
+# and for CIFAR-10, 300 for the others.
 set -eu
 cd "$(dirname "$0")/.."
-dataset=${1:-fashion-mnist}
-rounds=${2:-700}
-runs=${FEDLOOM_RUNS:-runs/pfedbayes}/$dataset
+runs=${FEDLOOM_RUNS:-runs/pfedbayes}
+seeds=${SEEDS:-1-3}
+sizes=${SIZES:-small medium large}
+fedavg="algorithm={name: fedavg, weighting: uniform, local: {steps: 10, batch_size: 50, lr: 0.1, momentum: 0.9}}"
+local="algorithm={name: local, local: {steps: 1000, batch_size: 50, lr: 0.3, momentum: 0.0}}"
 
-cell() { # size train_per_class test_per_class validation_fraction seed method overrides...
-    size=$1 train=$2 test=$3 validation=$4 seed=$5 method=$6
-    shift 6
-    .venv/bin/fedloom run experiments/pfedbayes-fashion-mnist.yaml --out "$runs/$size-$seed/$method" --resume \
-        --set name="pfedbayes-$dataset-$size" --set seed="$seed" --set data.dataset="$dataset" \
+run() { # dataset size out options...
+    dataset=$1 size=$2 out=$runs/$3
+    shift 3
+    file=experiments/pfedbayes-fashion-mnist.yaml
+    [ "$dataset" = cifar10 ] && file=experiments/pfedbayes-cifar10.yaml
+    from=rest
+    case $dataset-$size in # training and test images of each label; validation images, as a fraction of the first
+        cifar10-small) train=25 test=475 validation=0.5 ;;
+        cifar10-medium) train=100 test=400 validation=0.5 ;;
+        cifar10-large) train=450 test=150 validation=0.1 from=train ;; # 20 clients use up every image
+        *-small) train=50 test=950 validation=0.5 ;;
+        *-medium) train=200 test=800 validation=0.5 ;;
+        *-large) train=900 test=300 validation=0.05 ;;
+    esac
+    .venv/bin/fedloom run "$file" --out "$out" --resume --workers "${WORKERS:-0}" \
+        --set name="pfedbayes-$dataset-$size" --set data.dataset="$dataset" \
         --set data.partition.train_per_class="$train" --set data.partition.test_per_class="$test" \
-        --set data.validation_fraction="$validation" --set federation.rounds="$rounds" "$@"
+        --set data.partition.validation_from="$from" --set data.validation_fraction="$validation" "$@" ||
+        [ $? -eq 5 ] # in a grid, a step size that is too large is a result, too
 }
 
-sizes() { # seed
-    for size in "small 50 950 0.5" "medium 200 800 0.25" "large 900 300 0.05"; do
-        # shellcheck disable=SC2086 # the words of a size are arguments
-        cell $size "$1" pfedbayes
-        # shellcheck disable=SC2086
-        cell $size "$1" fedavg \
-            --set "algorithm={name: fedavg, weighting: uniform, local: {steps: 10, batch_size: 50, lr: 0.01, momentum: 0.0}}"
-        # shellcheck disable=SC2086
-        cell $size "$1" local --set federation.rounds=0 \
-            --set "algorithm={name: local, local: {epochs: 50, batch_size: 50, lr: 0.01}}"
+search() { # method, its rounds, options...
+    method=$1 searched=$2
+    shift 2
+    run mnist medium "tune/$method" --set federation.rounds="$searched" --set evaluation.every=80 "$@"
+}
+
+tune() { # one seed; 16 settings for each method: a grid of 12, and 4 beyond its edge or around its best
+    search pfedbayes 80 --grid algorithm.lr_personal=0.001,0.003,0.01 --grid algorithm.lr_global=0.001,0.003 \
+        --grid algorithm.zeta=1,10
+    search pfedbayes 80 --grid algorithm.lr_personal=0.003,0.01 --grid algorithm.lr_global=0.01 \
+        --grid algorithm.zeta=1,10
+    search fedavg 80 --set "$fedavg" --grid algorithm.local.lr=0.01,0.03,0.1,0.3 \
+        --grid algorithm.local.momentum=0.0,0.5,0.9
+    search fedavg 80 --set "$fedavg" --grid algorithm.local.lr=0.05,0.2 --grid algorithm.local.momentum=0.5,0.9
+    search local 0 --set "$local" --grid algorithm.local.lr=0.01,0.03,0.1,0.3 --grid algorithm.local.steps=300,1000,3000
+    search local 0 --set "$local" --grid algorithm.local.lr=0.5,1.0 --grid algorithm.local.steps=300,1000
+}
+
+choices() { # one thing changed at a time, short runs; the settings as used are among those of tune
+    for change in algorithm.steps=5,20 algorithm.batch_size=20,100 algorithm.samples=2 algorithm.reset=true \
+        algorithm.aggregation=moments algorithm.beta=0.5; do
+        run mnist medium "choices/${change%%=*}" --set federation.rounds=80 --set evaluation.every=80 --grid "$change"
     done
 }
 
-for seed in 1 2 3; do sizes "$seed"; done
+table() { # dataset
+    for size in $sizes; do
+        case $1-$size in
+            fashion-mnist-medium | fashion-mnist-large | cifar10-*) rounds=${ROUNDS:-700} ;;
+            *) rounds=${ROUNDS:-300} ;;
+        esac
+        run "$1" $size "$1/$size/pfedbayes" --seeds "$seeds" --set federation.rounds="$rounds"
+        run "$1" $size "$1/$size/fedavg" --seeds "$seeds" --set federation.rounds="$rounds" --set "$fedavg"
+        run "$1" $size "$1/$size/local" --seeds "$seeds" --set federation.rounds=0 --set "$local"
+    done
+}
+
+for part in ${1:-tune choices fashion-mnist mnist}; do
+    case $part in
+        tune | choices) "$part" ;;
+        fashion-mnist | mnist | cifar10) table "$part" ;;
+        *)
+            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, cifar10" >&2
+            exit 2
+            ;;
+    esac
+done
