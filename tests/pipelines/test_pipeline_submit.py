@@ -266,6 +266,7 @@ def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subp
     return subprocess.Popen(
         [*command, *STORE, "--host", api.host, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell has it ignored
     )  # fmt: skip
 
 

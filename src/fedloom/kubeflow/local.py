@@ -211,6 +211,8 @@ def _here(order: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    # We are stopped by it. A shell that starts us in the background has it ignored, which processes inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _here(sys.stdin)
     except FedloomError as failed:
