@@ -235,9 +235,10 @@ def test_as_many_workers_may_fail_as_are_allowed_to(world: World) -> None:
     world.launcher(world.federation(max_failed_workers=1)).run()
 
 
-def test_a_worker_that_would_fail_again_is_not_tried_again(world: World) -> None:
-    world.program(aggregator="exec sleep 60", worker="echo 'error: found no CUDA'; exit 2")
-    with pytest.raises(ExperimentError, match="found no CUDA"):
+@pytest.mark.parametrize(("code", "kind"), [(2, ExperimentError), (8, WorkerLostError)])
+def test_a_worker_that_would_fail_again_is_not_tried_again(world: World, code: int, kind: type[FedloomError]) -> None:
+    world.program(aggregator="exec sleep 60", worker=f"echo 'error: found no CUDA'; exit {code}")
+    with pytest.raises(kind, match="found no CUDA"):
         world.launcher(world.federation(retries=3, workers=1)).run()
     assert len([pod for pod in world.cluster.pods() if "-worker-" in pod["metadata"]["name"]]) == 1
 

@@ -28,6 +28,8 @@ NAME, INSTANCE, COMPONENT, MANAGED_BY = (
 AGGREGATOR, WORKER = "aggregator", "worker"
 FINAL = (int(ExitCode.EXPERIMENT), int(ExitCode.DATA), int(ExitCode.REFUSED))
 """Exit codes that another try would only repeat."""
+UNRETRIED = (*FINAL, int(ExitCode.ABANDONED))
+"""Exit codes after which Kubernetes starts nothing again: with the last one, the other side is gone."""
 
 CHECKPOINT_GRACE_S = 60
 WORKER_GRACE_S = 15
@@ -147,7 +149,7 @@ def aggregator_job(federation: Federation) -> Manifest:
         "parallelism": 1,
         "backoffLimit": s.retries,
         **_patience(s),
-        "podFailurePolicy": _failures("FailJob", AGGREGATOR, (*FINAL, int(ExitCode.ABANDONED))),
+        "podFailurePolicy": _failures("FailJob", AGGREGATOR),
         "template": _template(f, AGGREGATOR, pod),
     }
     return _job(f, AGGREGATOR, spec)
@@ -188,7 +190,7 @@ def worker_job(federation: Federation) -> Manifest:
         "backoffLimitPerIndex": s.retries,
         "maxFailedIndexes": min(s.max_failed_workers, f.workers),
         **_patience(s),
-        "podFailurePolicy": _failures("FailIndex", WORKER, FINAL),
+        "podFailurePolicy": _failures("FailIndex", WORKER),
         "template": _template(f, WORKER, pod),
     }
     return _job(f, WORKER, spec)
@@ -270,8 +272,8 @@ def _patience(settings: ClusterSettings) -> Manifest:
     }
 
 
-def _failures(action: str, component: str, codes: Sequence[int]) -> Manifest:
-    exits = {"containerName": component, "operator": "In", "values": [*codes]}
+def _failures(action: str, component: str) -> Manifest:
+    exits = {"containerName": component, "operator": "In", "values": [*UNRETRIED]}
     disruption = [{"type": "DisruptionTarget", "status": "True"}]
     return {"rules": [{"action": action, "onExitCodes": exits}, {"action": "Ignore", "onPodConditions": disruption}]}
 
