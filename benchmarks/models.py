@@ -84,11 +84,13 @@ def inputs(kind: Kind) -> tuple[Tensor, Tensor]:
 def speed(repetitions: int) -> None:
     """Print the median ms per step of every model, and ratios."""
     cases: dict[str, Callable[[], None]] = {}
-    for choice in MODELS:
+    for choice in (choice for choice in MODELS if choice.classifies):
         for kind in choice.takes:
             x, y = inputs(kind)
             model = choice.build(SHAPES[kind], CLASSES[kind], kind)
             cases[f"{choice.name} ({kind})"] = flat_step(model, x, y)
+            halved = choice.model_copy(update={"precision": "bfloat16"}).build(SHAPES[kind], CLASSES[kind], kind)
+            cases[f"{choice.name} ({kind}, bfloat16)"] = flat_step(halved, x, y)
             if any(len(shape) == 4 for _, shape in model.layout.entries):
                 cases[f"{choice.name} (kernels not channels-last)"] = flat_step(model, x, y, channels_last=False)
                 last = x.contiguous(memory_format=torch.channels_last)
