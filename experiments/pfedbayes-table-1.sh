@@ -1,15 +1,16 @@
 #!/bin/sh
 # Table 1 of papers/003: pFedBayes, FedAvg and Local on the small, medium and large partitions, seeds 1 to 3; before it
-# the search on MNIST medium that the settings come from, and what each choice that the paper leaves open is worth.
+# the searches on MNIST medium and, for the VGG, on CIFAR-10 medium that the settings come from, and what each choice that
+# the paper leaves open is worth.
 #
 #   experiments/pfedbayes-table-1.sh                        all parts, CIFAR-10 excepted
-#   experiments/pfedbayes-table-1.sh tune                   one part: tune | choices | fashion-mnist | mnist | cifar10
+#   experiments/pfedbayes-table-1.sh tune                   one part: tune | choices | fashion-mnist | mnist | tune-cifar10 | cifar10
 #   SIZES=large ROUNDS=800 experiments/pfedbayes-table-1.sh mnist
 #
 # Interrupted, it goes on where it was; with larger ROUNDS, from where it ended. Tables and the figure are made by
 # `python experiments/pfedbayes_tables.py`. FEDLOOM_RUNS: where the runs lie (default runs/pfedbayes). WORKERS:
 # processes that train (default 0: this one). SEEDS: default 1-3. ROUNDS: default 700 for Fashion-MNIST medium and large
-# and for CIFAR-10, 300 for the others.
+# and CIFAR-10 large, 400 and 200 for CIFAR-10 medium and small, 300 for the others.
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/pfedbayes}
@@ -17,6 +18,8 @@ seeds=${SEEDS:-1-3}
 sizes=${SIZES:-small medium large}
 fedavg="algorithm={name: fedavg, weighting: uniform, local: {steps: 10, batch_size: 50, lr: 0.1, momentum: 0.9}}"
 local="algorithm={name: local, local: {steps: 1000, batch_size: 50, lr: 0.3, momentum: 0.0}}"
+fedavg_vgg="algorithm={name: fedavg, weighting: uniform, local: {steps: 10, batch_size: 25, lr: 0.1, momentum: 0.0}}"
+local_vgg="algorithm={name: local, local: {steps: 1000, batch_size: 25, lr: LOCAL, momentum: MOM}}"
 
 run() { # dataset size out options...
     dataset=$1 size=$2 out=$runs/$3
@@ -64,10 +67,29 @@ choices() { # one thing changed at a time, short runs; the settings as used are 
     done
 }
 
+search_vgg() { # method, its rounds, options...; with fewer test images, which are dealt last, all others are as in the table
+    method=$1 searched=$2
+    shift 2
+    run cifar10 medium "tune-cifar10/$method" --set data.partition.test_per_class=20 --set federation.rounds="$searched" \
+        --set evaluation.every=40 "$@"
+}
+
+tune_cifar10() { # one seed; 9 settings for each method
+    search_vgg pfedbayes 40 --grid algorithm.rho=-5,-4,-2.5 --grid algorithm.lr_personal=0.001,0.003
+    search_vgg pfedbayes 40 --grid algorithm.rho=-4,-3.25 --grid algorithm.lr_personal=0.003,0.01
+    search_vgg fedavg 40 --set "$fedavg_vgg" --grid algorithm.local.lr=0.01,0.03,0.1,0.2 --grid algorithm.local.momentum=0.0,0.9
+    search_vgg fedavg 40 --set "$fedavg_vgg" --grid algorithm.local.lr=0.05 --grid algorithm.local.momentum=0.0
+    search_vgg local 0 --set "$local_vgg" --grid algorithm.local.lr=0.01,0.03,0.1,0.2 --grid algorithm.local.momentum=0.0,0.9
+    search_vgg local 0 --set "$local_vgg" --grid algorithm.local.lr=0.003 --grid algorithm.local.momentum=0.9
+}
+
 table() { # dataset
+    if [ "$1" = cifar10 ]; then fedavg=$fedavg_vgg local=$local_vgg; fi
     for size in $sizes; do
         case $1-$size in
-            fashion-mnist-medium | fashion-mnist-large | cifar10-*) rounds=${ROUNDS:-700} ;;
+            fashion-mnist-medium | fashion-mnist-large | cifar10-large) rounds=${ROUNDS:-700} ;;
+            cifar10-medium) rounds=${ROUNDS:-400} ;;
+            cifar10-small) rounds=${ROUNDS:-200} ;;
             *) rounds=${ROUNDS:-300} ;;
         esac
         run "$1" $size "$1/$size/pfedbayes" --seeds "$seeds" --set federation.rounds="$rounds"
@@ -79,9 +101,10 @@ table() { # dataset
 for part in ${1:-tune choices fashion-mnist mnist}; do
     case $part in
         tune | choices) "$part" ;;
+        tune-cifar10) tune_cifar10 ;;
         fashion-mnist | mnist | cifar10) table "$part" ;;
         *)
-            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, cifar10" >&2
+            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, tune-cifar10, cifar10" >&2
             exit 2
             ;;
     esac

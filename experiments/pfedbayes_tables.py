@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python experiments/pfedbayes_tables.py [--runs runs/pfedbayes] [--out docs/results]
 
-Whatever is finished is shown. Of the parts ``tune`` and ``choices`` no test accuracy is read.
+Whatever is finished is shown. Of the parts ``tune``, ``tune-cifar10`` and ``choices`` no test accuracy is read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fedloom.federation.checkpoint import Checkpoints
 
 SIZES = ("small", "medium", "large")
 DATASETS = ("fashion-mnist", "mnist", "cifar10")
+SEARCHES = {"tune": "MNIST", "tune-cifar10": "CIFAR-10"}
 PREDICTORS = {"pfedbayes": ("PM", "GM"), "fedavg": ("GM",), "local": ("PM",)}
 NAMES = {"pfedbayes": "pFedBayes", "fedavg": "FedAvg", "local": "Local"}
 PAPER = {  # Table 1, percent
@@ -87,13 +89,13 @@ def global_validation(run: Path) -> float:
 
 def searches(runs: Path) -> Iterator[str]:
     """Validation accuracy of every setting that was tried, the best first."""
-    for method in PREDICTORS:
+    for part, method in product(SEARCHES, PREDICTORS):
         found = [
             (100 * RunFolder.open(run).metrics().objects[-1]["validation_pooled"], run)
-            for run in finished(runs / "tune" / method)
+            for run in finished(runs / part / method)
         ]
         if found:
-            yield f"\n{NAMES[method]}, MNIST medium, validation\n"
+            yield f"\n{NAMES[method]}, {SEARCHES[part]} medium, validation\n"
         for value, run in sorted(found, reverse=True):
             yield f"| {run.name} | {value:.2f} |" + (
                 f" {global_validation(run):.2f} |" if method == "pfedbayes" else ""
