@@ -43,8 +43,19 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "wga": {"batch_size": 4, "steps_per_round": 2, "personalize_steps": 2},
     "pfedbayes": {"steps": 2, "batch_size": 4, "optimizer": "adam", "draws": 3, "personalize_steps": 2},
+    "wga:all": {
+        "batch_size": 4,
+        "users": "all",
+        "block": 2,
+        "beta": "harmonic",
+        "optimizer": "adam",
+        "weights": "inverse_variance",
+    },
 }
-"""Settings with which each method runs on 6x6 images; epochs, so that clients of different sizes differ in steps."""
+"""Settings with which each method runs on 6x6 images; epochs, so that clients of different sizes differ in steps.
+
+A name with a colon is a method once more, with other settings: where these decide what the server keeps.
+"""
 
 COHORT = 3
 ROUNDS = 3

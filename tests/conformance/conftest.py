@@ -18,13 +18,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``method`` is every registered algorithm, ``trained`` those that have rounds."""
+    """``method`` is every registered algorithm, some with a second setting, ``trained`` those that have rounds."""
     chosen = metafunc.config.getoption("--algorithm", default=None)
-    names = available() if chosen is None else (find(chosen).name,)
+    methods = available() if chosen is None else (find(chosen).name,)
+    names = [*methods, *(name for name in TINY if ":" in name and _method(name) in methods)]
     if "method" in metafunc.fixturenames:
         metafunc.parametrize("method", names)
     if "trained" in metafunc.fixturenames:
-        metafunc.parametrize("trained", [name for name in names if find(name).trains])
+        metafunc.parametrize("trained", [name for name in names if find(_method(name)).trains])
+
+
+def _method(name: str) -> str:
+    return name.partition(":")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -38,4 +43,4 @@ def tiny(request: pytest.FixtureRequest, tiny_root: Path, tmp_path: Path) -> Fed
     name = request.getfixturevalue("method" if "method" in request.fixturenames else "trained")
     given = request.config.getoption("--settings", default=None)
     settings = yaml.safe_load(given) if given is not None else TINY.get(name, {})
-    return federation(tmp_path, tiny_root, name, settings)
+    return federation(tmp_path, tiny_root, _method(name), settings)

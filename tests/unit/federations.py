@@ -138,6 +138,7 @@ def federation(
     data: Sequence[ClientData],
     *,
     rounds: int = 1,
+    cohort: int | None = None,
     lost: Mapping[int, int] | None = None,
     unseen: Sequence[str] = (),
     load: Callable[[str], ClientData] | None = None,
@@ -148,7 +149,7 @@ def federation(
     states: Store | None = None,
     after: Callable[[int], None] | None = None,
 ) -> Federation:
-    """The real loop over the in-process carrier, everyone sampled; ``lost`` is exchange -> row, in every round."""
+    """The real loop over the in-process carrier, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round."""
     made = RunFolder(folder)
     made.make()
     known = manifest(data, unseen)
@@ -181,7 +182,7 @@ def federation(
     loop = Loop(
         Schedule(
             rounds=rounds,
-            clients_per_round=len(known.roster),
+            clients_per_round=len(known.roster) if cohort is None else cohort,
             deadline_s=60.0,
             min_replies=1,
             attempts=1,

@@ -424,6 +424,17 @@ def test_who_left_the_finite_range_disturbs_nobody_of_its_group() -> None:
     assert all(tensor.isfinite().all() for tensor in together.tensors().values())
 
 
+def test_who_is_done_is_not_said_to_have_left_the_finite_range() -> None:
+    """A client that has made its steps is evaluated until the last of its group is done; its factor may overflow."""
+    s = made(scale="literal", gamma=1.0, local={"steps": None, "epochs": 1, "batch_size": 3, "lr": 1000.0})
+    data = clients((3, 6))
+    theta = starts(SMALL, 2)
+    alone = compositional_sgd(SMALL, theta[:1], group(data[:1]), s, ZERO)
+    together = compositional_sgd(SMALL, theta, group(data), s, ZERO)
+    assert alone.left.item() == together.left[0].item() == 0
+    close(together.delta_theta[:1], alone.delta_theta)
+
+
 # --- leaving the finite range -----------------------------------------------------------------------------------------
 
 

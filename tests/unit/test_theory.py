@@ -110,9 +110,41 @@ def test_the_best_weights_of_the_other_two_minimize_theirs() -> None:
     assert optimal_alpha_bc(p, 0.1, 0.05) == pytest.approx(best, abs=1e-3)
     floors = [bc_bound_pl(p, alpha, 0.05, 0.1, 10**6, 1.0, 1.0) for alpha in (0.0, optimal_alpha_bc(p, 0.1, 0.05))]
     assert floors[0] / floors[1] == pytest.approx(speedup(7, relative_bias_bc(p, 0.1, 0.05)))
-    observed = 2.0 * (1 + 1 / 7)
-    best = min(GRID[1:], key=lambda beta: p.bias / (beta * 500) + beta * observed / 2)
-    assert optimal_beta(p, 500) == pytest.approx(best, abs=1e-3)
+    for steps in (5, 500):
+        best = min(GRID[1:], key=lambda beta: bc_bound(p, 0.7, beta, 0.1, steps, 1.0, p.bias))
+        assert optimal_beta(p, steps) == pytest.approx(best, abs=1e-3)
+    assert optimal_beta(Problem(7, 1.0, 0.0), 5) == 1  # nothing but the start of c to get rid of
+    assert optimal_beta(Problem(7, 0.0, 1.0), 5) == 0  # c_0 = 0 is right
+
+
+@pytest.mark.parametrize(
+    ("helpers", "bias", "eta", "beta"),
+    [
+        (20, 0.05, 0.05, None),
+        (20, 0.2, 0.05, None),
+        (100, 0.01, 0.01, None),
+        (20, 0.0, 0.01, 0.001),
+        (20, 0.0, 0.05, 0.05),
+    ],
+)
+def test_what_the_bounds_promise_is_near_what_a_quadratic_has(
+    helpers: int, bias: float, eta: float, beta: float | None
+) -> None:
+    """The table of docs/theory.md: the best α of the bound is nearly best, the speedup is at most twice the gain."""
+    p = Problem(helpers, bias, 10.0)
+    if beta is None:
+        alpha, claimed = optimal_alpha(p, eta), speedup(helpers, relative_bias(p, eta))
+    else:
+        alpha, claimed = optimal_alpha_bc(p, eta, beta), speedup(helpers, relative_bias_bc(p, eta, beta))
+
+    def gain(alpha: float) -> float:
+        steps = 20_000 if beta == 0.001 else 4000
+        ends = [quadratic_losses(p, 1, a, beta, eta, steps, 0)[-1] for a in (0.0, alpha)]
+        return ends[0] / ends[1]
+
+    found, best = gain(alpha), max(gain(alpha) for alpha in (i / 40 for i in range(41)))
+    assert 0.9 * best < found <= 1.01 * best
+    assert found < claimed < 2 * found
 
 
 def test_without_noise_nobody_is_needed() -> None:

@@ -114,7 +114,11 @@ def test_one_of_many_users_goes_the_way_of_the_only_one(tmp_path: Path, settings
     one.run()
     all_.run()
     if settings.get("weights") == "inverse_variance":  # estimated at more states, so only alike at the start
-        assert all_.state["variances"][:, 1].tolist() == [12.0] * 3  # two blocks, two steps, three rounds
+        assert all_.state["variances"][:, 1].tolist() == one.state["variances"][:, 1].tolist() == [6.0] * 3
+        whole = run(tmp_path / "whole", made(users="all", block=3, steps_per_round=2, **settings), rounds=3)
+        whole.run()
+        for name in ("theta", "variances"):  # and whoever is in a later block is weighted as in an earlier one
+            torch.testing.assert_close(whole.state[name], all_.state[name], rtol=1e-9, atol=1e-12)
         return
     assert torch.equal(one.state["theta"][0], all_.state["theta"][0])
     assert not torch.equal(all_.state["theta"][0], all_.state["theta"][1])
@@ -251,6 +255,31 @@ def test_schedules() -> None:
     close(c, seen.mean())  # with 1/(t + 1) the estimate is the mean of all that was observed
 
 
+def test_a_harmonic_beta_counts_what_the_user_itself_has_observed(tmp_path: Path) -> None:
+    """Cohorts of two of three: a user whose first update comes late must not keep a part of c_0 = 0."""
+    s, data, p = made(users="all", alpha=0.0, beta="harmonic"), clients(SIZES), problem()
+    fed = run(tmp_path, s, data, rounds=4, cohort=2)
+    theta = fed.state["theta"].clone()
+    fed.run()
+    observed: list[list[Tensor]] = [[], [], []]
+    for attempt in fed.loop.journal.counted():
+        members = [int(id[1:]) for id in attempt.conversations[0].clients]
+        for i in members:
+            g = {j: at(p, theta[i], data[j], drawn(data[j], s, attempt.round)[0]) for j in members}
+            observed[i].append(sum(g[j] for j in members if j != i) - g[i])
+            theta[i] = theta[i] - 0.05 * g[i]
+    assert min(map(len, observed)) < 4
+    for i, seen in enumerate(observed):
+        close(fed.state["bias"][i], torch.stack(seen).mean(0))
+        assert int(fed.state["observed"][i]) == len(seen)
+
+
+def test_a_block_is_no_longer_than_the_roster() -> None:
+    half = WGAServer(made(users="all", block=8), problem(), torch.Generator().manual_seed(0))
+    ((_, fields),) = half.shapes().items()
+    assert fields["gradient"][0] == 3
+
+
 def test_optimal_weights_are_those_of_theory() -> None:
     known = {"bias": 0.5, "noise": 2.0, "horizon": 100}
     p = collaboration.Problem(4, 0.5, 2.0)
@@ -271,7 +300,7 @@ def test_optimal_weights_are_those_of_theory() -> None:
         ({"alpha": "optimal"}, "alpha: found optimal without known"),
         ({"users": "all", "user": "c1"}, "user: found 'c1' with users: all"),
         ({"weights": "inverse_variance", "batch_size": 1}, "weights: found inverse_variance with batch_size 1"),
-        ({"known": {"bias": 1.0, "noise": 1.0, "horizon": 5, "pl": 2.0}}, "known.pl: found 2"),
+        ({"beta": "optimal", "known": {"bias": 1.0, "noise": 1.0}}, "beta: found optimal without known; .* horizon"),
     ],
 )
 def test_what_cannot_be_is_refused(keys: dict[str, Any], found: str) -> None:

@@ -634,10 +634,11 @@ def compositional_sgd(
             finite = loss.isfinite() & factor.isfinite()
             left = torch.where(going & ~finite, t + 1, left)
             going = going & finite
-            eta = losses.each(going.to(theta.dtype) * s.lr)
+            moving = losses.each(going)
             for parameter, moment, part in zip(parameters, momentum, u, strict=True):
                 moment.mul_(s.momentum).add_(part)
-                parameter.sub_(eta * moment)  # line 13
+                # Not by a zero step: zero times a factor that overflowed is NaN, for a client that is done, too.
+                parameter.copy_(torch.where(moving, parameter - s.lr * moment, parameter))  # line 13
         seen = _reported(loss)
         left_loss = torch.where(left == t + 1, seen, left_loss)
         first = seen if t == 0 else first

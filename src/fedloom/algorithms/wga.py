@@ -108,7 +108,10 @@ class OwnModel(Message):
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Schedule = Fraction | tuple[Fraction, ...] | Literal["harmonic", "optimal"]
-"""A fixed number; one for each exchange, the last one for all that follow; 1/(t + 1); or that of theory."""
+"""A fixed number; one for each exchange, the last one for all that follow; 1/(t + 1); or that of theory.
+
+For a harmonic β, t counts what the user's own estimate has seen, so that it is the mean of that.
+"""
 
 
 class Known(Settings):
@@ -116,14 +119,13 @@ class Known(Settings):
 
     bias: float = Field(ge=0, description="ζ², squared distance between the helpers' mean gradient and user 0's")
     noise: float = Field(ge=0, description="σ², variance of one user's stochastic gradient")
-    horizon: int = Field(ge=1, description="T, exchanges in the whole run")
+    horizon: int | None = Field(default=None, ge=1, description="T, exchanges in the whole run (for an optimal β)")
     smoothness: float = Field(default=1.0, gt=0, description="L")
-    pl: float = Field(default=1.0, gt=0, description="μ of the PL condition")
     scaling: float = Field(default=0.0, ge=0, description="m, how much the squared bias grows with ‖∇f_0‖²")
 
     def problem(self, helpers: float) -> collaboration.Problem:
-        """These constants with N helpers."""
-        return collaboration.Problem(helpers, self.bias, self.noise, self.smoothness, self.pl, self.scaling)
+        """These constants with N helpers; the μ of the PL condition decides no weight."""
+        return collaboration.Problem(helpers, self.bias, self.noise, self.smoothness, self.smoothness, self.scaling)
 
 
 class WGASettings(Settings):
@@ -178,10 +180,9 @@ class WGASettings(Settings):
             schedule = getattr(self, name)
             if schedule == ():
                 raise ValueError(f"{name}: found an empty list; allowed: at least one number")
-            if schedule == "optimal" and self.known is None:
-                raise ValueError(f"{name}: found optimal without known; allowed: known: {{bias, noise, horizon}}")
-        if self.known is not None and self.known.pl > self.known.smoothness:
-            raise ValueError(f"known.pl: found {self.known.pl}; allowed: at most smoothness, {self.known.smoothness}")
+            needed = "bias, noise, horizon" if name == "beta" else "bias, noise"
+            if schedule == "optimal" and (self.known is None or (name == "beta" and self.known.horizon is None)):
+                raise ValueError(f"{name}: found optimal without known; allowed: known: {{{needed}}}")
         if self.user is not None and self.users == "all":
             raise ValueError(f"user: found {self.user!r} with users: all; allowed: null, or users: one")
         if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
@@ -208,6 +209,7 @@ class WGASettings(Settings):
         if self.beta != "optimal":
             return _at(self.beta, t)
         assert self.known is not None
+        assert self.known.horizon is not None
         return collaboration.optimal_beta(self.known.problem(helpers), self.known.horizon)
 
 
@@ -215,6 +217,11 @@ def _at(schedule: float | tuple[float, ...] | str, t: int) -> float:
     if isinstance(schedule, str):
         return 1 / (t + 1)
     return schedule[min(t, len(schedule) - 1)] if isinstance(schedule, tuple) else schedule
+
+
+def states_in_a_message(settings: WGASettings, task: Task) -> int:
+    """Rows of :class:`Gradients`, the same for every message of a run."""
+    return 1 if settings.users == "one" else min(settings.block, len(task.roster))
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -236,6 +243,7 @@ class WGAServer(ServerHalf):
         self._state = {"theta": start.repeat(len(users), 1)}
         if settings.rule == "bc":
             self._state["bias"] = torch.zeros_like(self._state["theta"])
+            self._state["observed"] = torch.zeros(len(users), dtype=torch.int64)
         if settings.optimizer != "sgd":
             self._state["first"] = torch.zeros_like(self._state["theta"])
         if settings.optimizer == "adam":
@@ -246,7 +254,7 @@ class WGAServer(ServerHalf):
             self._state["variances"] = torch.zeros(len(task.roster), 2, dtype=torch.float64)
 
     def state(self) -> dict[str, Tensor]:
-        """θ ``[users, d]``, c, moments, and what is known of the helpers' variances."""
+        """θ ``[users, d]``, c and how often it was updated, moments, and what is known of the helpers' variances."""
         return self._state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -267,6 +275,7 @@ class WGAServer(ServerHalf):
         steps, losses = 0.0, []
         for step in range(s.steps_per_round):
             t = (round.number - 1) * s.steps_per_round + step
+            answered: list[tuple[int, Replies[Gradients]]] = []
             for start in range(0, len(users), self._block):
                 block = users[start : start + self._block]
                 theta = new["theta"][[self.row[user] for user in block]]
@@ -283,7 +292,8 @@ class WGAServer(ServerHalf):
                     noise = round.generator(f"oracle/{step}/{user}")
                     self._advance(new, self.row[user], replies, truth, (at, j), weights, t, noise)
                     losses.append(float(replies.loss[at]))
-                self._note_variances(new, cohort, replies)
+                answered.append((len(block), replies))
+            self._note_variances(new, cohort, answered)
         if not all(bool(torch.isfinite(tensor).all()) for tensor in new.values()):
             raise FloatingPointError("a user's state is not finite after this round")
         self._state = new
@@ -303,7 +313,7 @@ class WGAServer(ServerHalf):
     @property
     def _block(self) -> int:
         """States in one message."""
-        return 1 if self.settings.users == "one" else self.settings.block
+        return states_in_a_message(self.settings, self.task)
 
     def _advance(
         self,
@@ -324,7 +334,11 @@ class WGAServer(ServerHalf):
             return
         helpers = replies.mean(replies.gradient[:, j], weights)
         number = 1 / float(weights.square().sum())  # N, if they count alike
-        beta = s.beta_at(t, number) if s.rule == "bc" else 0.0
+        beta = 0.0
+        if s.rule == "bc":
+            seen = int(new["observed"][row])
+            beta = s.beta_at(seen if s.beta == "harmonic" else t, number)
+            new["observed"][row] = seen + 1
         alpha = s.alpha_at(t, number, beta)
         bias: Tensor | float = 0.0
         if s.rule == "bc":
@@ -368,12 +382,18 @@ class WGAServer(ServerHalf):
                 weights /= (known[:, 0] / known[:, 1].clamp(min=1)).clamp(min=tiny)
         return weights / weights.sum() if bool(weights.any()) else weights
 
-    def _note_variances(self, new: dict[str, Tensor], cohort: Cohort, replies: Replies[Gradients]) -> None:
-        """Add this exchange's estimates of σ_i²; they count from the next one on."""
+    def _note_variances(
+        self, new: dict[str, Tensor], cohort: Cohort, answered: Sequence[tuple[int, Replies[Gradients]]]
+    ) -> None:
+        """Add this step's estimates of σ_i², one for each client, over all states; they count from the next step on."""
         if self.settings.weights == "inverse_variance":
-            for at in replies.present.nonzero().flatten().tolist():
-                position = self.roster[cohort.clients[at]]
-                new["variances"][position] += torch.stack([replies.variance[at, 0], torch.ones(()).double()])
+            for at, client in enumerate(cohort.clients):
+                estimates = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
+                if estimates:
+                    mean = sum(states * estimate for states, estimate in estimates) / sum(n for n, _ in estimates)
+                    new["variances"][self.roster[client]] += torch.stack(
+                        [torch.as_tensor(mean), torch.ones(()).double()]
+                    )
 
     def _check(self, user: str) -> None:
         named = list(self.settings.weights) if isinstance(self.settings.weights, dict) else []
@@ -438,8 +458,7 @@ class WGAClient(ClientHalf):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One row of each field of :class:`Gradients`."""
         s, theta = self.settings, message.theta
-        block = 1 if s.users == "one" else s.block
-        answer = theta.new_zeros(block, theta.shape[1])
+        answer = theta.new_zeros(states_in_a_message(s, self.task), theta.shape[1])
         variances, own_loss, count = [], 0.0, 0
         for j in range(len(theta)):
             if isinstance(message, TrueGradients):

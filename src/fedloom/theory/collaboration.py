@@ -98,9 +98,10 @@ def optimal_alpha(p: Problem, step_size: float) -> float:
 
 
 def speedup(helpers: float, relative: float) -> float:
-    """Noise-and-bias of training alone over that with the best α, for m = 0: 1 + N/(1 + N r).
+    """:func:`wga_floor` of training alone over that with the best α, for m = 0: 1 + N/(1 + N r).
 
-    N + 1 without bias (linear speedup); 1 + 1/r however many helpers there are, with bias (papers/004, Figure 1).
+    N + 1 without bias (linear speedup); 1 + 1/r however many helpers there are, with bias (papers/004, Figure 1). It is
+    a ratio of bounds: without bias that of the losses, too, which with bias may be half of it (docs/theory.md).
     """
     return 1 + helpers / (1 + helpers * relative) if math.isfinite(relative) else 1.0
 
@@ -121,12 +122,15 @@ def optimal_alpha_bc(p: Problem, step_size: float, beta: float) -> float:
 
 
 def optimal_beta(p: Problem, steps: int) -> float:
-    """The β that minimizes ζ²/(βT) + βV/2, V = σ² (1 + 1/N): √(2 ζ²/(T V)), at most 1; 1 without noise.
+    """The β that minimizes :func:`bc_bound` where δ = 0: with a = ζ²/T and V = σ² (1 + 1/N), 2/(1 + √(1 + 4V/a)).
 
-    The first term is what is left of c_0 = 0 over T steps, the second the noise in c (docs/theory.md, Theorem 3).
+    About √(ζ²/(TV)), and 1 without noise. A small β keeps c_0 = 0 for long, a large one the noise in c (docs/theory.md,
+    Theorem 3).
     """
-    observed = p.noise * (1 + 1 / p.helpers)
-    return min(1.0, math.sqrt(2 * p.bias / (steps * observed))) if observed else 1.0
+    observed, start = p.noise * (1 + 1 / p.helpers), p.bias / steps
+    if start == 0:
+        return 0.0 if observed else 1.0
+    return 2 / (1 + math.sqrt(1 + 4 * observed / start))
 
 
 # --- Theorem 1 and 2 --------------------------------------------------------------------------------------------------
