@@ -7,7 +7,16 @@ from typing import Any
 from kfp import dsl, kubernetes
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
-CREDENTIALS = {name: name for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "FEDLOOM_S3_ENDPOINT")}
+CREDENTIALS = {
+    name: name
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_REGION",
+        "FEDLOOM_S3_ENDPOINT",
+    )
+}
 """Keys of a storage Secret, and the environment variables that they become; any of them may be missing."""
 
 CONFIG = dsl.PipelineConfig(active_deadline_seconds=14 * DAY)

@@ -256,6 +256,13 @@ def test_local_is_fedloom_run(here: Place, small_run: tuple[Path, Path]) -> None
     locally(here)  # a step that is tried again goes on with what is there: here, to the end at once
 
 
+def test_local_uses_no_store(here: Place, small_run: tuple[Path, Path]) -> None:
+    """Two federations of one pipeline would have one place there: their folders are all called ``model``."""
+    out = locally(here, "storage=s3://nobody-has-this/prefix", out="stored")
+    assert scores(out) == scores(small_run[1])
+    assert not (out / "published.json").exists()
+
+
 def test_a_local_failure_has_the_class_and_the_message_of_the_run(here: Place) -> None:
     with pytest.raises(FedloomError, match=r"nothing/partition\.json|found no partition|no partition") as error:
         federate(

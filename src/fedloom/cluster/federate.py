@@ -63,7 +63,8 @@ def federate(
     out
         Becomes the run's folder. After a failure it holds logs, and what the run had got to.
     backend
-        ``local``: worker processes on this machine, ``experiment.runtime.workers`` of them. ``kubernetes``: pods.
+        ``local``: worker processes on this machine, ``experiment.runtime.workers`` of them; ``storage`` is not used.
+        ``kubernetes``: pods.
     cluster
         For the backend ``kubernetes``; ``local`` only heeds ``deadline_s``.
     run_id, task
@@ -83,7 +84,9 @@ def federate(
     if backend == "local":
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, _terminable(say, ""):
             path = Path(folder) / f"{experiment.name}.yaml"
-            path.write_text(experiment.resolved_yaml(), encoding="utf-8")
+            # What it makes is handed on as files; at a store all federations would have one place, that of their folder.
+            here = experiment.model_copy(update={"storage": None})
+            path.write_text(here.resolved_yaml(), encoding="utf-8")
             local.run(path, partition, out, deadline_s=cluster.deadline_s, say=say)
     elif backend == "kubernetes":
         _on_kubernetes(experiment, partition, out, cluster, run_id, task, TaskConfig.read(task_config), say)
