@@ -5,16 +5,20 @@
 # What came out, and the tables: docs/results/comfedl.md, experiments/comfedl_results.py. Interrupted, it goes on where
 # it was.
 #
-#   experiments/comfedl-damaml.sh                   Fashion-MNIST, all parts
-#   experiments/comfedl-damaml.sh cifar10 methods   CIFAR-10 (some 40 minutes a run on a free core), one part: methods | seeds | rho | tau | gamma
+#   experiments/comfedl-damaml.sh                      Fashion-MNIST, all parts: methods | seeds | rho | tau | gamma
+#   experiments/comfedl-damaml.sh fashion-mnist rho    one of them
+#   experiments/comfedl-damaml.sh cifar10              CIFAR-10: search (20 rounds, as many settings for each method), then
+#                                                      table (what it chose; 15 minutes a run on a free core, FedAvg 3)
 #
 set -eu
 cd "$(dirname "$0")/.."
 dataset=${1:-fashion-mnist}
-parts=${2:-methods seeds rho tau gamma}
 case $dataset in
-    fashion-mnist) experiment=experiments/comfedl-damaml.yaml sizes=", train_per_client: 500, test_per_client: 500" ;;
-    cifar10) experiment=experiments/comfedl-cifar10.yaml sizes= ;;
+    fashion-mnist)
+        experiment=experiments/comfedl-damaml.yaml sizes=", train_per_client: 500, test_per_client: 500"
+        parts=${2:-methods seeds rho tau gamma}
+        ;;
+    cifar10) experiment=experiments/comfedl-cifar10.yaml sizes= parts=${2:-search table} ;;
     *)
         echo "data set: found $dataset; allowed: fashion-mnist, cifar10" >&2
         exit 2
@@ -42,6 +46,18 @@ chosen() { # method
 
 for part in $parts; do
     case $part in
+        search)
+            short="--seeds 1 --set federation.rounds=20 --set evaluation.every=20"
+            for method in fedmaml comfedl; do
+                sweep "search/$method" "$method" $short --grid algorithm.inner_lr=0.01,0.03 --grid algorithm.local.lr=0.02,0.05,0.1
+            done
+            sweep search/fedavg fedavg $short --grid algorithm.local.lr=0.01,0.02,0.05,0.1,0.2,0.5
+            ;;
+        table)
+            for method in $methods; do # all three got 0.05, and 0.01 for the inner step
+                sweep "chosen/$method" "$method" --seeds "${SEEDS:-1,2}" --set algorithm.local.lr=0.05
+            done
+            ;;
         methods) # Figure 4: the grid
             for method in $methods damaml-first-order; do
                 sweep "methods/$method" "$method" --seeds 1 --grid "$rates"
@@ -68,7 +84,7 @@ for part in $parts; do
             sweep gamma comfedl --set "algorithm.local.lr=$(chosen comfedl)" --grid algorithm.gamma=0.1,1,5
             ;;
         *)
-            echo "part: found $part; allowed: methods, seeds, rho, tau, gamma" >&2
+            echo "part: found $part; allowed: methods, seeds, rho, tau, gamma; for cifar10 search, table" >&2
             exit 2
             ;;
     esac

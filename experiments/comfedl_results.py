@@ -3,6 +3,7 @@
     python experiments/comfedl_results.py chosen FOLDER             the step size that validation chooses in a sweep
     python experiments/comfedl_results.py robust FOLDER [--out DIR]   Experiment 1: runs/comfedl-robust/fashion-mnist
     python experiments/comfedl_results.py damaml FOLDER [--out DIR]   Experiment 2: runs/comfedl-damaml/fashion-mnist
+    python experiments/comfedl_results.py cifar10 FOLDER [--out DIR]  the same on CIFAR-10: runs/comfedl-damaml/cifar10
 
 Of every method the setting is taken whose validation accuracy in the last round, mean over the seeds, is highest; one
 that left the finite range on any seed is none. Test accuracy of other settings is printed in the sweeps, after it.
@@ -325,6 +326,14 @@ def damaml(runs: Path, out: Path | None) -> None:
         save(out, "comfedl-damaml-sweeps.svg", lambda: curves(panels, BOTH, legend_each=True))
 
 
+def cifar10(runs: Path, out: Path | None) -> None:
+    """Experiment 2 on CIFAR-10: the runs at the settings that the short search chose."""
+    found = {m: Setting(those) for m in METHODS if (those := runs_in(runs / "chosen" / m))}
+    _methods(found)
+    panel = {METHODS[m][0]: (setting, METHODS[m][1]) for m, setting in found.items()}
+    save(out, "comfedl-cifar10-methods.svg", lambda: curves({"one step from the shared model": panel}, BOTH))
+
+
 def _gamma(run: Run) -> float:
     return run.gamma
 
@@ -391,7 +400,7 @@ def _swept(folder: Path, key: Callable[[Run], Any], symbol: str, out: Path | Non
 def main() -> None:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("chosen", "robust", "damaml"))
+    parser.add_argument("what", choices=("chosen", "robust", "damaml", "cifar10"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, help="where figures go; without it there are none")
     given = parser.parse_args()
@@ -400,7 +409,7 @@ def main() -> None:
     elif given.what == "robust":
         robust(given.folder, given.out)
     else:
-        damaml(given.folder, given.out)
+        {"damaml": damaml, "cifar10": cifar10}[given.what](given.folder, given.out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a FedLoom process exits with. On Kubernetes 2, 3 and 4 are never retried."""
+    """What a FedLoom process exits with. On Kubernetes 2, 3, 4 and 8 are never retried."""
 
     OK = 0
     EXPERIMENT = 2

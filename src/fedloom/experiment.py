@@ -31,7 +31,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fedloom import mistakes
 from fedloom.algorithms.base import available, find
 from fedloom.data.folders import data_root
-from fedloom.data.schemes import Scheme, unseen_count
+from fedloom.data.schemes import MeansScheme, Scheme, unseen_count
 from fedloom.data.sources import SOURCES
 from fedloom.errors import ExperimentError
 from fedloom.mistakes import Mistake, dotted, shown
@@ -408,6 +408,15 @@ def _impossible(experiment: Experiment) -> list[Mistake]:
         refuse(key, text)
     if algorithm.needs_classes and not SOURCES[data.dataset].classes:
         refuse("data.dataset", f"found {data.dataset}, which has no classes; allowed with {algorithm.name}: all others")
+    if not found:  # a model for data that must be changed anyway would be another mistake tomorrow
+        source = SOURCES[data.dataset]
+        # The scheme ``means`` draws examples of its own shape.
+        shape = (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
+        try:
+            experiment.model.build(shape, source.classes, source.kind)
+        except ExperimentError as error:
+            key, _, text = str(error).partition(": ")
+            refuse(key, text)
     if not algorithm.trains and federation.rounds:
         refuse("federation.rounds", f"found {federation.rounds}; allowed: 0, because {algorithm.name} has no rounds")
     if federation.rounds and data.seen is not None and federation.clients_per_round > data.seen:

@@ -215,6 +215,22 @@ def test_jobs_deleted_under_us(world: World, component: str) -> None:
     assert f"{component} was deleted while the federation ran" in str(error)
 
 
+def test_a_job_of_workers_that_have_done_their_part_may_be_collected(world: World) -> None:
+    """As after ``ttl_s``, while the aggregator is still at work."""
+    world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done", worker="exit 0")
+    ended = in_background(world.launcher().run)
+    until(lambda: world.names("jobs")[1:] and world.job("worker")["status"].get("conditions"), "the workers' end")
+    requests = world.cluster.api.requests
+    looks = requests.count(("list", "pods"))
+    until(lambda: requests.count(("list", "pods")) >= looks + 2, "the launcher to have seen it")
+    Api().delete("Job", f"{world.federation().name}-worker")
+    until(lambda: len(world.names("jobs")) == 1, "the Job's removal")
+    looks = requests.count(("list", "pods"))
+    until(lambda: requests.count(("list", "pods")) >= looks + 2, "the launcher to have seen that, too")
+    (world.folder / "go").touch()
+    assert ended() is None
+
+
 def test_too_many_failed_workers(world: World) -> None:
     world.program(aggregator="exec sleep 60", worker="test $INDEX = 1 && exec sleep 60; echo error: no memory; exit 7")
     launcher = world.launcher(world.federation(retries=1))

@@ -137,6 +137,33 @@ def test_a_stopped_worker_loses_its_clients_by_the_deadline_and_the_journal_repl
     assert losses(again) == losses(run)
 
 
+def test_workers_are_there_for_a_run_whose_conclusion_failed(
+    small_run: tuple[Path, Path], fresh_root: Path, tmp_path: Path
+) -> None:
+    """What fails after the last round is tried again, and the clients are measured once more for it."""
+    path, undisturbed = small_run
+    run = tmp_path / "run"
+    said = fedloom("partition", path)
+    partition = next(Path(word) for word in said.split() if (Path(word) / "partition.json").is_file())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    order = ("aggregator", path, "--partition", partition, "--listen", address, "--out", run)
+    with started("worker", "--aggregator", address, "--partition", partition, "--reconnect", 200) as patient:
+        with started(*order) as aggregator:
+            until(lambda: (run / "environment.json").exists(), "the aggregator")
+            (run / "clients.csv").mkdir()
+            assert "clients.csv: cannot be written" in ended(aggregator, 6)
+        assert final(run) == final(undisturbed)
+        (run / "clients.csv").rmdir()
+        assert alive(patient.pid)
+        with started(*order, "--resume", "--wait", 60) as aggregator:
+            ended(aggregator, 0)
+        ended(patient, 0)
+    assert final(run) == final(undisturbed)
+    assert scores(run) == scores(undisturbed)
+
+
 def test_aggregator_and_workers_by_hand(small_run: tuple[Path, Path], fresh_root: Path, tmp_path: Path) -> None:
     path, undisturbed = small_run
     run = tmp_path / "run"

@@ -192,6 +192,11 @@ def test_malformed_urls(url: str) -> None:
         open_store(url, {})
 
 
+def test_a_bucket_is_told_what_it_may_be_called() -> None:
+    with pytest.raises(ExperimentError, match=r"allowed: s3://BUCKET/PREFIX, the bucket 3 to 63 lower-case letters"):
+        s3_place("s3://ab")
+
+
 def test_a_url_that_went_through_a_path_is_no_folder() -> None:
     with pytest.raises(ExperimentError, match="found s3:/bucket/x; allowed"):
         open_store(Path("s3://bucket/x"))

@@ -214,6 +214,44 @@ def test_a_failing_session_ends_its_worker_and_another_takes_over(aggregator, wo
     assert isinstance(failing.error, MemoryError)
 
 
+def test_a_stream_that_fails_ends_its_worker_and_another_takes_over(aggregator, worker, background, monkeypatch):
+    """Without memory for a request, a worker that lives on would serve nobody for ever."""
+    failing = worker("w1")
+    aggregator.wait_for(set(CLIENTS), 5)
+    memory = torch.empty
+
+    def none_left(*arguments, **options):
+        if threading.current_thread().name == "worker-stream":
+            raise RuntimeError("can't allocate memory")
+        return memory(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", none_left)
+    call = start_call(CLIENTS)
+    answers = background(aggregator.exchange, call)
+    failing.thread.join(5)
+    assert not failing.thread.is_alive()
+    assert isinstance(failing.error, RuntimeError)
+    monkeypatch.undo()
+    worker("w2")
+    check(answers.result(10), call)
+
+
+def test_a_request_that_is_too_large_loses_its_rows_and_not_the_stream(aggregator, worker, monkeypatch):
+    monkeypatch.setattr("fedloom.transport.worker.REQUEST_BYTES", 4 << 20)
+    served = worker()
+    aggregator.wait_for(set(CLIENTS), 5)
+    began = time.monotonic()
+    answers = aggregator.exchange(start_call(CLIENTS, deadline_s=30))
+    assert time.monotonic() - began < 10
+    assert all(isinstance(answer, Lost) for answer in answers)
+    assert "more than 4194304 bytes; with more workers each is sent fewer rows" in answers[0].reason
+    aggregator.close(key())
+    fewer = start_call(CLIENTS[:2], the_key=key(attempt=1))
+    check(aggregator.exchange(fewer), fewer)
+    assert len(served.joined) == 1
+    assert aggregator.refusals.counts == {}
+
+
 def test_a_restarted_worker_replays_the_conversation(aggregator, worker):
     calls = [start_call(CLIENTS), step_call(CLIENTS, 1), step_call(CLIENTS, 2)]
     first = worker("w1")
@@ -343,6 +381,11 @@ def test_a_port_that_is_taken(aggregator):
     with pytest.raises(ExperimentError, match=f"port {port} is taken") as caught:
         make_aggregator().start(aggregator.address)
     assert caught.value.exit_code == ExitCode.EXPERIMENT
+
+
+def test_a_port_that_there_is_not():
+    with pytest.raises(ExperimentError, match=r"found 127\.0\.0\.1:99999; allowed: HOST:PORT, port 0 to 65535"):
+        make_aggregator().start("127.0.0.1:99999")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -143,18 +145,41 @@ def test_an_opening_asked_again_later_starts_anew() -> None:
 
 def test_conversations_do_not_disturb_each_other() -> None:
     found, alone = Clients(), Clients()
-    other = ConversationKey(2, 1, 0, "train")
+    other = ConversationKey(1, 1, 1, "train")
     expected = [alone.ask(exchange, [0]) for exchange in range(3)]
     for exchange in range(3):
         mine = found.ask(exchange, [0])
-        theirs = dict(found.answer(other, exchange, [0], ["c0"], TALK[exchange].select([0])))
+        theirs = dict(found.answer(other, exchange, [0], ["c1"], TALK[exchange].select([0])))
         assert equal(mine[0], expected[exchange][0])
-        assert exchange > 0 or not equal(mine[0], theirs[0])  # another round: another batch
+        assert not equal(mine[0], theirs[0])
     found.close(KEY)
     found.close(KEY)
     with pytest.raises(MissingConversation):
         found.ask(2, [0])
     found.close_all()
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        ConversationKey(1, 2, 0, "train"),
+        ConversationKey(1, 0, 0, "evaluate"),
+        ConversationKey(2, 1, 0, "train"),
+    ],
+)
+@pytest.mark.parametrize("exchange", [0, 1])
+def test_conversations_whose_end_was_not_told_end_with_the_next_attempt(later: ConversationKey, exchange: int) -> None:
+    """Their coroutines hold tensors; a worker that is away when they are closed is never told."""
+    found = Clients()
+    found.ask(0, [0, 1])
+    coroutines = [opened.coroutine for opened in found._open[KEY].values()]
+    assert all(inspect.getgeneratorstate(coroutine) == inspect.GEN_SUSPENDED for coroutine in coroutines)  # type: ignore[arg-type]
+    with pytest.raises(MissingConversation) if exchange else nullcontext():
+        list(found.answer(later, exchange, [0], ["c0"], TALK[exchange].select([0])))
+    assert all(inspect.getgeneratorstate(coroutine) == inspect.GEN_CLOSED for coroutine in coroutines)  # type: ignore[arg-type]
+    # A request of before that comes late disturbs nobody.
+    found.ask(0, [0])
+    assert later in found._open
 
 
 @pytest.mark.parametrize("at_once", [1, 2])

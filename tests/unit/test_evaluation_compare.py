@@ -287,7 +287,18 @@ def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str | None, 
 def test_an_experiment_that_cannot_be_read(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "pefll")
     (folder / "experiment.yaml").write_text("name: x\n")
-    with pytest.raises(ExperimentError):
+    with pytest.raises(DataError, match=r"experiment\.yaml: \d mistakes"):
+        compare([folder])
+
+
+def test_a_history_without_its_best_round_is_named(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", "pefll")
+    best = json.loads((folder / "summary.json").read_text())["best"]["round"]
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["round"] != best]
+    assert 0 < len(kept) < len(lines)
+    (folder / "metrics.jsonl").write_text("".join(kept))
+    with pytest.raises(DataError, match=rf"metrics\.jsonl: lacks round {best}, the best of summary\.json"):
         compare([folder])
 
 

@@ -239,6 +239,46 @@ def test_a_method_without_rounds_and_labels(write: Write) -> None:
     assert load(write(GOOD), small).data.seen == 1, "a cohort is of no matter without rounds"
 
 
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        (["model={name: lstm}"], "found 'lstm', which takes tokens, for inputs that are pixels; allowed: "),
+        (["model={name: vgg}"], "found 'vgg': "),
+        (
+            ["data.dataset=vowel", "model={name: lenet}"],
+            "found 'lenet', which takes pixels, for inputs that are features",
+        ),
+        (
+            [
+                "data={dataset: gaussian, partition: {scheme: means, clients: 10, dimension: 3}}",
+                "model={name: quadratic, curvature: [1.0, 2.0]}",
+                "algorithm={name: wga}",
+            ],
+            "curvature has 2 numbers, the inputs 3 features",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data(write: Write, keys: list[str], found: str) -> None:
+    message = refusal(write(GOOD), *keys, "federation.min_replies=7")
+    assert "2 mistakes" in message
+    assert "--set, federation.min_replies: " in message
+    assert "--set, model.name: " in message
+    assert found in message
+
+
+def test_a_model_that_does_not_fit_is_named_with_its_line(write: Write) -> None:
+    text = GOOD.replace("{name: mlp, hidden: [10]}", "\n  name: quadratic")
+    assert "line 6, model.name: found 'quadratic', which takes features" in refusal(write(text))
+    whole = refusal(write(text.replace("fashion-mnist", "gaussian")))
+    assert "model.name" not in whole  # for which data it must be is not known yet
+
+
+def test_a_model_for_the_dimension_of_means(write: Write) -> None:
+    data = "data={dataset: gaussian, partition: {scheme: means, clients: 10, dimension: 2}}"
+    model = "model={name: quadratic, curvature: [1.0, 2.0]}"
+    assert load(write(GOOD), [data, model, "algorithm={name: wga}"]).data.seen == 9
+
+
 def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: pefll, embedding: {labels: false}}", "evaluation.label_mask=true")
     assert "evaluation.label_mask: found true; allowed: false, because pefll uses no labels" in message

@@ -17,11 +17,11 @@ from published_runs import aggregator, run_folder
 from s3_support import S3Server
 from test_states import made as federation_that_remembers
 
-from fedloom.errors import DataError, ExitCode, StorageError
+from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.published import Published
 from fedloom.storage import Absent, Store, open_store
-from fedloom.storage.folder import FolderStore
+from fedloom.storage.folder import FolderStore, copy_atomically
 
 
 def contents(path: Path) -> dict[str, str]:
@@ -68,6 +68,51 @@ def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) 
     (tmp_path / "b" / "notes.txt").write_text("mine")
     assert aggregator(tmp_path / "b", store, "b").take_up()
     assert contents(tmp_path / "b") == {**contents(tmp_path / "a"), "notes.txt": "mine"}
+
+
+def test_what_is_not_to_be_gone_on_with_is_looked_at_before_anything_is_touched(store: Store, tmp_path: Path) -> None:
+    run_folder(tmp_path / "a", 4)
+    aggregator(tmp_path / "a", store, "a").publish(4)
+    run_folder(tmp_path / "b", 7)
+    before = contents(tmp_path / "b")
+    found = {}
+
+    def refuse(folder: RunFolder) -> None:
+        found.update(contents(folder.path))
+        raise ExperimentError("another experiment")
+
+    with pytest.raises(ExperimentError, match="another experiment"):
+        aggregator(tmp_path / "b", store, "b").take_up(refuse)
+    assert contents(tmp_path / "b") == before
+    assert found == contents(tmp_path / "a")
+
+
+def test_taking_up_that_is_killed_half_way_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after any number of files, the folder is that of a run, and says where the states of its rounds are."""
+    store = open_store(tmp_path / "store")
+    run_folder(tmp_path / "a", 4).write_json("published.json", {"url": store.url})
+    aggregator(tmp_path / "a", store, "a").publish(4)
+    files = len(contents(tmp_path / "a"))
+    for done in range(1, files):
+        left = done
+
+        def copy(source: Path, path: Path) -> None:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            copy_atomically(source, path)
+
+        folder = tmp_path / f"b{done}"
+        monkeypatch.setattr("fedloom.federation.published.copy_atomically", copy)
+        with pytest.raises(KeyboardInterrupt):
+            aggregator(folder, store, "b").take_up()
+        assert len(contents(folder)) == done
+        assert "experiment.yaml" in contents(folder)
+        assert "published.json" in contents(folder) or "journal.jsonl" not in contents(folder)
+        monkeypatch.undo()
+        assert aggregator(folder, store, "b").take_up()
+        assert contents(folder) == contents(tmp_path / "a")
 
 
 def test_of_two_aggregators_only_one_goes_on(store: Store, tmp_path: Path) -> None:

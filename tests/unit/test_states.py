@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,27 @@ def test_old_versions_go_and_those_of_kept_checkpoints_stay(tmp_path: Path) -> N
     assert needed <= rounds
     assert {5, 6} <= rounds
     assert len(kept) <= 4  # the last checkpoints', the best's, and the newest
+
+
+def test_versions_that_a_checkpoint_needs_stay_while_it_is_being_written(tmp_path: Path) -> None:
+    """Rounds go on meanwhile; killed afterwards, the run goes on from that checkpoint."""
+    f = made(tmp_path, rounds=5)
+    f.loop._checkpoint()
+    f.loop.checkpoints.wait()
+    written = threading.Event()
+    f.loop.checkpoints._before = written.wait
+    for t in range(1, 6):
+        f.loop._train_round()
+        if t == 2:
+            f.loop._checkpoint()
+    assert f.loop.checkpoints.rounds() == [0]
+    written.set()
+    f.loop.checkpoints.close()
+    again = made(tmp_path, rounds=5)
+    again.loop.resume()
+    assert again.loop.round == 2
+    again.run()
+    assert again.loop.server.said == {t: f.loop.server.said[t] for t in (3, 4, 5)}
 
 
 @pytest.mark.parametrize("afresh", [False, True])

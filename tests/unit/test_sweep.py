@@ -72,6 +72,7 @@ def test_a_name_is_never_too_long_and_does_not_depend_on_the_rest_of_the_grid() 
         (None, ["federation.rounds=[1"], "not YAML"),
         (None, ["federation.rounds=5,-1"], "at federation.rounds=-1: "),
         (None, ["federation.round=5"], "did you mean rounds?"),
+        (None, ["model={name: mlp},{name: lenet}"], "at model={name: lenet}: "),
         ("1,2", ["federation.clients_per_round=5,50"], "at federation.clients_per_round=50, seed=1: "),
     ],
 )

@@ -38,3 +38,9 @@ def test_what_is_no_part(part: str) -> None:
 def test_a_part_of_those_named() -> None:
     with pytest.raises(ExperimentError, match="--part: found 0/2 with --clients"):
         chosen(["a", "b"], "a", "0/2")
+
+
+@pytest.mark.parametrize("clients", ["", ",", " , "])
+def test_nobody(clients: str) -> None:
+    with pytest.raises(ExperimentError, match="allowed: ids of the partition's 2 clients, such as a, separated"):
+        chosen(["a", "b"], clients, None)

@@ -16,7 +16,8 @@ import fedloom
 from fedloom.algorithms.base import Algorithm, ClientHalf, Group, Predictors, ServerHalf, Task, find
 from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.data.partition import partition
-from fedloom.errors import ExperimentError
+from fedloom.errors import DataError, ExperimentError
+from fedloom.evaluation import run_folder
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.summary import (
@@ -244,11 +245,29 @@ def in_process(
 
 
 def states_of(folder: RunFolder) -> str:
-    """Where the clients' states of a run are: in its folder, or where it is published."""
-    published = folder.read("published.json")
-    if published is None or folder.states.is_dir():
+    """Where the clients' states of a run are: in its folder, or where it is published.
+
+    Raises
+    ------
+    DataError
+        If ``published.json`` does not say where.
+    """
+    if folder.states.is_dir() or (published := _kept(folder, "published.json")) is None:
         return str(folder.states)
-    return f"{json.loads(published)['url']}/states"
+    if not isinstance(published.get("url"), str):
+        raise DataError(f"{folder.path / 'published.json'}: has no key 'url'")
+    return f"{published['url']}/states"
+
+
+def _kept(folder: RunFolder, name: str) -> dict[str, Any] | None:
+    """The object in a JSON file that the run wrote before; None without one.
+
+    Raises
+    ------
+    DataError
+        If the file is damaged.
+    """
+    return run_folder.RunFolder(folder.path).json(name) if (folder.path / name).exists() else None
 
 
 def welcome(these: Parts) -> str:
@@ -298,9 +317,8 @@ def loop(
         v = evaluation.records["descriptor"]
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
         if keep_descriptors:
-            before = folder.read("descriptors.json")
             document = descriptor_document(
-                None if before is None else json.loads(before),
+                _kept(folder, "descriptors.json"),
                 evaluation.round,
                 correlation,
                 v=v,
@@ -334,9 +352,8 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
     uncertainty = evaluation.uncertainty[:, p]
     if not bool(uncertainty[:, INFORMATION].any()):
         return
-    before = folder.read("uncertainty.json")
     document = client_document(
-        None if before is None else json.loads(before),
+        _kept(folder, "uncertainty.json"),
         evaluation.round,
         clients=evaluation.clients,
         seen=evaluation.seen,

@@ -17,7 +17,7 @@ import typer
 from fedloom.cli import compose, reading
 from fedloom.cli.serving import serving, staffed
 from fedloom.cli.stopping import Stopping
-from fedloom.cli.taking_up import check_folder, check_partition
+from fedloom.cli.taking_up import check_folder, check_partition, check_states
 from fedloom.cli.watch import Observers, Watch, logged_to, results
 from fedloom.cli.workers import Workers
 from fedloom.errors import DataError, ExperimentError, FedloomError
@@ -28,6 +28,7 @@ from fedloom.federation.journal import Journal, Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
 from fedloom.storage import Store, is_url, open_store
+from fedloom.storage.folder import storing
 
 log = logging.getLogger("fedloom.run")
 
@@ -106,6 +107,16 @@ def conduct(order: Order) -> None:
         dataset = compose.given(e, order.partition, verify=order.listen is None)
     these = compose.parts(e, dataset.manifest)
     url = _published_at(order, e, folder)
+    stateful = these.client_half().stateful
+
+    def check(found: RunFolder, where: str | None = None) -> None:
+        """Whether the run in a folder is one that this may go on with."""
+        if check_folder(found, e, order.resume, where):
+            check_partition(found, dataset)
+            if stateful:
+                check_states(found, url)
+
+    check(folder)
     store = None if url is None else _place(url, order.resume)
     incarnation = uuid.uuid4().hex
     with ExitStack() as held, Watch(e.federation.rounds, choosing=order.choosing) as watch:
@@ -114,9 +125,7 @@ def conduct(order: Order) -> None:
             published = Published(folder, store, incarnation)
             if order.resume:
                 held.enter_context(folder.held())
-                published.take_up()
-                resume = check_folder(folder, e, resume=True)
-        check_partition(folder, dataset)
+                resume = published.take_up(partial(check, where=url)) or resume
 
         def prepare() -> None:
             """Make the run's folder, once nothing but the work itself can fail."""
@@ -128,6 +137,8 @@ def conduct(order: Order) -> None:
             folder.write_json("environment.json", compose.fingerprint(e))
             if url is not None:
                 folder.write_json("published.json", {"url": url})
+            else:  # it may have been published before
+                _remove(folder, "published.json")
 
         stopping = Stopping(watch.say)
         watch.say(
@@ -150,8 +161,7 @@ def conduct(order: Order) -> None:
                 if order.listen is None:
                     workers = partial(Workers, e.runtime, where, compose.states_of(folder), folder.logs)
                 else:
-                    stateful = url is not None and these.client_half().stateful
-                    kept = f" --states {compose.states_of(folder)}" if stateful else ""
+                    kept = f" --states {compose.states_of(folder)}" if stateful and url is not None else ""
                     watch.say(f"waiting for: fedloom worker --aggregator {at.address} --partition {where}{kept}")
                 hands = staffed(at, these, workers, stopping, order.wait_s, order.orphan_after_s)
             with _logs_kept(published), stopping.signals(), hands:
@@ -167,10 +177,12 @@ def conduct(order: Order) -> None:
                 gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
                 log.info("ready to train after %.2f s", time.perf_counter() - started)
                 final = loop.run()
+            _remove(folder, "report.html")  # beside a summary, a report is of the same end
             summary = compose.conclude(these, loop, final, before + time.perf_counter() - started)
             _report(folder, watch.say)
             if published is not None:
                 published.finish()
+                folder.write_json("published.json", {"url": url, "finished": True})
     if order.table:
         from rich.console import Console
 
@@ -236,10 +248,16 @@ def _existing(path: Path) -> RunFolder:
     return RunFolder(path)
 
 
+def _remove(folder: RunFolder, name: str) -> None:
+    path = folder.path / name
+    with storing(path, "removed"):
+        path.unlink(missing_ok=True)
+
+
 def _report(folder: RunFolder, say: Callable[[str], None]) -> None:
+    from fedloom.evaluation.report import write_report
+
     try:
-        from fedloom.evaluation.report import write_report
-    except ImportError as error:
-        say(f"no report: {error.name} is not installed (pip install 'fedloom[report]')")
-        return
-    write_report(folder.path)
+        write_report(folder.path)
+    except ExperimentError as error:  # what it needs is not installed, and the run is whole without
+        say(f"no report: {error}")

@@ -90,7 +90,9 @@ def aggregator(
     replay: ReplayRun = None,
     partition: Partition = None,
     publish: Publish = None,
-    wait: Annotated[float, typer.Option(help="Seconds until workers must serve every client.", metavar="S")] = 600.0,
+    wait: Annotated[
+        float, typer.Option(help="Seconds until workers must serve every client.", min=0, metavar="S")
+    ] = 600.0,
     orphan_after: Annotated[
         float | None,
         typer.Option(help="Stop (code 8) once nobody has watched the run for so long.", min=0.1, metavar="S"),
@@ -101,7 +103,9 @@ def aggregator(
 ) -> None:
     """Run an experiment's rounds with workers that connect (`fedloom worker`)."""
     from fedloom.cli.conduct import Order, conduct
+    from fedloom.transport.address import split_address
 
+    split_address(listen, what="--listen", lowest=0)
     conduct(
         Order(
             experiment,

@@ -32,6 +32,9 @@ def serving(these: Parts, listen: str, incarnation: str, grace_s: float) -> Iter
 
     A run that was interrupted has not ended: whoever watches sees the connection break.
 
+    Workers are told that the run is over once the block has ended well. What fails before that, even after the last
+    round, is tried again by an aggregator that is started again, and it needs them to measure once more.
+
     Parameters
     ----------
     listen
@@ -61,6 +64,7 @@ def serving(these: Parts, listen: str, incarnation: str, grace_s: float) -> Iter
     address = server.start(listen)
     try:
         yield Serving(server, notices, address)
+        server.dismiss(finished=True)
         notices.tell("finished")
         notices.read_within(grace_s)
     except (InterruptedRun, KeyboardInterrupt):
@@ -83,6 +87,8 @@ def staffed(
     orphan_after_s: float | None,
 ) -> Iterator[None]:
     """Training, with workers: those of this run, or those that come.
+
+    The run's own leave at the end of the block; those that came stay until :func:`serving` ends, unless it failed.
 
     Parameters
     ----------
@@ -133,6 +139,7 @@ def staffed(
     finally:
         if own is not None:
             own.dismiss()
-        at.server.dismiss(finished)
+        if own is not None or not finished:
+            at.server.dismiss(finished)
         if own is not None:
             own.stop()

@@ -132,12 +132,19 @@ def _folder_name(parts: Sequence[str], settings: Sequence[str]) -> str:
 
 
 def finished(folder: Path, experiment: Experiment) -> bool:
-    """Whether a run has come to the end of its rounds."""
+    """Whether a run has come to the end of its rounds, and has its report, or is published as a whole."""
+    from importlib.util import find_spec
+
     from fedloom.evaluation.run_folder import RunFolder
 
     if not (folder / "summary.json").exists():
         return False
-    return bool(RunFolder.open(folder).json("summary.json")["rounds"] == experiment.federation.rounds)
+    run = RunFolder.open(folder)
+    if run.json("summary.json").get("rounds") != experiment.federation.rounds:
+        return False
+    if (folder / "published.json").exists():  # the report, too, is made before that
+        return bool(run.json("published.json").get("finished", False))
+    return (folder / "report.html").exists() or find_spec("matplotlib") is None
 
 
 def conclude(folder: Path) -> None:

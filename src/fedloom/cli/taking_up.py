@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedloom import experiment as experiments
+from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment
+from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 
 FREE_ON_RESUME = (
@@ -20,16 +22,22 @@ FREE_ON_RESUME = (
     ("federation", "attempts"),
     ("federation", "checkpoint_every_s"),
 )
-"""What may differ between a run and its resumption: none of it changes a number."""
+"""What may differ between a run and its resumption: none of it changes a number. Where clients keep states, these do
+not follow to another ``storage``: see :func:`check_states`."""
 
 
-def check_folder(folder: RunFolder, e: Experiment, resume: bool) -> bool:
+def check_folder(folder: RunFolder, e: Experiment, resume: bool, where: str | None = None) -> bool:
     """Whether there is a run to resume.
+
+    Parameters
+    ----------
+    where
+        The run's place as a person knows it; None: its folder.
 
     Raises
     ------
     ExperimentError
-        If the folder is taken and not to be resumed, or holds another experiment.
+        If the folder is taken and not to be resumed, or holds another experiment, or more rounds than are asked for.
     """
     before = folder.read("experiment.yaml")
     if before is None:
@@ -51,9 +59,16 @@ def check_folder(folder: RunFolder, e: Experiment, resume: bool) -> bool:
             tree.pop(path[-1], None)
     changed = list(_differences(old, new))
     if changed:
+        other = "folder with --out" if where is None else "place with --publish"
         raise ExperimentError(
-            f"--resume: {folder.path} holds another experiment:\n  " + "\n  ".join(changed[:10]),
-            hint="resume with the same settings, or choose another folder with --out",
+            f"--resume: {where or folder.path} holds another experiment:\n  " + "\n  ".join(changed[:10]),
+            hint=f"resume with the same settings, or choose another {other}",
+        )
+    done = max(Checkpoints(folder.checkpoints).rounds(), default=0)
+    if e.federation.rounds < done:
+        raise ExperimentError(
+            f"federation.rounds: found {e.federation.rounds} with --resume; allowed: at least {done}, which "
+            f"{where or folder.path} has done"
         )
     return True
 
@@ -75,6 +90,31 @@ def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
             f"--resume: the run was begun with partition {begun_with[:12]}, {dataset.folder} is now "
             f"{dataset.manifest.fingerprint[:12]}",
             hint="resume with the same FedLoom and data, or begin anew with --out",
+        )
+
+
+def check_states(folder: RunFolder, url: str | None) -> None:
+    """The states that clients keep stay where they are: nothing copies them to another place.
+
+    Parameters
+    ----------
+    url
+        Where the run is to be published; None: nowhere, and the clients' states are in its folder.
+
+    Raises
+    ------
+    ExperimentError
+        If the run has kept them elsewhere.
+    """
+    if not folder.states.is_dir() and not (folder.path / "journal.jsonl").exists():
+        return  # no round has counted, so none of them is needed
+    before = compose.states_of(folder)
+    now = str(folder.states) if url is None else f"{url}/states"
+    if before != now:
+        raise ExperimentError(
+            f"--resume: the run keeps its clients' states in {before}, found {now} to go on with; "
+            "allowed: where they are, because each client needs its own",
+            hint="resume with the same `storage` and --publish, or begin anew with --out",
         )
 
 

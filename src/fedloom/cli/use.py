@@ -37,11 +37,15 @@ def evaluate(
     from fedloom.cli.watch import results
 
     statistics = measured(run, checkpoint, partition).statistics
+    Console().print(results(statistics))  # first: what was measured is not lost with a file that cannot be written
     if out is not None:
+        from fedloom.errors import StorageError
         from fedloom.storage.folder import write_atomically
 
-        write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
-    Console().print(results(statistics))
+        try:
+            write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
+        except StorageError as error:
+            raise StorageError(str(error.args[0]), hint="choose another file with --out") from error
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,22 @@ def measured(run: Path, checkpoint: str = "last", partition: str | Path | None =
     ExperimentError
         If ``checkpoint`` is none of last, best and a number.
     DataError
-        If the folder is not that of a run, has no such checkpoint, or the partition is of another kind of data.
+        If the folder is not that of a run, has no such checkpoint, or the partition is of another kind of data,
+        incomplete or damaged.
     QuorumError
         If clients could not be measured.
     """
     import torch
 
+    from fedloom.errors import QuorumError
     from fedloom.evaluation.summary import groups
 
     these, loop, dataset = _restored(run, checkpoint, partition)
     evaluation = loop.evaluate()
+    if not evaluation.present.all():  # statistics of the others would be taken for those of all
+        missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
+        named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise QuorumError(f"{len(missing)} of {len(evaluation.clients)} clients could not be measured: {named}")
     if not these.task.same_clients:  # whatever their partition calls them, this training never saw them
         evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
     statistics = {
@@ -97,6 +107,7 @@ def personalize(
 
     from fedloom.algorithms.base import Group, Predictors
     from fedloom.cli import compose
+    from fedloom.cli.worker import chosen
     from fedloom.errors import ExperimentError
     from fedloom.evaluation.measure import nothing_measured
     from fedloom.messages import Message
@@ -106,7 +117,7 @@ def personalize(
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
     saved: list[str] = []
     these, loop, dataset = _restored(run, checkpoint, partition)
-    wanted = [c.strip() for c in clients.split(",")] if clients else [entry.id for entry in dataset.manifest.clients]
+    wanted = chosen([entry.id for entry in dataset.manifest.clients], clients, None)
     for client in wanted:
         dataset.manifest.entry(client)
     out.mkdir(parents=True)
@@ -200,6 +211,7 @@ def _restored(run: Path, which: str, partition: str | Path | None) -> tuple[Part
     from fedloom.federation.checkpoint import check_fits
     from fedloom.federation.folder import RunFolder
     from fedloom.federation.journal import Journal
+    from fedloom.storage import is_url
 
     if which not in ("last", "best") and not which.isdecimal():
         raise ExperimentError(f"--checkpoint: found {which!r}, allowed: last, best or a round")
@@ -216,6 +228,8 @@ def _restored(run: Path, which: str, partition: str | Path | None) -> tuple[Part
         found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
         if found != needed:
             raise DataError(f"{dataset.folder}: {what} is {found}, the run was trained with {needed}")
+    if partition is not None and not is_url(partition):  # a store's shards are checked as they come
+        dataset.verify()
     # The models have learned inputs as the training partition normalizes them.
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
     dataset = FederatedDataset(dataset.folder, manifest, dataset.source)

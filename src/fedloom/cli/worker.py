@@ -74,10 +74,12 @@ def worker(
     from fedloom.data.federated import FederatedDataset
     from fedloom.errors import DataError, ExperimentError, InterruptedRun
     from fedloom.storage import is_url
+    from fedloom.transport.address import split_address
     from fedloom.transport.worker import Identity, serve
 
     if device is Device.CPU and clients_at_once > 1:
         raise ExperimentError(f"--clients-at-once: found {clients_at_once} on cpu, allowed: 1")
+    split_address(aggregator, what="--aggregator", lowest=1)
     dataset = FederatedDataset.open(partition)
     everyone = [entry.id for entry in dataset.manifest.clients]
     served = chosen(everyone, clients, part)
@@ -134,14 +136,20 @@ def chosen(everyone: Sequence[str], clients: str | None, part: str | None) -> li
     Raises
     ------
     ExperimentError
-        If both are given, or ``part`` is none.
+        If both are given, ``part`` is none, or ``clients`` names nobody.
     """
     from fedloom.errors import ExperimentError
 
     if clients is not None:
         if part is not None:
             raise ExperimentError(f"--part: found {part} with --clients; allowed: one of them")
-        return [name.strip() for name in clients.split(",") if name.strip()]
+        named = [name.strip() for name in clients.split(",") if name.strip()]
+        if not named:
+            raise ExperimentError(
+                f"--clients: found {clients!r}; allowed: ids of the partition's {len(everyone)} clients, such as "
+                f"{everyone[0]}, separated by commas"
+            )
+        return named
     if part is None:
         return list(everyone)
     given = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)

@@ -84,7 +84,7 @@ def federate(
     if backend == "local":
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, _terminable(say, ""):
             path = Path(folder) / f"{experiment.name}.yaml"
-            # What it makes is handed on as files; at a store all federations would have one place, that of their folder.
+            # What it makes is handed on as files; at a store all federations would have one place, their folder's.
             here = experiment.model_copy(update={"storage": None})
             path.write_text(here.resolved_yaml(), encoding="utf-8")
             local.run(path, partition, out, deadline_s=cluster.deadline_s, say=say)

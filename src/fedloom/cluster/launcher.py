@@ -195,6 +195,7 @@ class Launcher:
         return found
 
     def _watch(self, follower: Follower) -> None:
+        ended: Manifest | None = None  # the workers' Job, once it has ended in a way that is no failure
         while True:
             jobs, version = self._api.select("Job", self._federation.selector)
             by_name = {job["metadata"]["name"]: job for job in jobs}
@@ -205,12 +206,14 @@ class Launcher:
                 if end.complete:
                     return
                 raise aggregator_failure(end, exits(pods, AGGREGATOR))
-            workers = self._present(by_name.get(f"{self._federation.name}-{WORKER}"), WORKER)
+            # A Job that has ended is removed after cluster.ttl_s, and the aggregator may take longer than that.
+            workers = ended or self._present(by_name.get(f"{self._federation.name}-{WORKER}"), WORKER)
             finished = follower.latest is not None and follower.latest.state == "finished"
-            if (end := end_of(workers)) and not finished:
-                failure = workers_failure(workers, end, exits(pods, WORKER))
+            if ended is None and (end := end_of(workers)):
+                failure = None if finished else workers_failure(workers, end, exits(pods, WORKER))
                 if failure is not None:
                     raise failure
+                ended = workers
             settled = self._check_pending(aggregator, workers, pods, follower)
             self._api.wait_for_change("Job", self._federation.selector, version, SETTLED_POLL_S if settled else POLL_S)
 

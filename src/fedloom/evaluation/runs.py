@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom import experiment
-from fedloom.errors import DataError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.run_folder import EXPERIMENT, RunFolder, is_masked
 
 GROUPS = ("seen", "unseen")
@@ -166,12 +166,13 @@ def read_run(folder: Path) -> Run:
     Raises
     ------
     DataError
-        If a file of it is missing or damaged.
-    ExperimentError
-        If its experiment cannot be read.
+        If a file of it is missing or damaged, the experiment's included.
     """
     files = RunFolder.open(folder)
-    e = experiment.load(folder / EXPERIMENT)
+    try:
+        e = experiment.load(folder / EXPERIMENT)
+    except ExperimentError as error:  # not what somebody asks for now, but a file of the run
+        raise DataError(str(error)) from error
     summary = files.json("summary.json")
     partition = files.json("partition.json")
     environment = files.json("environment.json")
@@ -201,7 +202,9 @@ def read_run(folder: Path) -> Run:
             wire_up=None if traffic["wire_up"] is None else int(traffic["wire_up"]),
             wire_down=None if traffic["wire_down"] is None else int(traffic["wire_down"]),
             duration_s=float(summary["duration_s"]),
-            results={p: _result(summary, history, clients, p, masked=masked, by_loss=by_loss) for p in predictors},
+            results={
+                p: _result(folder, summary, history, clients, p, masked=masked, by_loss=by_loss) for p in predictors
+            },
         )
     except KeyError as error:
         raise DataError(f"{folder}: a file of this run has no key {error}") from error
@@ -210,6 +213,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _result(
+    folder: Path,
     summary: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]],
     clients: Sequence[Mapping[str, str]],
@@ -221,6 +225,9 @@ def _result(
     method = summary["algorithm"]
     curve = tuple(_point(line, predictor, method, by_loss=by_loss) for line in history)
     best = summary["best"]
+    of_best = None if best is None else next((point for point in curve if point.round == best["round"]), None)
+    if best is not None and of_best is None:
+        raise DataError(f"{folder / 'metrics.jsonl'}: lacks round {best['round']}, the best of summary.json")
     costs = summary.get(method, {}).get("new_client", {}).get(predictor, {})
     column = f"{predictor}_{'loss' if by_loss else 'accuracy'}_{'masked' if masked else 'unmasked'}"
     tested: dict[str, dict[str, tuple[int, int]]] = {group: {} for group in GROUPS}
@@ -236,7 +243,7 @@ def _result(
         },
         clients=tested,
         curve=curve,
-        best=None if best is None else next(point for point in curve if point.round == best["round"]),
+        best=of_best,
         new_client=NewClient(*(costs.get(key) for key in NewClient._fields)),
     )
 

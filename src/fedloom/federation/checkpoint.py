@@ -63,13 +63,21 @@ class Checkpoints:
 
     Parameters
     ----------
+    before
+        Called in the background before each checkpoint is written, which it has to wait for.
     after
         Called in the background with each round that has become durable; the next checkpoint waits for it, and raises
         what it raised.
     """
 
-    def __init__(self, folder: Path, after: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        before: Callable[[], None] | None = None,
+        after: Callable[[int], None] | None = None,
+    ) -> None:
         self._folder = folder
+        self._before = before
         self._after = after
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -128,7 +136,7 @@ class Checkpoints:
         """
         rounds = self.rounds()
         if not rounds:
-            raise DataError(f"{self._folder}: no checkpoint", hint="start the run without --resume")
+            raise DataError(f"{self._folder}: no checkpoint", hint="restore them, or run anew, elsewhere with --out")
         if which == "last":
             return self._read(rounds[-1])
         if which == "best":
@@ -151,6 +159,8 @@ class Checkpoints:
         return self._folder / f"round-{round:06d}.safetensors"
 
     def _write(self, checkpoint: Checkpoint) -> None:
+        if self._before is not None:
+            self._before()
         write_atomically(self._path(checkpoint.round), checkpoint.encode())
         rounds = self.rounds()
         keep = {*rounds[-KEPT:], *([checkpoint.best.round] if checkpoint.best else [])}
@@ -165,15 +175,15 @@ class Checkpoints:
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {})["fedloom"])
+                if about["version"] != VERSION:
+                    raise DataError(f"{path}: checkpoint format {about['version']}, this FedLoom reads {VERSION}")
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
+                best = None if about["best"] is None else Best(*about["best"])
+                return Checkpoint(about["algorithm"], about["algorithm_version"], about["round"], best, state)
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
             raise DataError(
                 f"{path}: not a checkpoint ({error})", hint="remove the file to go on from the one before"
             ) from error
-        if about["version"] != VERSION:
-            raise DataError(f"{path}: checkpoint format {about['version']}, this FedLoom reads {VERSION}")
-        best = None if about["best"] is None else Best(*about["best"])
-        return Checkpoint(about["algorithm"], about["algorithm_version"], about["round"], best, state)
 
 
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:

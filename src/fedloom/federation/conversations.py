@@ -95,7 +95,8 @@ class Conversations:
     ) -> Iterator[tuple[int, Message | Lost]]:
         """Yield each row's answer as soon as it is there.
 
-        The same exchange asked again gives the same answer, without computing it again.
+        The same exchange asked again gives the same answer, without computing it again. Conversations of an earlier
+        attempt, or of the evaluation before, are closed: their end is not told to a worker that was away.
 
         Parameters
         ----------
@@ -109,6 +110,9 @@ class Conversations:
         MissingConversation
             Before any work, if rows have no conversation at this exchange: the earlier messages are needed first.
         """
+        if key not in self._open:
+            for earlier in [other for other in self._open if _moment(other) < _moment(key)]:
+                self.close(earlier)
         conversation = self._open.setdefault(key, {})
         missing = [
             row
@@ -261,6 +265,11 @@ class Conversations:
                 else tensor
             )
         return type(message)(**fields)
+
+
+def _moment(key: ConversationKey) -> tuple[int, bool, int]:
+    """Orders conversations by when they are held: a round is trained, in attempts, and then evaluated."""
+    return key.round, key.purpose != TRAIN, key.attempt
 
 
 def _ended() -> Conversation:

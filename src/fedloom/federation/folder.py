@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import PARTIAL, storing, write_atomically
 
 
@@ -83,25 +83,48 @@ class RunFolder:
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def read(self, name: str) -> str | None:
-        """Read a file; None if it is not there."""
+        """Read a file; None if it is not there.
+
+        Raises
+        ------
+        DataError
+            If it is no text.
+        """
         try:
             return (self.path / name).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path / name}: damaged, found bytes that are no UTF-8 ({error.reason})") from error
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append one object as a line."""
         with storing(self.path / name), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
+    def sync(self, *names: str) -> None:
+        """Wait until the disk has what was appended so far to these files, those of them that are there."""
+        for path in (*(self.path / name for name in names), self.path):  # the folder, for their names
+            with storing(path):
+                try:
+                    descriptor = os.open(path, os.O_RDONLY)
+                except FileNotFoundError:
+                    continue
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
     def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Replace a file of lines."""
         self.write(name, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """Read a file of lines; one cut short by a crash is skipped."""
+        """Read a file of objects, one a line; one cut short by a crash is skipped."""
         for line in (self.read(name) or "").splitlines():
             try:
-                yield json.loads(line)
+                found = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if isinstance(found, dict):
+                yield found

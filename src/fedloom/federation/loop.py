@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf
 from fedloom.data.federated import Manifest
-from fedloom.errors import InterruptedRun, QuorumError
+from fedloom.errors import DataError, InterruptedRun, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
+from fedloom.evaluation.summary import best as best_line
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.cohort import Attempting, Rules, TooFewReplies
@@ -107,7 +108,10 @@ class Loop:
         self.extra = extra
         self.replay = replay
         self.predictors = client_half.predictors
-        self.checkpoints = Checkpoints(folder.checkpoints, after=after)
+        # A checkpoint must not outlive, in a power cut, the lines that say how it came about.
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, before=lambda: folder.sync("journal.jsonl", "metrics.jsonl"), after=after
+        )
         self.journal = Journal(folder)
         self.best: Best | None = None
         self.round = 0
@@ -133,21 +137,42 @@ class Loop:
         Raises
         ------
         DataError
-            If the checkpoint is damaged or does not fit.
+            If the checkpoint is damaged or does not fit, the journal lacks rounds before it, or the run has come to its
+            end and there is no checkpoint.
         """
         if not self.checkpoints.rounds():
+            if self.folder.read("summary.json") is not None:
+                raise DataError(
+                    f"{self.folder.path / 'checkpoints'}: found none, of a run that has come to its end",
+                    hint="restore them, or run anew, elsewhere with --out",
+                )
             # Stopped before the first checkpoint: nothing was durable.
             self.journal.rewind(-1)
             self.folder.rewrite("metrics.jsonl", [])
             return
         checkpoint = self.checkpoints.load("last")
         check_fits(checkpoint, self.server.state(), self.algorithm.name, self.algorithm.version)
+        journal = Journal.read(self.folder)
+        found = [attempt.round for attempt in journal.counted() if attempt.round <= checkpoint.round]
+        if found != list(range(1, checkpoint.round + 1)):
+            whole = next((t for t, round in enumerate(found) if round != t + 1), len(found))
+            raise DataError(
+                f"{self.folder.path / 'journal.jsonl'}: found no round {whole + 1}, needed: all up to round "
+                f"{checkpoint.round}, of which the last checkpoint is",
+                hint=f"remove the checkpoints after round {whole} to go on from the one before",
+            )
         self.server.load(checkpoint.state)
         self.round, self.best = checkpoint.round, checkpoint.best
         self._durable = (self.round, self.best)
-        self.journal = Journal.read(self.folder)
+        self.journal = journal
         self.journal.rewind(self.round)
         kept = [line for line in self.folder.lines("metrics.jsonl") if line["round"] <= self.round]
+        # Killed after this round had been evaluated and before a checkpoint said that it is the best: with its line
+        # gone it is evaluated again, and found to be the best again.
+        highest = best_line(kept)
+        known = -1 if self.best is None else self.best.round
+        if highest is not None and known < self.round == highest["round"]:
+            kept = [line for line in kept if line["round"] < self.round]
         self.folder.rewrite("metrics.jsonl", kept)
 
     def run(self) -> Evaluation:
@@ -249,7 +274,9 @@ class Loop:
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
         """Which state each client starts from now, and which others a checkpoint that is kept would start from."""
-        kept = self.checkpoints.rounds()
+        kept = set(self.checkpoints.rounds())
+        if self._durable is not None:  # it may be on its way to the disk still
+            kept.add(self._durable[0])
 
         def versions(client: str) -> Versions:
             needed = (self.journal.version(client, round) for round in kept)

@@ -26,7 +26,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ log = logging.getLogger("fedloom.published")
 
 VERSION = 1
 SUMMARY = "summary.json"
+FIRST = ("experiment.yaml", "published.json")
+"""What has an experiment is a run; and before there are rounds in it, it says where their clients' states are."""
+
 OF_ITS_OWN = ("blobs", "published", "states")
 """Folders in the store that are no part of the finished run's folder."""
 
@@ -88,10 +91,16 @@ class Published:
         self._last: Record | None = None
         self._blobs: dict[str, str] = {}  # what is there, by sha256
 
-    def take_up(self) -> bool:
+    def take_up(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
         """Bring the files of the last publication into the run's folder.
 
         They take the place of those of the same names, and checkpoints that are not among them are removed.
+
+        Parameters
+        ----------
+        check
+            Looks at the published files, in a folder of their own, before any of this run's is touched; what it raises
+            leaves the run's folder as it was.
 
         Returns
         -------
@@ -108,7 +117,7 @@ class Published:
         record = self._latest()
         while record is not None:
             try:
-                self._fetch(record)
+                self._fetch(record, check)
             except Absent as error:
                 # Perhaps an aggregator that is still at work has published again, and removed what this record needs.
                 newer = self._latest()
@@ -225,23 +234,24 @@ class Published:
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
 
-    def _fetch(self, record: Record) -> None:
-        """Write a record's files over what the folder holds, once all of them are here."""
+    def _fetch(self, record: Record, check: Callable[[RunFolder], None]) -> None:
+        """Write a record's files over what the folder holds, once all of them are here and belong there."""
         with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
             staging = Path(temporary)
-            for blob in set(record.files.values()):
-                self._store.download(f"blobs/{blob}", staging / blob)
-                found = hashlib.sha256((staging / blob).read_bytes()).hexdigest()
+            for name, blob in record.files.items():
+                self._store.download(f"blobs/{blob}", staging / name)
+                found = hashlib.sha256((staging / name).read_bytes()).hexdigest()
                 if found != _digest(blob):
                     raise DataError(f"{self._store.url}/blobs/{blob}: damaged, found sha256 {found}")
+            check(RunFolder(staging))
             for name in self._needed():
                 if name.startswith("checkpoints/") and name not in record.files:
                     (self._folder.path / name).unlink()
-            for name, blob in record.files.items():
+            for name in sorted(record.files, key=lambda name: (name not in FIRST, name)):  # we may be killed half way
                 path = self._folder.path / name
                 with storing(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                copy_atomically(staging / blob, path)
+                copy_atomically(staging / name, path)
 
     def _sweep(self, record: Record) -> None:
         """Remove the blobs of this number and earlier ones that a record does not name."""

@@ -75,7 +75,7 @@ def s3_place(url: str | Path) -> S3Place | None:
     bucket, _, prefix = rest.partition("/")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
         raise ExperimentError(
-            f"found {text}; allowed: s3://BUCKET/PREFIX the bucket 3 to 63 lower-case letters, digits, '.' and '-'"
+            f"found {text}; allowed: s3://BUCKET/PREFIX, the bucket 3 to 63 lower-case letters, digits, '.' and '-'"
         )
     prefix = prefix.rstrip("/")
     try:

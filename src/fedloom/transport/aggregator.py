@@ -25,6 +25,7 @@ from fedloom.errors import ExperimentError, QuorumError
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
+from fedloom.transport.address import split_address
 from fedloom.transport.codec import (
     FRAME_BYTES,
     Refusal,
@@ -113,7 +114,7 @@ class Aggregator:
         Raises
         ------
         ExperimentError
-            If the port is taken or the address cannot be bound.
+            If it is no address, the port is taken or the address cannot be bound.
         """
         if self._thread is not None:
             raise RuntimeError("the aggregator has been started already")
@@ -273,6 +274,7 @@ class Aggregator:
             started.set_exception(error)
 
     async def _serve(self, address: str, started: Future[str]) -> None:
+        host, port = split_address(address, what="the address to serve on", lowest=0)
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         server = grpc.aio.server(options=SERVER_OPTIONS)
         # The frames are read and written as bytes: what is no frame ends its stream with our status, and what is
@@ -291,15 +293,14 @@ class Aggregator:
         state = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(state, server)
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        host, _, port = address.rpartition(":")
         try:
             bound = server.add_insecure_port(address)
         except RuntimeError:
             bound = 0
-        if not host or not port or bound == 0:
+        if bound == 0:
             await server.stop(None)
             raise ExperimentError(
-                f"cannot serve on {address}: port {port or '(none)'} is taken or the address is not of this machine",
+                f"cannot serve on {address}: port {port} is taken or the address is not of this machine",
                 hint="choose another one with --listen HOST:PORT (port 0: any free one)",
             )
         await server.start()

@@ -132,7 +132,7 @@ class _Request:
     incarnation: str
     key: ConversationKey
     envelope: wire.Envelope
-    assembler: Assembler
+    assembler: Assembler | None  # None: it is larger than we take, and was skipped
     expires: float | None  # on the monotonic clock
 
 
@@ -145,7 +145,7 @@ class _Finished:
     """The aggregator said goodbye."""
 
 
-_Event = Joined | _Request | _Close | _Finished | FedloomError
+_Event = Joined | _Request | _Close | _Finished | BaseException
 
 
 def serve(
@@ -178,6 +178,8 @@ def serve(
         If the aggregator does not let us in: protocol, package or algorithm version, or a name that is taken.
     AbandonedError
         If the aggregator is gone for ``reconnect_s`` seconds.
+    Exception
+        Whatever else ended the stream's thread, such as memory that is not there.
     """
     connection = _Connection(address, identity, reconnect_s)
     connection.start()
@@ -196,7 +198,7 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
         except queue.Empty:
             continue
         match event:
-            case FedloomError():
+            case BaseException():
                 raise event
             case _Finished():
                 return True
@@ -262,6 +264,8 @@ def _decode(session: Session, request: _Request) -> Message:
     cls = session.vocabulary.get(envelope.message)
     if cls is None:
         raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r}")
+    if request.assembler is None:
+        raise WireError(Refusal.SIZE, f"more than {REQUEST_BYTES} bytes; with more workers each is sent fewer rows")
     message = request.assembler.message(cls)
     for tensor_name, tensor in message.tensors().items():
         per_client = next(f.per_client for f in message.fields() if f.name == tensor_name)
@@ -378,6 +382,8 @@ class _Connection:
             asyncio.run(self._main())
         except asyncio.CancelledError:
             log.debug("left")
+        except BaseException as error:  # or the session's thread would wait for ever
+            self.events.put(error)
         finally:
             self._ready.set()
 
@@ -464,17 +470,20 @@ class _Connection:
 
     async def _read(self, call: Any) -> bool:
         """Take in frames until the stream ends; whether the run is over."""
-        arrivals: dict[int, tuple[_Request, Assembler]] = {}
+        arrivals: dict[int, _Request] = {}
         while True:
             for kind, part in read(wire.AggregatorFrame, await self._next(call)):
                 match kind:
                     case "begin":
                         arrivals[part.transfer] = self._begin(part)
                     case "chunk":
-                        _arrival(arrivals, part.transfer)[1].add(part)
+                        request = _arrival(arrivals, part.transfer)
+                        if request.assembler is not None:
+                            request.assembler.add(part)
                     case "end":
-                        request, assembler = _arrival(arrivals, part.transfer)
-                        assembler.end(part)
+                        request = _arrival(arrivals, part.transfer)
+                        if request.assembler is not None:
+                            request.assembler.end(part)
                         del arrivals[part.transfer]
                         self.events.put(request)
                     case "close":
@@ -490,19 +499,20 @@ class _Connection:
                     case other:
                         raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
 
-    def _begin(self, begin: wire.Begin) -> tuple[_Request, Assembler]:
+    def _begin(self, begin: wire.Begin) -> _Request:
         envelope = begin.envelope
         if len(envelope.rows) != len(envelope.clients):
             raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows and {len(envelope.clients)} clients")
         if envelope.states and len(envelope.states) != len(envelope.rows):
             raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows and {len(envelope.states)} client states")
-        assembler = Assembler(begin, read_specs(envelope), REQUEST_BYTES)
+        fits = begin.total_bytes <= REQUEST_BYTES
+        assembler = Assembler(begin, read_specs(envelope), REQUEST_BYTES) if fits else None
         expires = time.monotonic() + begin.remaining_s if begin.HasField("remaining_s") else None
         key = key_from_wire(envelope.conversation)
-        return _Request(envelope.incarnation, key, envelope, assembler, expires), assembler
+        return _Request(envelope.incarnation, key, envelope, assembler, expires)
 
 
-def _arrival(arrivals: dict[int, tuple[_Request, Assembler]], number: int) -> tuple[_Request, Assembler]:
+def _arrival(arrivals: dict[int, _Request], number: int) -> _Request:
     if number not in arrivals:
         raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}")
     return arrivals[number]

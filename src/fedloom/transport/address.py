@@ -1,0 +1,43 @@
+"""Addresses on the network, as ``--listen`` and ``--aggregator`` take them."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import IPv6Address
+
+from fedloom.errors import ExperimentError
+
+HIGHEST_PORT = 65535
+
+
+def split_address(text: str, *, what: str, lowest: int) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; an IPv6 address stands, and stays, in brackets.
+
+    gRPC takes a port above 65535 for another one, and dials a name without a port.
+
+    Parameters
+    ----------
+    what
+        What to call the address in errors.
+    lowest
+        The lowest port: 0, any free one, is only for an address to serve on.
+
+    Raises
+    ------
+    ExperimentError
+        If it is none.
+    """
+    found = re.fullmatch(r"([^\s:/\[\]]+|\[(?P<v6>[^\s/\[\]]+)\]):(?P<port>[0-9]{1,5})", text, re.ASCII)
+    if found is None or not lowest <= int(found["port"]) <= HIGHEST_PORT or not _is_v6(found["v6"]):
+        raise ExperimentError(
+            f"{what}: found {text}; allowed: HOST:PORT, port {lowest} to {HIGHEST_PORT}, an IPv6 address in brackets"
+        )
+    return found[1], int(found["port"])
+
+
+def _is_v6(text: str | None) -> bool:
+    """Whether what stands in brackets, if anything does, is an IPv6 address."""
+    try:
+        return text is None or bool(IPv6Address(text))
+    except ValueError:
+        return False

@@ -1,0 +1,138 @@
+"""What ``--resume`` goes on with where a run is published, and what it refuses before anything is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from s3_support import S3Server
+
+from fedloom.cli import sweep
+from fedloom.cli.run import run as command
+from fedloom.errors import DataError, ExitCode, ExperimentError
+from fedloom.experiment import load
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+METHODS = {
+    "fedavg": {"name": "fedavg", "local": {"epochs": 1, "batch_size": 16, "lr": 0.05}},
+    "pfedbayes": {"name": "pfedbayes", "steps": 2, "batch_size": 8},
+}
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a new bucket, for runs of this process."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{s3_server.new_bucket()}"
+
+
+@pytest.fixture
+def experiment(tiny_root: Path, tmp_path: Path) -> Any:
+    """Write a small experiment."""
+
+    def write(method: str, seed: int = 1) -> Path:
+        tree = {
+            "name": "tiny",
+            "seed": seed,
+            "data": {
+                "dataset": "tiny",
+                "root": str(tiny_root),
+                "partition": {"scheme": "iid", "clients": 6},
+            },
+            "model": {"name": "mlp", "hidden": [4]},
+            "algorithm": METHODS[method],
+            "federation": {"rounds": 1, "clients_per_round": 3, "checkpoint_every_s": 0},
+            "evaluation": {"every": 1, "cohort": 6},
+            "runtime": {"workers": 0},
+        }
+        path = tmp_path / f"{method}-{seed}.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return write
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_run_that_is_published_there_touches_nothing(bucket: str, experiment: Any, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    command(experiment("fedavg", 1), out=mine)
+    command(experiment("fedavg", 2), out=tmp_path / "other", publish=f"{bucket}/other")
+    before = files(mine)
+    with pytest.raises(ExperimentError) as refused:
+        command(experiment("fedavg", 1), out=mine, publish=f"{bucket}/other", resume=True)
+    assert f"{bucket}/other holds another experiment" in str(refused.value)
+    assert "seed: the run has 2, found 1" in str(refused.value)
+    assert files(mine) == before
+
+
+def test_another_partition_that_is_published_there_touches_nothing(
+    bucket: str, experiment: Any, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine"
+    command(experiment("fedavg"), out=mine, publish=f"{bucket}/other")
+    document = json.loads((mine / "partition.json").read_text())
+    document["clients"][0]["sha256"] = "0" * 64
+    (mine / "partition.json").write_text(json.dumps(document))
+    before = files(mine)
+    with pytest.raises(DataError, match="begun with partition"):
+        command(experiment("fedavg"), out=mine, publish=f"{bucket}/other", resume=True)
+    assert files(mine) == before
+
+
+def test_the_states_of_clients_stay_where_they_are(bucket: str, experiment: Any, tmp_path: Path) -> None:
+    path = experiment("pfedbayes")
+    more = ["federation.rounds=2"]
+    local, published = tmp_path / "local", tmp_path / "published"
+    command(path, out=local)
+    command(path, out=published, publish=f"{bucket}/one")
+    assert not (published / "states").exists()
+    for out, publish, before, now in (
+        (local, f"{bucket}/one", local / "states", f"{bucket}/one/states"),
+        (published, f"{bucket}/two", f"{bucket}/one/states", f"{bucket}/two/states"),
+        (published, None, f"{bucket}/one/states", published / "states"),
+    ):
+        held = files(out)
+        with pytest.raises(ExperimentError) as refused:
+            command(path, set_=more, out=out, publish=publish, resume=True)
+        assert refused.value.exit_code is ExitCode.EXPERIMENT
+        assert f"keeps its clients' states in {before}, found {now}" in str(refused.value)
+        assert files(out) == held
+    # Where they are, it goes on; and so it does elsewhere.
+    command(path, set_=more, out=local, resume=True)
+    command(path, set_=more, out=tmp_path / "elsewhere", publish=f"{bucket}/one", resume=True)
+    last = "checkpoints/round-000002.safetensors"
+    assert (tmp_path / "elsewhere" / last).read_bytes() == (local / last).read_bytes()
+
+
+def test_a_run_without_states_may_be_published_elsewhere(bucket: str, experiment: Any, tmp_path: Path) -> None:
+    path = experiment("fedavg")
+    command(path, out=tmp_path / "run", publish=f"{bucket}/one")
+    command(path, set_=["federation.rounds=2"], out=tmp_path / "run", publish=f"{bucket}/two", resume=True)
+    assert json.loads((tmp_path / "run" / "published.json").read_text())["url"] == f"{bucket}/two"
+    command(path, set_=["federation.rounds=3"], out=tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / "published.json").exists()
+
+
+def test_a_point_of_a_sweep_is_finished_once_it_is_reported_and_published(
+    bucket: str, experiment: Any, tmp_path: Path
+) -> None:
+    path = experiment("fedavg")
+    out = tmp_path / "run"
+    command(path, out=out)
+    assert sweep.finished(out, load(path))
+    (out / "report.html").unlink()  # as if killed before it was there
+    assert not sweep.finished(out, load(path))
+    command(path, out=out, publish=f"{bucket}/one", resume=True)
+    assert sweep.finished(out, load(path))
+    assert not sweep.finished(out, load(path, ["federation.rounds=2"]))
+    # As if killed before it was published: this is what stands there while the run goes.
+    (out / "published.json").write_text(json.dumps({"url": f"{bucket}/one"}))
+    assert not sweep.finished(out, load(path))

@@ -1,0 +1,69 @@
+"""``HOST:PORT``, as ``fedloom aggregator --listen`` and ``fedloom worker --aggregator`` take it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fedloom.cli.run import aggregator
+from fedloom.cli.worker import worker
+from fedloom.errors import ExperimentError
+from fedloom.transport.address import split_address
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("127.0.0.1:7733", "127.0.0.1", 7733),
+        ("0.0.0.0:1", "0.0.0.0", 1),
+        ("localhost:65535", "localhost", 65535),
+        ("fl-3_a.team-a.svc:7733", "fl-3_a.team-a.svc", 7733),
+        ("[::1]:7733", "[::1]", 7733),
+        ("[::]:07733", "[::]", 7733),
+        ("[fe80::1%eth0]:7733", "[fe80::1%eth0]", 7733),
+    ],
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert split_address(text, what="--listen", lowest=1) == (host, port)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "foo", "foo:", ":7733", "7733", "foo:bar", "foo:-1", "foo:65536", "127.0.0.1:99999", "foo:77330000",
+        "::1:7733", "[::1]", "[::1", "[foo]:7733", "[]:7733", "a b:7733", "http://foo:7733", "foo:7733/", "foo:٣",
+    ],
+)  # fmt: skip
+def test_what_is_no_address(text: str) -> None:
+    for lowest in (0, 1):
+        with pytest.raises(ExperimentError) as refused:
+            split_address(text, what="--listen", lowest=lowest)
+        assert str(refused.value).startswith(
+            f"--listen: found {text}; allowed: HOST:PORT, port {lowest} to 65535, an IPv6 address in brackets"
+        )
+
+
+def test_port_0_is_for_serving_alone() -> None:
+    assert split_address("127.0.0.1:0", what="--listen", lowest=0) == ("127.0.0.1", 0)
+    with pytest.raises(
+        ExperimentError, match=r"--aggregator: found 127\.0\.0\.1:0; allowed: HOST:PORT, port 1 to 65535"
+    ):
+        split_address("127.0.0.1:0", what="--aggregator", lowest=1)
+
+
+def test_the_commands_refuse_it_before_they_read_anything(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"--listen: found 127\.0\.0\.1:99999"):
+        aggregator(str(tmp_path / "nowhere.yaml"), listen="127.0.0.1:99999")
+    with pytest.raises(ExperimentError, match="--aggregator: found foo"):
+        worker("foo", str(tmp_path / "nowhere"))
+
+
+def test_nobody_waits_less_than_no_time() -> None:
+    app = typer.Typer()
+    app.command()(aggregator)
+    done = CliRunner().invoke(app, ["nowhere.yaml", "--wait", "-1"])
+    assert done.exit_code == 2
+    assert "--wait" in done.output

@@ -1,0 +1,77 @@
+"""What a run may go on from, and when it is finished: on folders as runs leave them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from run_folders import write_run
+
+from fedloom.cli import sweep
+from fedloom.cli.conduct import _report
+from fedloom.cli.taking_up import check_folder, check_states
+from fedloom.errors import ExitCode, ExperimentError
+from fedloom.experiment import load
+from fedloom.federation.folder import RunFolder
+
+EXPERIMENT = load(Path(__file__).parents[2] / "experiments" / "vowel.yaml", ["federation.rounds=400"])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(write_run(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("published", "url"), [(None, "s3://b/new"), ("s3://b/old", "s3://b/new"), ("s3://b/old", None)]
+)
+def test_states_have_one_place(run: RunFolder, published: str | None, url: str | None) -> None:
+    def place(url: str | None) -> str:
+        return str(run.states) if url is None else f"{url}/states"
+
+    if published is not None:
+        run.write_json("published.json", {"url": published})
+    check_states(run, published)
+    with pytest.raises(ExperimentError) as refused:
+        check_states(run, url)
+    assert refused.value.exit_code is ExitCode.EXPERIMENT
+    assert f"keeps its clients' states in {place(published)}, found {place(url)}" in str(refused.value)
+    (run.path / "journal.jsonl").unlink()  # as if killed before a round had counted
+    check_states(run, url)
+    run.states.mkdir()
+    with pytest.raises(ExperimentError):
+        check_states(run, "s3://b/new")
+
+
+def test_a_run_is_finished_when_all_of_it_is_there(run: RunFolder) -> None:
+    assert not sweep.finished(run.path, EXPERIMENT)  # without its report
+    run.write("report.html", "all that was found")
+    assert sweep.finished(run.path, EXPERIMENT)
+    run.write_json("published.json", {"url": "s3://bucket/run"})
+    assert not sweep.finished(run.path, EXPERIMENT)
+    run.write_json("published.json", {"url": "s3://bucket/run", "finished": True})
+    assert sweep.finished(run.path, EXPERIMENT)
+    summary = json.loads((run.path / "summary.json").read_text())
+    run.write_json("summary.json", {**summary, "rounds": 300})
+    assert not sweep.finished(run.path, EXPERIMENT)
+
+
+def test_a_run_without_the_packages_of_reports_is_whole(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    said: list[str] = []
+    _report(run, said.append)
+    assert said[0].startswith("no report: a report needs the package jinja2")
+    assert not (run.path / "report.html").exists()
+
+
+def test_a_run_does_not_go_back(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write("experiment.yaml", EXPERIMENT.resolved_yaml())
+    folder.checkpoints.mkdir()
+    (folder.checkpoints / "round-000400.safetensors").touch()
+    assert check_folder(folder, EXPERIMENT, resume=True)
+    fewer = EXPERIMENT.model_copy(update={"federation": EXPERIMENT.federation.model_copy(update={"rounds": 399})})
+    with pytest.raises(ExperimentError, match=r"federation\.rounds: found 399 with --resume; allowed: at least 400"):
+        check_folder(folder, fewer, resume=True)

@@ -1,0 +1,134 @@
+"""What a power cut or a kill leaves on the disk, and what --resume makes of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from federations import Federation, clients, federation, task
+from safetensors.torch import save_file
+
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.errors import DataError
+
+SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 3, "lr": 0.05}})
+
+
+def made(folder: Path, rounds: int = 3, checkpoint_every_s: float = 0.0) -> Federation:
+    return federation(
+        folder, FEDAVG, SETTINGS, task(), clients((4, 9, 6)), rounds=rounds, checkpoint_every_s=checkpoint_every_s
+    )
+
+
+def test_the_journal_is_on_the_disk_before_the_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per checkpoint, not per round."""
+    f = made(tmp_path, rounds=5, checkpoint_every_s=1e9)
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    f.run()  # checkpoints of round 0, and of round 5, which is both the best and the last
+    ours = [name for name in synced if name.endswith(".jsonl") or "round-" in name]
+    checkpoint = [i for i, name in enumerate(ours) if "round-" in name]
+    assert len(checkpoint) == 2
+    assert ours[checkpoint[0] + 1 : checkpoint[1]] == ["journal.jsonl", "metrics.jsonl"]
+    assert ours.count("journal.jsonl") == 1  # there was none at round 0
+
+
+@pytest.mark.parametrize(("missing", "first"), [([3], 3), ([2], 2), ([1, 2, 3], 1)])
+def test_a_journal_that_lacks_rounds_before_the_checkpoint_is_refused(
+    tmp_path: Path, missing: list[int], first: int
+) -> None:
+    whole = made(tmp_path / "whole")
+    whole.run()
+    made(tmp_path / "cut").run()
+    folder = made(tmp_path / "cut").loop.folder
+    folder.rewrite("journal.jsonl", [line for line in folder.lines("journal.jsonl") if line["round"] not in missing])
+    before = (tmp_path / "cut" / "journal.jsonl").read_bytes()
+    with pytest.raises(DataError, match=f"found no round {first}, needed: all up to round 3") as raised:
+        made(tmp_path / "cut").loop.resume()
+    assert f"remove the checkpoints after round {first - 1}" in str(raised.value.hint)
+    assert (tmp_path / "cut" / "journal.jsonl").read_bytes() == before
+    # What the hint says goes on to the same bits.
+    for path in folder.checkpoints.iterdir():
+        if int(path.stem.removeprefix("round-")) >= first:
+            path.unlink()
+    again = made(tmp_path / "cut")
+    again.loop.resume()
+    again.run()
+    last = "checkpoints/round-000003.safetensors"
+    assert (tmp_path / "cut" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+
+
+def test_a_best_round_stays_the_best_when_its_checkpoint_was_written_before_its_evaluation(tmp_path: Path) -> None:
+    """Stopped while the round was evaluated, resumed, and killed once the line of its evaluation was there."""
+    f = made(tmp_path, rounds=1)
+    f.loop._train_round()
+    f.loop._checkpoint()
+    f.loop._evaluate_and_note()
+    f.loop.checkpoints.close()
+    assert f.loop.checkpoints.load().best is None
+    lines = (tmp_path / "metrics.jsonl").read_bytes()
+    again = made(tmp_path, rounds=1)
+    again.loop.resume()
+    again.run()
+    assert again.loop.best == f.loop.best is not None
+    assert again.loop.checkpoints.load().best == f.loop.best
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines
+
+
+def test_a_best_round_that_is_known_is_not_evaluated_again(tmp_path: Path) -> None:
+    f = made(tmp_path, rounds=1)
+    f.run()
+    assert f.loop.best is not None
+    again = made(tmp_path, rounds=1)
+    again.loop.resume()
+    assert 1 in [line["round"] for line in again.loop.folder.lines("metrics.jsonl")]
+    again.loop.checkpoints.close()
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+    f = made(tmp_path)
+    f.run()
+    folder = f.loop.folder
+    folder.write("summary.json", "{}")  # as `fedloom run` ends
+    before = [(tmp_path / name).read_bytes() for name in ("journal.jsonl", "metrics.jsonl")]
+    for path in folder.checkpoints.iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match="found none, of a run that has come to its end"):
+        made(tmp_path).loop.resume()
+    assert [(tmp_path / name).read_bytes() for name in ("journal.jsonl", "metrics.jsonl")] == before
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
+    made(tmp_path).run()
+    (tmp_path / name).write_bytes(b"\xff" + (tmp_path / name).read_bytes())
+    with pytest.raises(DataError, match=rf"{name}: damaged, found bytes that are no UTF-8"):
+        made(tmp_path).loop.resume()
+
+
+def test_a_line_that_is_no_object_is_skipped(tmp_path: Path) -> None:
+    f = made(tmp_path)
+    f.run()
+    lines = list(f.loop.folder.lines("metrics.jsonl"))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('"x"\n3\n')
+    made(tmp_path).loop.resume()
+    assert list(f.loop.folder.lines("metrics.jsonl")) == lines
+
+
+@pytest.mark.parametrize("about", ["{}", "[]", '{"version": 1, "algorithm": "fedavg"}'])
+def test_a_checkpoint_that_says_too_little_of_itself_is_refused(tmp_path: Path, about: str) -> None:
+    f = made(tmp_path)
+    f.run()
+    last = sorted(f.loop.folder.checkpoints.iterdir())[-1]
+    save_file({"theta": torch.zeros(1)}, last, metadata={"fedloom": about})
+    with pytest.raises(DataError, match="not a checkpoint"):
+        made(tmp_path).loop.resume()

@@ -1,0 +1,131 @@
+"""``fedloom evaluate`` and ``personalize``: what is missing or damaged is never left out silently."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from federations import Silent
+
+from fedloom import experiment as experiments
+from fedloom.cli import compose
+from fedloom.cli.use import evaluate, measured, personalize
+from fedloom.data.partition import partition
+from fedloom.data.schemes import MeansScheme
+from fedloom.errors import DataError, ExperimentError, QuorumError, StorageError
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.loop import Loop
+
+MEANS = {"scheme": "means", "clients": 4, "dimension": 2, "train_per_client": 20, "test_per_client": 10}
+WGA = {"name": "wga", "batch_size": 4, "steps_per_round": 2}
+PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}}
+PFEDBAYES = {"name": "pfedbayes", "steps": 1, "samples": 1, "draws": 2}
+
+
+def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: dict[str, Any], rounds: int = 1) -> Loop:
+    """The loop of a run in ``folder/run``, as ``fedloom run`` puts it together."""
+    tree = {
+        "name": "small",
+        "data": {"root": str(folder / "data"), **data},
+        "model": model,
+        "algorithm": algorithm,
+        "federation": {"rounds": rounds, "clients_per_round": 3},
+        "evaluation": {"every": 1},
+        "runtime": {"workers": 0},
+    }
+    e = experiments.loads(yaml.safe_dump(tree))
+    dataset = compose.dealt(e)
+    these, run = compose.parts(e, dataset.manifest), RunFolder(folder / "run")
+    run.make(e.resolved_yaml())
+    run.write("partition.json", dataset.manifest.to_json())
+    return compose.loop(these, compose.in_process(these, dataset, run), run, Silent(), threading.Event())
+
+
+def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1) -> Loop:
+    data = folder / "data" / "datasets" / "vowel"
+    data.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
+    vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "unseen_fraction": 0.2}
+    return loop(folder, vowels, {"name": "mlp", "hidden": [4]}, algorithm, rounds)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    loop(folder, {"dataset": "gaussian", "partition": MEANS}, {"name": "quadratic"}, WGA).run()
+    return folder / "run"
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Path:
+    """Clients whom the run has never seen."""
+    scheme = MeansScheme.model_validate(MEANS)
+    return partition("gaussian", scheme, seed=9, unseen_fraction=0.0, validation_fraction=0.2, root=tmp_path / "data")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_damaged_partition_is_refused_before_anything_is_written(
+    run: Path, others: Path, tmp_path: Path, damage: str
+) -> None:
+    evaluate(run, partition=str(others), out=tmp_path / "whole.json")
+    assert json.loads((tmp_path / "whole.json").read_text())["unseen"]["clients"] == 4
+    shard = sorted((others / "shards").iterdir())[2]
+    if damage == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(DataError, match=shard.name):
+        evaluate(run, partition=str(others), out=tmp_path / "ev.json")
+    with pytest.raises(DataError, match=shard.name):
+        personalize(run, tmp_path / "models", partition=str(others))
+    assert not (tmp_path / "ev.json").exists()
+    assert not (tmp_path / "models").exists()
+
+
+def test_clients_who_cannot_be_measured_are_no_smaller_group(tmp_path: Path) -> None:
+    trained = on_vowels(tmp_path, PFEDBAYES)
+    trained.run()
+    run = trained.folder.path
+    assert measured(run).statistics["seen"]["clients"] == 12
+    shutil.rmtree(run / "states")
+    with pytest.raises(QuorumError, match=r"^3 of 15 clients could not be measured: [^,]+, [^,]+, [^,]+$"):
+        evaluate(run, out=tmp_path / "ev.json")
+    assert not (tmp_path / "ev.json").exists()
+    shutil.rmtree(run / "states", ignore_errors=True)
+    for content, message in (("{", "is not JSON"), ("{}", "has no key 'url'")):
+        (run / "published.json").write_text(content)
+        with pytest.raises(DataError, match=rf"published\.json: {message}"):
+            evaluate(run)
+
+
+def test_the_table_is_shown_even_if_its_file_cannot_be_written(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(StorageError, match="nope") as caught:
+        evaluate(run, out=tmp_path / "nope" / "x.json")
+    assert caught.value.hint == "choose another file with --out"
+    assert "seen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("clients", [",", "", " , "])
+def test_nobody_is_not_everybody(run: Path, tmp_path: Path, clients: str) -> None:
+    with pytest.raises(
+        ExperimentError, match=r"--clients: found .*; allowed: ids of the partition's 4 clients, such as "
+    ):
+        personalize(run, tmp_path / "models", clients=clients)
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize(("file", "algorithm"), [("descriptors.json", PEFLL), ("uncertainty.json", PFEDBAYES)])
+def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path: Path, file: str, algorithm: dict[str, Any]) -> None:
+    on_vowels(tmp_path, algorithm).run()
+    (tmp_path / "run" / file).write_text('{"round": [')
+    resumed = on_vowels(tmp_path, algorithm, rounds=2)
+    resumed.resume()
+    with pytest.raises(DataError, match=rf"{file}: is not JSON"):
+        resumed.run()
