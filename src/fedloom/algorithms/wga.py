@@ -180,9 +180,10 @@ class WGASettings(Settings):
             schedule = getattr(self, name)
             if schedule == ():
                 raise ValueError(f"{name}: found an empty list; allowed: at least one number")
-            needed = "bias, noise, horizon" if name == "beta" else "bias, noise"
-            if schedule == "optimal" and (self.known is None or (name == "beta" and self.known.horizon is None)):
-                raise ValueError(f"{name}: found optimal without known; allowed: known: {{{needed}}}")
+            if schedule == "optimal" and self.known is None:
+                raise ValueError(f"{name}: found optimal without known; allowed: known: {{bias, noise, horizon}}")
+        if self.beta == "optimal" and self.known is not None and self.known.horizon is None:
+            raise ValueError("beta: found optimal without known.horizon; allowed: T, exchanges in the whole run")
         if self.user is not None and self.users == "all":
             raise ValueError(f"user: found {self.user!r} with users: all; allowed: null, or users: one")
         if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
@@ -243,6 +244,7 @@ class WGAServer(ServerHalf):
         self._state = {"theta": start.repeat(len(users), 1)}
         if settings.rule == "bc":
             self._state["bias"] = torch.zeros_like(self._state["theta"])
+        if settings.rule == "bc" and settings.beta == "harmonic":
             self._state["observed"] = torch.zeros(len(users), dtype=torch.int64)
         if settings.optimizer != "sgd":
             self._state["first"] = torch.zeros_like(self._state["theta"])
@@ -254,7 +256,7 @@ class WGAServer(ServerHalf):
             self._state["variances"] = torch.zeros(len(task.roster), 2, dtype=torch.float64)
 
     def state(self) -> dict[str, Tensor]:
-        """θ ``[users, d]``, c and how often it was updated, moments, and what is known of the helpers' variances."""
+        """θ and c ``[users, d]``, how often c was updated, moments, and what is known of the helpers' variances."""
         return self._state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -334,11 +336,7 @@ class WGAServer(ServerHalf):
             return
         helpers = replies.mean(replies.gradient[:, j], weights)
         number = 1 / float(weights.square().sum())  # N, if they count alike
-        beta = 0.0
-        if s.rule == "bc":
-            seen = int(new["observed"][row])
-            beta = s.beta_at(seen if s.beta == "harmonic" else t, number)
-            new["observed"][row] = seen + 1
+        beta = self._beta(new, row, t, number) if s.rule == "bc" else 0.0
         alpha = s.alpha_at(t, number, beta)
         bias: Tensor | float = 0.0
         if s.rule == "bc":
@@ -349,6 +347,13 @@ class WGAServer(ServerHalf):
             spread = (s.oracle_variance / number / bias.numel()) ** 0.5
             bias = bias + spread * torch.randn(bias.shape, generator=noise, dtype=torch.float64).to(bias)
         self._step(new, row, weighted_gradient(own, helpers, alpha, bias))
+
+    def _beta(self, new: dict[str, Tensor], row: int, t: int, helpers: float) -> float:
+        """β of this exchange; a harmonic one counts the updates of this user's own c, and this is one."""
+        if self.settings.beta == "harmonic":
+            t = int(new["observed"][row])
+            new["observed"][row] += 1
+        return self.settings.beta_at(t, helpers)
 
     def _step(self, new: dict[str, Tensor], row: int, g: Tensor) -> None:
         """θ ← θ - η g, or what the optimizer makes of g (Adam: Kingma, Ba, ICLR 2015, β = (0.9, 0.999), ε = 1e-8)."""
