@@ -14,10 +14,11 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,7 +111,7 @@ def serving(folder: Path) -> Iterator[S3Server]:
         data = folder / f"data-{attempt}"
         data.mkdir()
         log = folder / f"weed-{attempt}.log"
-        master, volume, filer, admin, s3 = _free_ports(5)
+        ports = master, volume, filer, admin, s3 = _free_ports(5)
         command = [
             program, "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false",
             f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-admin.port={admin}",
@@ -135,6 +136,7 @@ def serving(folder: Path) -> Iterator[S3Server]:
         finally:
             process.kill()  # nobody wants its data; going in good order takes it seconds
             process.wait()
+            _remove_sockets({*ports, *(port + 10000 for port in ports)})
     raise RuntimeError(f"weed did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
@@ -162,6 +164,13 @@ def _free_ports(count: int) -> list[int]:
         if _is_free(port) and _is_free(port + 10000):
             found.append(port)
     return found
+
+
+def _remove_sockets(ports: Set[int]) -> None:
+    """Remove the sockets that weed, when it is killed, leaves among the temporary files, named by its ports."""
+    for path in Path(tempfile.gettempdir()).glob("seaweedfs-*.sock"):
+        if int(path.stem.rpartition("-")[2]) in ports:
+            path.unlink(missing_ok=True)
 
 
 def _is_free(port: int) -> bool:
