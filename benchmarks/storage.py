@@ -28,7 +28,7 @@ from common import MIB, ROOT, describe, machine, table, write_json
 
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.published import Published
-from fedloom.federation.states import StoredStates, Version
+from fedloom.federation.states import StoredStates, Version, Versions
 from fedloom.storage import Store, open_store
 from fedloom.storage.s3 import S3Store
 
@@ -108,7 +108,7 @@ def states(store: Store, clients: int = 20, rounds: int = 4) -> float:
                 client, before = f"client-{i:04d}", Version(t - 1, 1, 0, i)
                 if t > 1:
                     kept.load(client, before)
-                    kept.forget(client, before, [])
+                    kept.forget(client, Versions(before))
                 kept.save(client, Version(t, 1, 0, i), tensors)
 
     return seconds(conversation) / clients / rounds * 1e3

@@ -132,9 +132,9 @@ class Federation:
         return list(RunFolder(self.tmp / name).lines("metrics.jsonl"))
 
     def attempts(self, name: str) -> list[Attempt]:
-        """The journal without times."""
+        """The journal without times and lives."""
         attempts = Journal.read(RunFolder(self.tmp / name)).attempts
-        return [dataclasses.replace(attempt, seconds=0.0, phases={}) for attempt in attempts]
+        return [dataclasses.replace(attempt, seconds=0.0, phases={}, life=0) for attempt in attempts]
 
     def exchanges(self, round: int = 2) -> list[Exchange]:
         """The exchanges of an undisturbed training round, found by running it."""

@@ -143,9 +143,9 @@ def test_a_client_whose_answer_was_stored_and_then_lost_starts_from_before(tmp_p
     journal = f.loop.journal
     journal.attempts[1].conversations[0].lost.append(Loss(1, "c1", 1, "late"))
     again = Journal(f.loop.folder, journal.attempts)
-    assert again.version("c1", 2) == Version(1, 1, 0, 1)
-    assert again.version("c0", 2) == Version(2, 1, 0, 0)
-    assert (tmp_path / "states" / "c1" / "2-1-0-1.safetensors").exists()
+    assert again.version("c1", 2) == Version(1, 1, 0, 1, journal.life)
+    assert again.version("c0", 2) == Version(2, 1, 0, 0, journal.life)
+    assert list((tmp_path / "states" / "c1").glob("2-1-0-1-*.safetensors"))
 
 
 def test_old_versions_go_and_those_of_kept_checkpoints_stay(tmp_path: Path) -> None:
@@ -207,16 +207,62 @@ def test_a_damaged_state_loses_its_client_and_nobody_else(tmp_path: Path) -> Non
 def test_the_journal_names_versions_by_round_and_forgets_what_is_rewound(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=0)
     journal = Journal(f.loop.folder)
+    life = journal.life
     assert journal.version("a", 10) is None
     for t, done in ((1, "done"), (2, "failed"), (3, "done")):
         journal.append(Attempt(t, 1, done, [ConversationRecord(["a", "b", "a"], [Loss(0, "a", 1, "late")])]))
     assert [journal.version("a", t) for t in range(4)] == [
-        None, Version(1, 1, 0, 2), Version(1, 1, 0, 2), Version(3, 1, 0, 2),
+        None, Version(1, 1, 0, 2, life), Version(1, 1, 0, 2, life), Version(3, 1, 0, 2, life),
     ]  # fmt: skip
     journal.rewind(2)
-    assert journal.version("a", 3) == Version(1, 1, 0, 2)
-    assert journal.version("b", 3) == Version(1, 1, 0, 1)
-    assert Journal.read(f.loop.folder).version("b", 3) == Version(1, 1, 0, 1)
+    assert journal.version("a", 3) == Version(1, 1, 0, 2, life)
+    assert journal.version("b", 3) == Version(1, 1, 0, 1, life)
+    again = Journal.read(f.loop.folder)
+    assert again.version("b", 3) == Version(1, 1, 0, 1, life)
+    assert again.life > life
+
+
+def test_a_life_is_later_than_those_in_the_journal_whatever_the_clock_says(tmp_path: Path) -> None:
+    f = made(tmp_path, rounds=0)
+    assert Journal(f.loop.folder, [Attempt(1, 1, life=2**60), Attempt(2, 1, life=5)]).life == 2**60 + 1
+
+
+def test_an_aggregator_that_is_thought_dead_does_no_harm_to_its_successor(tmp_path: Path) -> None:
+    """It goes on with rounds that the successor holds, too; the successor's states stay what they are."""
+    old = made(tmp_path, rounds=6)
+    for _ in range(2):
+        old.loop._train_round()
+    old.loop._checkpoint()
+    old.loop.checkpoints.wait()
+    new = made(tmp_path, rounds=6)
+    new.loop.resume()
+    new.loop.journal.life = old.loop.journal.life + 1  # both may have started in one millisecond
+    new.loop._train_round()
+    for _ in range(3):
+        old.loop._train_round()
+    for _ in range(2):
+        new.loop._train_round()
+    assert new.loop.server.said == {t: [bits(*range(1, t))] * 3 for t in (3, 4, 5)}
+    lives = {int(path.stem.split("-")[-1]) for path in (tmp_path / "states" / "c0").glob("[345]-*")}
+    assert new.loop.journal.life in lives
+
+
+@pytest.mark.parametrize(
+    ("version", "gone"),
+    [
+        (Version(4, 1, 0, 0, 7), True),  # gone on from
+        (Version(5, 1, 0, 0, 7), False),  # the start
+        (Version(6, 1, 0, 0, 7), False),  # of an attempt under way
+        (Version(2, 1, 0, 0, 6), False),  # a checkpoint's
+        (Version(2, 1, 0, 0, 7), True),
+        (Version(9, 1, 0, 0, 6), True),  # kept by an earlier life after its last checkpoint
+        (Version(1, 1, 0, 0, 8), False),  # a later life's
+    ],
+)
+def test_what_is_superseded(version: Version, gone: bool) -> None:
+    versions = Versions(Version(5, 1, 0, 0, 7), frozenset({Version(2, 1, 0, 0, 6)}), 7)
+    assert versions.superseded(version) is gone
+    assert not dataclasses.replace(versions, start=None).superseded(version)
 
 
 def test_a_store_of_states(store: Store) -> None:
@@ -230,11 +276,11 @@ def test_a_store_of_states(store: Store) -> None:
     assert found["n"].dtype == torch.bool
     assert folder.load("c", Version(3, 1, 0, 0)) is None
     assert folder.load("nobody", versions[0]) is None
-    folder.forget("c", versions[2], [versions[0]])
+    folder.forget("c", Versions(versions[2], frozenset(versions[:1])))
     assert [folder.load("c", version) is not None for version in versions] == [True, False, True]
-    folder.forget("nobody", versions[2], [])
+    folder.forget("nobody", Versions(versions[2]))
     folder.save("c2", versions[0], {})
-    folder.forget("c", Version(99, 1, 0, 0), [versions[0]])
+    folder.forget("c", Versions(Version(99, 1, 0, 0), frozenset(versions[:1])))
     assert [entry.name for entry in store.entries()] == [
         f"c/{versions[0]}.safetensors",
         f"c2/{versions[0]}.safetensors",
@@ -281,7 +327,7 @@ class Failing(FolderStore):
     [
         Versions(None),
         Versions(Version(3, 2, 1, 0)),
-        Versions(Version(9, 1, 0, 4), frozenset({Version(0, 0, 0, 0), Version(5, 1, 0, 4)})),
+        Versions(Version(9, 1, 0, 4), frozenset({Version(0, 0, 0, 0), Version(5, 1, 0, 4, 2**41)}), 2**41 + 1),
     ],
 )
 def test_versions_travel(versions: Versions) -> None:

@@ -24,12 +24,13 @@ TRAIN = "train"
 
 @dataclass(eq=False)
 class _Open:
-    """One coroutine, the rows it serves, and its last answers."""
+    """One coroutine, the rows it serves, and its last answers; ``life`` is that of the aggregator that opened it."""
 
     key: ConversationKey
     rows: tuple[int, ...]
     group: Group
     coroutine: Conversation
+    life: int = 0
     exchange: int = -1
     answers: list[Message | Lost] = field(default_factory=list)
 
@@ -172,7 +173,8 @@ class Conversations:
                 may_keep=key.purpose == TRAIN and self._half.stateful,
             )
             opening = _message_to(message.select([position[row] for row in rows]), self._device)
-            opened = _Open(key, rows, group, self._half.open(group, opening))
+            life = versions[0].life if versions else 0
+            opened = _Open(key, rows, group, self._half.open(group, opening), life)
             self._step(opened, 0, lambda: next(opened.coroutine))
             if key.purpose == TRAIN:
                 for client, version in zip(clients, versions, strict=False):
@@ -181,7 +183,8 @@ class Conversations:
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
             _log.exception("conversation %s, clients %s: cannot be opened", key, ", ".join(clients))
-            opened = _Open(key, rows, Group([], keyed), _ended(), 0, [Lost(_line(error))] * len(rows))
+            answers: list[Message | Lost] = [Lost(_line(error))] * len(rows)
+            opened = _Open(key, rows, Group([], keyed), _ended(), exchange=0, answers=answers)
         for row in rows:
             conversation[row] = opened
 
@@ -207,7 +210,7 @@ class Conversations:
 
     def _forget(self, client: str, versions: Versions) -> None:
         if self._states is not None and versions.start is not None:
-            self._states.forget(client, versions.start, versions.needed)
+            self._states.forget(client, versions)
 
     def _store(self, opened: _Open) -> None:
         """Store what the group's clients keep, before the answer that it belongs to leaves."""
@@ -215,7 +218,7 @@ class Conversations:
         for i, tensors in kept.items():
             assert self._states is not None
             row, key = opened.rows[i], opened.key
-            version = Version(key.round, key.attempt, key.conversation, row)
+            version = Version(key.round, key.attempt, key.conversation, row, opened.life)
             self._states.save(opened.group.clients[i].id, version, tensors)
 
     def _advance(self, opened: _Open, exchange: int, message: Message, position: Mapping[int, int]) -> None:

@@ -8,6 +8,7 @@ faults included.
 from __future__ import annotations
 
 import json
+import time
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,7 +46,8 @@ class Attempt:
 
     ``outcome`` is ``done``, ``evaluated``, or why the attempt failed.
     ``phases`` are seconds by message sent, and ``server`` for the rest; ``steps`` are local SGD steps. ``payload_*``
-    are tensor bytes as the papers count them, ``wire_*`` bytes measured; None in process.
+    are tensor bytes as the papers count them, ``wire_*`` bytes measured; None in process. ``life`` is that of the
+    aggregator that made it (:class:`Journal`).
     """
 
     round: int
@@ -60,17 +62,27 @@ class Attempt:
     wire_up: int | None = None
     wire_down: int | None = None
     refused: dict[str, int] = field(default_factory=dict)
+    life: int = 0
 
 
 class Journal:
-    """The journal of a run, appended as rounds end."""
+    """The journal of a run, appended as rounds end.
+
+    Attributes
+    ----------
+    life
+        Of the aggregator that appends to it: ms since 1970 at its start, and more than any life in the journal. Client
+        states are named by it, so that two aggregators that held the same round never mean one file.
+    """
 
     def __init__(self, folder: RunFolder, attempts: Iterable[Attempt] = ()) -> None:
         self._folder = folder
+        self.life = time.time_ns() // 1_000_000
         self.attempts: list[Attempt] = []
         self._kept: dict[str, list[Version]] = {}
         for attempt in attempts:
             self._note(attempt)
+            self.life = max(self.life, attempt.life + 1)
 
     def _note(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
@@ -80,7 +92,7 @@ class Journal:
             lost = {loss.row for loss in conversation.lost}
             for row, client in enumerate(conversation.clients):
                 if row not in lost:
-                    version = Version(attempt.round, attempt.attempt, number, row)
+                    version = Version(attempt.round, attempt.attempt, number, row, attempt.life)
                     self._kept.setdefault(client, []).append(version)
 
     def version(self, client: str, round: int) -> Version | None:
@@ -90,7 +102,8 @@ class Journal:
         return kept[at - 1] if at else None
 
     def append(self, attempt: Attempt) -> None:
-        """Write an attempt down."""
+        """Write an attempt down, as one of this life."""
+        attempt.life = self.life
         self._note(attempt)
         self._folder.append("journal.jsonl", asdict(attempt))
 

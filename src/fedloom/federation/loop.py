@@ -280,7 +280,8 @@ class Loop:
 
         def versions(client: str) -> Versions:
             needed = (self.journal.version(client, round) for round in kept)
-            return Versions(self.journal.version(client, self.round), frozenset(v for v in needed if v is not None))
+            start = self.journal.version(client, self.round)
+            return Versions(start, frozenset(v for v in needed if v is not None), self.journal.life)
 
         return tuple(versions(client) for client in clients)
 

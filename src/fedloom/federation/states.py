@@ -3,14 +3,15 @@
 A state is one file, or one object of a bucket, named by the conversation it was kept in (:class:`Version`). The
 aggregator knows the names alone: it tells each client which version to start from, that of the last round that counted
 it, so that a client lost in the middle of a round goes on from where it was before. A conversation held again after a
-crash writes its version again, with equal content.
+crash of the aggregator keeps a version of its own, named by the aggregator's new life: a worker that has not heard of
+that yet does it no harm.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,16 +27,17 @@ log = logging.getLogger("fedloom.states")
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """Names a client's state: the round, attempt, conversation and row that it was kept in."""
+    """Names a client's state: the round, attempt, conversation, row and aggregator's life that it was kept in."""
 
     round: int
     attempt: int
     conversation: int
     row: int
+    life: int = 0
 
     def __str__(self) -> str:
         """As in the name of a file."""
-        return f"{self.round}-{self.attempt}-{self.conversation}-{self.row}"
+        return f"{self.round}-{self.attempt}-{self.conversation}-{self.row}-{self.life}"
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,23 @@ class Versions:
         Where to start from; None for a client that no round has counted yet.
     needed
         What checkpoints that still exist would start from.
+    life
+        Of the aggregator that says so; a later one has a larger.
     """
 
     start: Version | None
     needed: frozenset[Version] = frozenset()
+    life: int = 0
+
+    def superseded(self, version: Version) -> bool:
+        """Whether nothing will start from a version again.
+
+        It is not needed, and either this aggregator has gone on from it or only an earlier one knew it. What a later
+        one knows is not this one's to judge.
+        """
+        if self.start is None or version == self.start or version in self.needed:
+            return False
+        return version.life < self.life or (version.life == self.life and version < self.start)
 
 
 class States(Protocol):
@@ -63,11 +78,11 @@ class States(Protocol):
     def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """Store a state."""
 
-    def forget(self, client: str, before: Version, needed: Iterable[Version]) -> None:
-        """Remove a client's versions before one, but those that are needed."""
+    def forget(self, client: str, versions: Versions) -> None:
+        """Remove a client's versions that are superseded."""
 
 
-_NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
+_NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
 
 
 class StoredStates:
@@ -110,14 +125,12 @@ class StoredStates:
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         self._store.write(_name(client, version), safetensors.torch.save(dense), durably=False)
 
-    def forget(self, client: str, before: Version, needed: Iterable[Version]) -> None:
-        """Remove a client's versions before one, but those that are needed."""
-        kept = set(needed)
+    def forget(self, client: str, versions: Versions) -> None:
+        """Remove a client's versions that are superseded."""
         old = []
         for entry in self._store.entries(f"{client}/"):
             named = _NAME.fullmatch(entry.name, len(client) + 1)
-            version = Version(*map(int, named.groups())) if named else None
-            if version is not None and version < before and version not in kept:
+            if named and versions.superseded(Version(*map(int, named.groups()))):
                 old.append(entry.name)
         self._store.remove(old)
 

@@ -55,21 +55,26 @@ def states_to_wire(versions: Versions) -> wire.ClientState:
 
     def written(version: Version) -> wire.StateVersion:
         return wire.StateVersion(
-            round=version.round, attempt=version.attempt, conversation=version.conversation, row=version.row
+            round=version.round,
+            attempt=version.attempt,
+            conversation=version.conversation,
+            row=version.row,
+            life=version.life,
         )
 
     start = None if versions.start is None else written(versions.start)
-    return wire.ClientState(start=start, needed=[written(version) for version in sorted(versions.needed)])
+    needed = [written(version) for version in sorted(versions.needed)]
+    return wire.ClientState(start=start, needed=needed, life=versions.life)
 
 
 def states_from_wire(state: wire.ClientState) -> Versions:
     """Read which states of a client are meant."""
 
     def read(version: wire.StateVersion) -> Version:
-        return Version(version.round, version.attempt, version.conversation, version.row)
+        return Version(version.round, version.attempt, version.conversation, version.row, version.life)
 
     start = read(state.start) if state.HasField("start") else None
-    return Versions(start, frozenset(read(version) for version in state.needed))
+    return Versions(start, frozenset(read(version) for version in state.needed), state.life)
 
 
 class Outbox:

@@ -132,24 +132,28 @@ class Envelope(_message.Message):
     def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., replay: bool = ..., states: _Optional[_Iterable[_Union[ClientState, _Mapping]]] = ...) -> None: ...
 
 class ClientState(_message.Message):
-    __slots__ = ("start", "needed")
+    __slots__ = ("start", "needed", "life")
     START_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
     start: StateVersion
     needed: _containers.RepeatedCompositeFieldContainer[StateVersion]
-    def __init__(self, start: _Optional[_Union[StateVersion, _Mapping]] = ..., needed: _Optional[_Iterable[_Union[StateVersion, _Mapping]]] = ...) -> None: ...
+    life: int
+    def __init__(self, start: _Optional[_Union[StateVersion, _Mapping]] = ..., needed: _Optional[_Iterable[_Union[StateVersion, _Mapping]]] = ..., life: _Optional[int] = ...) -> None: ...
 
 class StateVersion(_message.Message):
-    __slots__ = ("round", "attempt", "conversation", "row")
+    __slots__ = ("round", "attempt", "conversation", "row", "life")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
     round: int
     attempt: int
     conversation: int
     row: int
-    def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., row: _Optional[int] = ...) -> None: ...
+    life: int
+    def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., row: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms")
