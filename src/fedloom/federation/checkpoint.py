@@ -149,12 +149,6 @@ class Checkpoints:
             raise DataError(f"{self._folder}: no checkpoint of round {which}; there are those of rounds {kept}")
         return self._read(int(which))
 
-    def forget_after(self, round: int) -> None:
-        """Remove the checkpoints of later rounds."""
-        for later in self.rounds():
-            if later > round:
-                self._path(later).unlink()
-
     def _path(self, round: int) -> Path:
         return self._folder / f"round-{round:06d}.safetensors"
 
