@@ -16,6 +16,7 @@ import torch
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import PeFLLServer
 from fedloom.cli import compose
+from fedloom.data.federated import FederatedDataset
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.randomness import generator
@@ -25,7 +26,7 @@ ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1)
 THETA_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0)
 
 
-def networks(run: Path, which: str | int) -> tuple[Networks, compose.FederatedDataset]:
+def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     """A trained PeFLL and the partition it was trained on."""
     e = experiments.load(run / "experiment.yaml")
     dataset = compose.dealt(e)

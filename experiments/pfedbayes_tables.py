@@ -82,7 +82,8 @@ def global_validation(run: Path) -> float:
     right = total = 0
     for entry in dataset.manifest.clients:
         split = dataset.client(entry.id).validation
-        right += int((predictor.log_probabilities(split.x).argmax(1) == split.y).sum())
+        assert split.y is not None
+        right += int(predictor.log_probabilities(split.x).argmax(1).eq(split.y).sum())
         total += len(split)
     return 100 * right / total
 
