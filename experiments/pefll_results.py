@@ -24,7 +24,6 @@ ROWS = {  # part: its name, and the paper's figures for seen and unseen clients
     "table/pefll": ("PeFLL", "89.0", "89.3"),
     "table/fedavg": ("FedAvg", "47.5", "48.6"),
     "table/local": ("Local", "82.2", "81.6"),
-    "masked": ("PeFLL, masked in training, too", "88.9 masked", "88.9 masked"),
     "unlabelled": ("PeFLL, descriptors without labels", "", "84.5"),
     "dirichlet": ("PeFLL, Dirichlet(0.1) clients", "", ""),
 }

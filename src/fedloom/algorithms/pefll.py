@@ -2,8 +2,8 @@
 
 An embedding network η_v turns a client's data into a descriptor v on the client; a hypernetwork η_h turns v into the
 client's model θ on the server. Defaults are the paper's. Where the official code does something else, that is a named
-option: server Adam, descriptor standardization, clipping, the descriptor from all data, masking in training, no ReLU
-before the hypernetwork's output (docs/algorithms/pefll.md).
+option: server Adam, descriptor standardization, clipping, the descriptor from all data, no ReLU before the
+hypernetwork's output (docs/algorithms/pefll.md).
 """
 
 from __future__ import annotations
