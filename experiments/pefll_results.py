@@ -115,7 +115,7 @@ def curves(found: Mapping[str, Lines], local: Lines | None) -> Figure:
         if local:
             for panel in row:
                 panel.axhline(percent(local[-1], group), color=COLOURS["Local"], linestyle=":", label="Local")
-        row[0].set_ylabel(f"{group} clients, test accuracy, %")
+        row[0].set_ylabel(f"{group} clients, %")
     axes[1][0].set_xlabel("rounds")
     axes[1][1].set_xlabel("tensors sent and received, GB")
     axes[0][0].legend()
