@@ -1,11 +1,12 @@
 #!/bin/sh
 # papers/001 on CIFAR-10, n = 100: Table 1's column for PeFLL, FedAvg and Local, unmasked and masked (Table 6); descriptors
 # without labels (Table 2), descriptors over training on Dirichlet(0.1) clients (Figure 3) and, from that run, clients of
-# another mix (Figure 4). Settings are chosen on validation data; what came out is docs/results/pefll-cifar10.md.
+# another mix (Figure 4); what single settings change, and new clients by whether training had their classes together.
+# Settings are chosen on validation data; what came out is docs/results/pefll-cifar10.md.
 #
 #   experiments/pefll-cifar10.sh                 search, then table: long (on two cores, hours a run); interrupted, it goes on
-#   experiments/pefll-cifar10.sh unlabelled      one part: search | table | unlabelled | dirichlet | extrapolation
-#   experiments/pefll-cifar10.sh table fedavg    one method of search or table
+#   experiments/pefll-cifar10.sh unlabelled      one part: search | table | unlabelled | dirichlet | extrapolation | ablation | pairs
+#   experiments/pefll-cifar10.sh table fedavg    one method of search or table, one run of ablation
 #
 # FEDLOOM_RUNS: where the runs lie (default runs/pefll-cifar10). SEEDS: default 1. ALPHAS: of extrapolation, default 0.1 to
 # 1.0. OPTIONS: more options of every run, as "--set runtime.device=cuda --set runtime.clients_at_once=5" or
@@ -48,10 +49,45 @@ table() {
     esac
 }
 
+ablation() { # short runs that differ from the table's in one thing; judged on validation alone
+    short="--seeds $seeds --set federation.rounds=400 --set evaluation.every=100"
+    # shellcheck disable=SC2086
+    case $1 in
+        base) run ablation/base $short ;;
+        float32) run ablation/float32 $short --set model.precision=float32 ;;
+        relu) run ablation/relu $short --set algorithm.hypernetwork.output_relu=true ;;
+        raw) run ablation/raw $short --set algorithm.descriptor.standardize=none ;;
+        official) # its rate, weight decay 5e-5, and nothing on the server
+            run ablation/official $short --set algorithm.local.lr=0.002 --set algorithm.local.lambda_theta=0.000025 \
+                --set algorithm.lambda_h=0 --set algorithm.lambda_v=0
+            ;;
+        fedavg) # without momentum, a slower client
+            run ablation/fedavg --seeds "$seeds" --set federation.rounds=1000 --set "$fedavg" \
+                --set algorithm.local.momentum=0.0
+            ;;
+    esac
+}
+
+pairs() { # 500 new clients of two classes, by how many seen clients have the same two
+    news=
+    for seed in 1000 1001 1002 1003 1004; do
+        clients="$runs/clients/classes-$seed"
+        [ -e "$clients" ] || .venv/bin/fedloom partition experiments/pefll-cifar10.yaml --out "$clients" --set seed=$seed
+        news="$news $clients"
+    done
+    # shellcheck disable=SC2086
+    .venv/bin/python experiments/pefll_pairs.py "$runs/table/pefll/seed=1" $news
+    for found in "$runs"/ablation/*/seed=1/descriptors.json; do
+        echo "${found%/descriptors.json}, validation images"
+        # shellcheck disable=SC2086
+        .venv/bin/python experiments/pefll_pairs.py "${found%/descriptors.json}" $news --split validation
+    done
+}
+
 extrapolation() { # 100 new clients of each mix, from a seed of their own; their images may be images of old clients
     for alpha in ${ALPHAS:-0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0}; do
         clients="$runs/clients/$alpha"
-        .venv/bin/fedloom partition experiments/pefll-cifar10.yaml --out "$clients" --set seed=1000 \
+        [ -e "$clients" ] || .venv/bin/fedloom partition experiments/pefll-cifar10.yaml --out "$clients" --set seed=1000 \
             --set "data.partition={scheme: dirichlet, clients: 100, alpha: $alpha}"
         .venv/bin/fedloom evaluate "$runs/dirichlet/seed=1" --partition "$clients" --out "$runs/extrapolation-$alpha.json"
     done
@@ -60,11 +96,12 @@ extrapolation() { # 100 new clients of each mix, from a seed of their own; their
 for part in ${1:-search table}; do
     case $part in
         search | table) for method in ${2:-pefll fedavg local}; do "$part" "$method"; done ;;
-        extrapolation) extrapolation ;;
+        ablation) for one in ${2:-base float32 relu raw official fedavg}; do ablation "$one"; done ;;
+        extrapolation | pairs) "$part" ;;
         unlabelled) run unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false ;;
         dirichlet) run dirichlet --seeds "$seeds" --set "$dirichlet" ;;
         *)
-            echo "part: found $part; allowed: search, table, unlabelled, dirichlet, extrapolation" >&2
+            echo "part: found $part; allowed: search, table, unlabelled, dirichlet, extrapolation, ablation, pairs" >&2
             exit 2
             ;;
     esac

@@ -75,7 +75,8 @@ def searches(runs: Path) -> None:
     for folder in sorted([*(runs / "search").glob("*"), *(runs / "ablation").glob("*")]):
         for e, lines in runs_in(folder):
             algorithm = e["algorithm"]
-            about = [f"lr {algorithm['local']['lr']:g}"]
+            about = [f"lr {algorithm['local']['lr']:g}", f"momentum {algorithm['local']['momentum']:g}"]
+            about.append(e["model"]["precision"])
             if algorithm["name"] == "pefll":
                 about.append(f"output_relu {algorithm['hypernetwork']['output_relu']}".lower())
                 about.append(f"standardize {algorithm['descriptor']['standardize']}")
