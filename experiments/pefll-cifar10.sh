@@ -50,7 +50,7 @@ table() {
 }
 
 ablation() { # short runs that differ from the table's in one thing; judged on validation alone
-    short="--seeds $seeds --set federation.rounds=400 --set evaluation.every=100"
+    short="--seeds $seeds --set federation.rounds=300 --set evaluation.every=100"
     # shellcheck disable=SC2086
     case $1 in
         base) run ablation/base $short ;;
