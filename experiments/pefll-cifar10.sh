@@ -7,6 +7,7 @@
 #   experiments/pefll-cifar10.sh                 search, then table: long (on two cores, hours a run); interrupted, it goes on
 #   experiments/pefll-cifar10.sh unlabelled      one part: search | table | unlabelled | dirichlet | extrapolation | ablation | pairs
 #   experiments/pefll-cifar10.sh table fedavg    one method of search or table, one run of ablation
+#   experiments/pefll-cifar10.sh search unlabelled                   also fedavg-pixels (see ablation)
 #
 # FEDLOOM_RUNS: where the runs lie (default runs/pefll-cifar10). SEEDS: default 1. ALPHAS: of extrapolation, default 0.1 to
 # 1.0. OPTIONS: more options of every run, as "--set runtime.device=cuda --set runtime.clients_at_once=5" or
@@ -17,6 +18,7 @@ runs=${FEDLOOM_RUNS:-runs/pefll-cifar10}
 seeds=${SEEDS:-1}
 sgd="batch_size: 32, momentum: 0.9, clip: 50.0"
 fedavg="algorithm={name: fedavg, local: {steps: 50, $sgd, lr: 0.01}}"
+flbench="algorithm={name: fedavg, local: {epochs: 5, batch_size: 32, momentum: 0.0, lr: 0.001}}"
 local="algorithm={name: local, local: {epochs: 200, $sgd, lr: 0.01}}"
 dirichlet="data.partition={scheme: dirichlet, clients: 100, alpha: 0.1}"
 
@@ -36,6 +38,16 @@ search() { # six settings for each method; where the best lies at the grid's edg
             run search/pefll $short --grid algorithm.local.lr=0.002,0.005,0.01 --grid algorithm.hypernetwork.output_relu=true,false
             run search/pefll-lower $short --grid algorithm.local.lr=0.001,0.0005
             ;;
+        unlabelled) # PeFLL's rates
+            run search/unlabelled $short --set algorithm.embedding.labels=false \
+                --grid algorithm.local.lr=0.0005,0.001,0.002,0.005,0.01
+            run search/unlabelled-lower $short --set algorithm.embedding.labels=false --grid algorithm.local.lr=0.00025
+            ;;
+        fedavg-pixels)
+            unscaled
+            run search/fedavg-pixels $short --partition "$runs/unscaled" --set "$flbench" \
+                --grid algorithm.local.lr=0.0001,0.0003,0.001,0.003,0.01
+            ;;
         fedavg) run search/fedavg $short --set "$fedavg" --grid $sizes ;;
         local) run search/local --set federation.rounds=0 --set "$local" --set algorithm.local.epochs=20 --grid $sizes ;;
     esac
@@ -49,7 +61,20 @@ table() {
     esac
 }
 
-ablation() { # short runs that differ from the table's in one thing; judged on validation alone
+unscaled() { # the same clients, their pixels from 0 to 255 normalized by constants for pixels from 0 to 1, as FL-bench once did
+    [ -e "$runs/unscaled" ] && return
+    .venv/bin/fedloom partition experiments/pefll-cifar10.yaml --out "$runs/unscaled.part"
+    .venv/bin/python - "$runs/unscaled.part/partition.json" <<'END'
+import json, pathlib, sys
+about = json.loads((path := pathlib.Path(sys.argv[1])).read_text())
+once = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
+about["normalization"] = {name: [value / 255 for value in values] for name, values in once.items()}
+path.write_text(json.dumps(about))
+END
+    mv "$runs/unscaled.part" "$runs/unscaled"
+}
+
+ablation() { # runs, most of them short, that differ from the table's in one thing; judged on validation alone
     short="--seeds $seeds --set federation.rounds=300 --set evaluation.every=100"
     # shellcheck disable=SC2086
     case $1 in
@@ -61,9 +86,18 @@ ablation() { # short runs that differ from the table's in one thing; judged on v
             run ablation/official $short --set algorithm.local.lr=0.002 --set algorithm.local.lambda_theta=0.000025 \
                 --set algorithm.lambda_h=0 --set algorithm.lambda_v=0
             ;;
+        unlabelled) run ablation/unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false ;; # at the table's rate, full length
         fedavg) # without momentum, a slower client
             run ablation/fedavg --seeds "$seeds" --set federation.rounds=1000 --set "$fedavg" \
                 --set algorithm.local.momentum=0.0
+            ;;
+        fedavg-epoch) # one pass over its data in a round, 13 steps
+            run ablation/fedavg-epoch --seeds "$seeds" --set "$fedavg" --set algorithm.local.momentum=0.0 \
+                --set algorithm.local.steps=null --set algorithm.local.epochs=1
+            ;;
+        fedavg-pixels) # as FL-bench trained it when papers/001 appeared: five passes, no momentum, no clipping, pixels unscaled
+            unscaled
+            run ablation/fedavg-pixels --seeds "$seeds" --set federation.rounds=3000 --partition "$runs/unscaled" --set "$flbench"
             ;;
     esac
 }
@@ -96,9 +130,9 @@ extrapolation() { # 100 new clients of each mix, from a seed of their own; their
 for part in ${1:-search table}; do
     case $part in
         search | table) for method in ${2:-pefll fedavg local}; do "$part" "$method"; done ;;
-        ablation) for one in ${2:-base float32 relu raw official fedavg}; do ablation "$one"; done ;;
+        ablation) for one in ${2:-base float32 relu raw official unlabelled fedavg fedavg-epoch fedavg-pixels}; do ablation "$one"; done ;;
         extrapolation | pairs) "$part" ;;
-        unlabelled) run unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false ;;
+        unlabelled) run unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false --set algorithm.local.lr=0.0005 ;;
         dirichlet) run dirichlet --seeds "$seeds" --set "$dirichlet" ;;
         *)
             echo "part: found $part; allowed: search, table, unlabelled, dirichlet, extrapolation, ablation, pairs" >&2
