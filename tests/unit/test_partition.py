@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
@@ -118,6 +118,7 @@ def dealt(train: list[int], test: list[int], how: Dealing) -> Deal | None:
 
 
 @given(problems())
+@example(([30, 30, 68, 74, 83], [5] * 5, Dealing(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.1)))  # 28.5 of 285
 @settings(max_examples=300, deadline=None)
 def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(problem: tuple[list[int], list[int], Dealing]) -> None:
     train, test, how = problem
@@ -134,7 +135,8 @@ def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(problem: tuple[l
     if not isinstance(how.scheme, FixedScheme):
         assert np.concatenate(deal.examples["validation"]).max() < sum(train)
         assert np.concatenate(deal.examples["test"]).min() >= sum(train)
-        assert len(deal.training_pool) == sum(train) - round(sum(train) * how.validation_fraction)
+        kept = sum(train) * (1 - how.validation_fraction)
+        assert abs(len(deal.training_pool) - kept) <= 0.5 + 1e-9  # a half goes either way: sums of floats differ
     n = how.scheme.clients
     for split in SPLITS:
         assert len(deal.examples[split]) == n
