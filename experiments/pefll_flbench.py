@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import sys
 import tempfile
 from pathlib import Path
@@ -95,7 +94,7 @@ def main() -> None:
     client.pickle = server.pickle = SimpleNamespace(load=lambda _: partition)
     arguments = server.get_fedavg_argparser().parse_args([])
     arguments.seed, arguments.local_lr = given.seed, given.lr
-    arguments.global_epoch, arguments.test_gap = given.rounds + 1, math.inf
+    arguments.global_epoch = given.rounds + 1
     arguments.join_ratio = 5 / len(where)
     arguments.save_log = arguments.save_fig = arguments.save_metrics = arguments.use_cuda = 0
     with tempfile.TemporaryDirectory() as project:

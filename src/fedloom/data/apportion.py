@@ -96,7 +96,7 @@ def _exchange(
 def largest_remainders(exact: NDArray[np.floating]) -> NDArray[np.int64]:
     """Round numbers so that their sum is the rounded sum: down, then up where the remainder is largest."""
     counts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
-    missing = round(float(exact.sum())) - int(counts.sum())
+    missing = round(round(float(exact.sum()), 9)) - int(counts.sum())  # a half is a half, whatever its floats add up to
     counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
     return counts
 
