@@ -22,6 +22,11 @@ flbench="algorithm={name: fedavg, local: {epochs: 5, batch_size: 32, momentum: 0
 local="algorithm={name: local, local: {epochs: 200, $sgd, lr: 0.01}}"
 dirichlet="data.partition={scheme: dirichlet, clients: 100, alpha: 0.1}"
 
+unknown() { # what, found, allowed
+    echo "$1: found $2; allowed: $3" >&2
+    exit 2
+}
+
 run() { # folder, options...
     out="$runs/$1"
     shift
@@ -50,6 +55,7 @@ search() { # six settings for each method; where the best lies at the grid's edg
             ;;
         fedavg) run search/fedavg $short --set "$fedavg" --grid $sizes ;;
         local) run search/local --set federation.rounds=0 --set "$local" --set algorithm.local.epochs=20 --grid $sizes ;;
+        *) unknown search "$1" "pefll, fedavg, local, unlabelled, fedavg-pixels" ;;
     esac
 }
 
@@ -58,6 +64,7 @@ table() {
         pefll) run table/pefll --seeds "$seeds" ;;
         fedavg) run table/fedavg --seeds "$seeds" --set "$fedavg" ;;
         local) run table/local --seeds "$seeds" --set federation.rounds=0 --set "$local" ;;
+        *) unknown table "$1" "pefll, fedavg, local" ;;
     esac
 }
 
@@ -99,6 +106,7 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
             unscaled
             run ablation/fedavg-pixels --seeds "$seeds" --set federation.rounds=3000 --partition "$runs/unscaled" --set "$flbench"
             ;;
+        *) unknown ablation "$1" "base, float32, relu, raw, official, unlabelled, fedavg, fedavg-epoch, fedavg-pixels" ;;
     esac
 }
 
@@ -134,9 +142,6 @@ for part in ${1:-search table}; do
         extrapolation | pairs) "$part" ;;
         unlabelled) run unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false --set algorithm.local.lr=0.0005 ;;
         dirichlet) run dirichlet --seeds "$seeds" --set "$dirichlet" ;;
-        *)
-            echo "part: found $part; allowed: search, table, unlabelled, dirichlet, extrapolation, ablation, pairs" >&2
-            exit 2
-            ;;
+        *) unknown part "$part" "search, table, unlabelled, dirichlet, extrapolation, ablation, pairs" ;;
     esac
 done

@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 
 from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset
+from fedloom.evaluation.run_folder import EXPERIMENT
 from fedloom.experiment import load
 
 
@@ -74,12 +75,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
 
+    for needed, allowed in (
+        (given.checkout / "src/server/fedavg.py", "a checkout of FL-bench at 493da92"),
+        (given.run / EXPERIMENT, "a run's folder"),
+    ):
+        if not needed.exists():
+            parser.error(f"found no {needed}; allowed: {allowed}")
     sys.path.insert(0, str(given.checkout.resolve()))
     server: Any = importlib.import_module("src.server.fedavg")
     client: Any = importlib.import_module("src.client.fedavg")
     models: Any = importlib.import_module("src.config.models")
     torch.set_num_threads(1)
-    dataset = compose.dealt(load(given.run / "experiment.yaml"))
+    dataset = compose.dealt(load(given.run / EXPERIMENT))
     images, labels, where = pixels(dataset)
     if given.scale:
         images = images / 255

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset, Split
+from fedloom.evaluation.run_folder import EXPERIMENT
 from fedloom.experiment import load
 
 
@@ -58,10 +59,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
 
+    for needed, allowed in (
+        (given.checkout / "train.py", "a checkout of the authors' code"),
+        (given.run / EXPERIMENT, "a run's folder"),
+    ):
+        if not needed.exists():
+            parser.error(f"found no {needed}; allowed: {allowed}")
     sys.path.insert(0, str(given.checkout.resolve()))
     train: Any = importlib.import_module("train")
     utils: Any = importlib.import_module("utils")
-    dataset = compose.dealt(load(given.run / "experiment.yaml"))
+    dataset = compose.dealt(load(given.run / EXPERIMENT))
     evaluate = train.eval_model
     evaluations = 0
 
