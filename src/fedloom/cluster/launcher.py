@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedloom.cluster.api import Api, Kind
+from fedloom.cluster.exit_status import Exit, aggregator_failure, end_of, exits, name_of, workers_failure
 from fedloom.cluster.following import Follower
-from fedloom.cluster.judging import Exit, aggregator_failure, end_of, exits, name_of, workers_failure
 from fedloom.cluster.manifests import (
     AGGREGATOR,
     ATTEMPT,

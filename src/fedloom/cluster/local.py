@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fedloom.cluster.judging import FAILURES, name_of
+from fedloom.cluster.exit_status import FAILURES, name_of
 from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError
 
 _LIBC = ctypes.CDLL(None)

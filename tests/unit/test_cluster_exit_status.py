@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.cluster.judging import End, Exit, aggregator_failure, end_of, exits, workers_failure
+from fedloom.cluster.exit_status import End, Exit, aggregator_failure, end_of, exits, workers_failure
 from fedloom.errors import (
     AbandonedError,
     DataError,
