@@ -31,7 +31,7 @@ from fedloom.cluster.manifests import (
     service,
     worker_job,
 )
-from fedloom.cluster.pending import PendingPods
+from fedloom.cluster.pod_diagnosis import PodDiagnosis
 from fedloom.errors import ExperimentError, WorkerLostError
 
 POLL_S = 3.0
@@ -76,7 +76,7 @@ class Launcher:
         self._digest = federation.digest()
         s = federation.settings
         self._pending = {
-            component: PendingPods(s.pending_timeout_s, s.failing_timeout_s, api.events, say)
+            component: PodDiagnosis(s.pending_timeout_s, s.failing_timeout_s, api.events, say)
             for component in (AGGREGATOR, WORKER)
         }
         self._told: set[str] = set()

@@ -109,7 +109,7 @@ def lacking(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
     return max(0, int(spec.get("completions") or 1) - live - int(status.get("succeeded") or 0) - given_up)
 
 
-class PendingPods:
+class PodDiagnosis:
     """How long each pod has been kept from running, and by what.
 
     Parameters

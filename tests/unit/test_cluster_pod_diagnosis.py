@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.cluster.pending import PendingPods, Verdict, lacking, trouble
+from fedloom.cluster.pod_diagnosis import PodDiagnosis, Verdict, lacking, trouble
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
 
 GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available."
@@ -34,13 +34,13 @@ def warning(reason: str, message: str) -> dict[str, Any]:
 
 
 class Watched:
-    """PendingPods with a clock and events of the test's."""
+    """PodDiagnosis with a clock and events of the test's."""
 
     def __init__(self, events: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> None:
         self.said: list[str] = []
         self.asked: list[str] = []
         self._events = events or {}
-        self._pending = PendingPods(600, 15, self._ask, self.said.append)
+        self._pending = PodDiagnosis(600, 15, self._ask, self.said.append)
 
     def _ask(self, name: str) -> Sequence[Mapping[str, Any]]:
         self.asked.append(name)
