@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from fedloom.cluster.api import Api, Kind
 from fedloom.cluster.exit_status import Exit, aggregator_failure, end_of, exits, name_of, workers_failure
-from fedloom.cluster.following import Follower
 from fedloom.cluster.manifests import (
     AGGREGATOR,
     ATTEMPT,
@@ -32,6 +31,7 @@ from fedloom.cluster.manifests import (
     worker_job,
 )
 from fedloom.cluster.pod_diagnosis import PodDiagnosis
+from fedloom.cluster.progress_client import ProgressClient
 from fedloom.errors import ExperimentError, WorkerLostError
 
 POLL_S = 3.0
@@ -92,7 +92,7 @@ class Launcher:
         address = self.ensure()
         if address is None:
             return
-        follower = Follower(address, self._say)
+        follower = ProgressClient(address, self._say)
         patience_s, self._api.patience_s = self._api.patience_s, API_PATIENCE_S
         try:
             with follower.following():
@@ -194,7 +194,7 @@ class Launcher:
         self._say(f"adopted {what}")
         return found
 
-    def _watch(self, follower: Follower) -> None:
+    def _watch(self, follower: ProgressClient) -> None:
         ended: Manifest | None = None  # the workers' Job, once it has ended in a way that is no failure
         while True:
             jobs, version = self._api.select("Job", self._federation.selector)
@@ -218,7 +218,7 @@ class Launcher:
             self._api.wait_for_change("Job", self._federation.selector, version, SETTLED_POLL_S if settled else POLL_S)
 
     def _check_pending(
-        self, aggregator: Manifest, workers: Manifest, pods: Sequence[Manifest], follower: Follower
+        self, aggregator: Manifest, workers: Manifest, pods: Sequence[Manifest], follower: ProgressClient
     ) -> bool:
         settled = True
         for component, job in ((AGGREGATOR, aggregator), (WORKER, workers)):

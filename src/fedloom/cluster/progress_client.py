@@ -16,7 +16,7 @@ AGAIN_S = 1.0
 DOUBT_AFTER_S = 60.0
 
 
-class Follower:
+class ProgressClient:
     """Says how far a run is, through restarts of its aggregator.
 
     Parameters
