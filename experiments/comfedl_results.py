@@ -22,9 +22,9 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from fedloom.evaluation.figures import FULL, as_svg
-from fedloom.evaluation.run_folder import EXPERIMENT, RunFolder
-from fedloom.evaluation.significance import signed_rank_test
+from fedloom.reporting.figures import FULL, as_svg
+from fedloom.reporting.run_folder import EXPERIMENT, RunFolder
+from fedloom.reporting.significance import signed_rank_test
 
 METHODS = {
     "fedavg-examples": ("FedAvg, by nᵢ", "#d55e00"),

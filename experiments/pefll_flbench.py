@@ -28,8 +28,8 @@ from torch.utils.data import TensorDataset
 
 from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset
-from fedloom.evaluation.run_folder import EXPERIMENT
 from fedloom.experiment import load
+from fedloom.reporting.run_folder import EXPERIMENT
 
 
 def pixels(dataset: FederatedDataset) -> tuple[Tensor, Tensor, list[dict[str, list[int]]]]:

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset, Split
-from fedloom.evaluation.run_folder import EXPERIMENT
 from fedloom.experiment import load
+from fedloom.reporting.run_folder import EXPERIMENT
 
 
 def loader(split: Split, classes: int, batch_size: int, *, train: bool) -> Any:

@@ -19,7 +19,7 @@ import torch
 from fedloom.cli.use import measured
 from fedloom.data.federated import Manifest
 from fedloom.evaluation.measure import CORRECT, READINGS, SPLITS, TOTAL
-from fedloom.evaluation.run_folder import RunFolder
+from fedloom.reporting.run_folder import RunFolder
 
 MOST = 3
 """Class sets of this many seen clients or more are shown together."""

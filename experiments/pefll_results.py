@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from fedloom.evaluation.figures import FULL, HALF, as_svg
-from fedloom.evaluation.run_folder import EXPERIMENT, RunFolder
+from fedloom.reporting.figures import FULL, HALF, as_svg
+from fedloom.reporting.run_folder import EXPERIMENT, RunFolder
 
 ROWS = {  # part: its name, and the paper's figures for seen and unseen clients
     "table/pefll": ("PeFLL", "89.0", "89.3"),

@@ -19,8 +19,8 @@ import torch
 from fedloom import experiment as experiments
 from fedloom.algorithms.pfedbayes import BayesianPredictor
 from fedloom.cli import compose
-from fedloom.evaluation.run_folder import RunFolder
 from fedloom.federation.checkpoint import Checkpoints
+from fedloom.reporting.run_folder import RunFolder
 
 SIZES = ("small", "medium", "large")
 DATASETS = ("fashion-mnist", "mnist", "cifar10")

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from fedloom.cli.main import app
 from fedloom.errors import ExperimentError
-from fedloom.evaluation.compare import LOSS, Spread, compare
-from fedloom.evaluation.compare_report import write_comparison
-from fedloom.evaluation.compare_tables import as_latex, as_text, block_title, headings, rows_as_csv
+from fedloom.reporting.compare import LOSS, Spread, compare
+from fedloom.reporting.compare_report import write_comparison
+from fedloom.reporting.compare_tables import as_latex, as_text, block_title, headings, rows_as_csv
 
 
 def tree(root: Path, **algorithm: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from run_folders import write_run
 
 from fedloom.errors import DataError, StorageError
-from fedloom.evaluation.report import write_report
+from fedloom.reporting.report import write_report
 
 SECTIONS = [
     "Accuracy", "Results", "Clients", "Confusion", "Confidence", "Descriptors", "Data", "Time", "Settings",

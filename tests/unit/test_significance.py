@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedloom.evaluation.significance import EXACT_UP_TO, holm, signed_rank_test
+from fedloom.reporting.significance import EXACT_UP_TO, holm, signed_rank_test
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 12, 30, EXACT_UP_TO])

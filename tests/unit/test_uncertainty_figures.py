@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli.main import app
 from fedloom.evaluation.uncertainty import BINS, EXAMPLES, INFORMATION, RIGHT, client_document, edges
-from fedloom.evaluation.uncertainty_figures import (
+from fedloom.reporting.uncertainty_figures import (
     _groups,
     clients_over_training,
     rank_correlation,

@@ -24,12 +24,12 @@ from fedloom.data.partition import partition
 from fedloom.data.schemes import IidScheme, MeansScheme
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
-from fedloom.evaluation.report import write_report
-from fedloom.evaluation.runs import read_run
 from fedloom.evaluation.summary import best
 from fedloom.federation.folder import RunFolder
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
+from fedloom.reporting.report import write_report
+from fedloom.reporting.runs import read_run
 
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:

@@ -17,7 +17,6 @@ from fedloom.algorithms.base import Algorithm, ClientHalf, Group, Predictors, Se
 from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.data.partition import partition
 from fedloom.errors import DataError, ExperimentError
-from fedloom.evaluation import run_folder
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.summary import (
@@ -40,6 +39,7 @@ from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
+from fedloom.reporting import run_folder
 from fedloom.storage import is_url, open_store
 
 DTYPE = torch.float32

@@ -255,7 +255,7 @@ def _remove(folder: RunFolder, name: str) -> None:
 
 
 def _report(folder: RunFolder, say: Callable[[str], None]) -> None:
-    from fedloom.evaluation.report import write_report
+    from fedloom.reporting.report import write_report
 
     try:
         write_report(folder.path)

@@ -135,7 +135,7 @@ def finished(folder: Path, experiment: Experiment) -> bool:
     """Whether a run has come to the end of its rounds, and has its report, or is published as a whole."""
     from importlib.util import find_spec
 
-    from fedloom.evaluation.run_folder import RunFolder
+    from fedloom.reporting.run_folder import RunFolder
 
     if not (folder / "summary.json").exists():
         return False
@@ -157,7 +157,7 @@ def conclude(folder: Path) -> None:
 
     from fedloom.cli.use import show_comparison
     from fedloom.cli.watch import narrow
-    from fedloom.evaluation.compare import compare
+    from fedloom.reporting.compare import compare
 
     comparison = compare([folder])
     tried = {

@@ -146,7 +146,7 @@ def personalize(
 
 def report(run: Run) -> None:
     """Write report.html and figures/ anew from a run's files."""
-    from fedloom.evaluation.report import write_report
+    from fedloom.reporting.report import write_report
 
     typer.echo(f"report: {write_report(run)}")
 
@@ -172,9 +172,9 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
     from rich.text import Text
 
     from fedloom.cli.watch import narrow
-    from fedloom.evaluation.compare import compare
-    from fedloom.evaluation.compare_report import check_out, write_comparison
-    from fedloom.evaluation.compare_tables import as_text, choice_headings, choices_as_text, headings, text_title
+    from fedloom.reporting.compare import compare
+    from fedloom.reporting.compare_report import check_out, write_comparison
+    from fedloom.reporting.compare_tables import as_text, choice_headings, choices_as_text, headings, text_title
 
     if out is not None:
         check_out(out)

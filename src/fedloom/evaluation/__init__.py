@@ -1,1 +1,1 @@
-"""What a client measures, and what is made of it: summaries, descriptor analysis, report, comparison."""
+"""What a client measures, and how a federation's measurements are summed up; workers and the round loop use it."""

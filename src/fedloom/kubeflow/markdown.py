@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedloom.evaluation.compare import Comparison
+    from fedloom.reporting.compare import Comparison
 
 DASH = "–"
 GROUPS = {"seen": "seen", "unseen": "unseen", "global model": "global"}
@@ -46,7 +46,7 @@ def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def comparison(found: Comparison) -> str:
     """Return runs side by side, best in bold, as the pages of ``fedloom compare`` have them."""
-    from fedloom.evaluation.compare_tables import as_text, headings, text_title
+    from fedloom.reporting.compare_tables import as_text, headings, text_title
 
     parts = [f"{text_title(found)}. Bold: best; italic: not told from it by a paired test over clients.\n"]
     marks = {"best": "**", "tied": "*", "": ""}

@@ -267,7 +267,7 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
     from fedloom.cli.use import measured
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import summary
-    from fedloom.evaluation.run_folder import RunFolder
+    from fedloom.reporting.run_folder import RunFolder
 
     found = measured(model, checkpoint, shards)
     mask = found.parts.experiment.evaluation.label_mask
@@ -307,8 +307,8 @@ def report(run: Path, statistics: Path, page: Path, table: Path) -> None:
     statistics
         JSON file of what :func:`evaluate` returned.
     """
-    from fedloom.evaluation.report import write_report
     from fedloom.kubeflow import markdown
+    from fedloom.reporting.report import write_report
 
     with tempfile.TemporaryDirectory() as folder:  # an input is not written to
         shutil.copytree(run, Path(folder) / "run", ignore=WITHOUT)
@@ -325,9 +325,9 @@ def compare(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path
     runs
         What to call each, and its folder.
     """
-    from fedloom.evaluation.compare import compare as compared
-    from fedloom.evaluation.compare_report import write_comparison
     from fedloom.kubeflow import markdown
+    from fedloom.reporting.compare import compare as compared
+    from fedloom.reporting.compare_report import write_comparison
 
     if len({label for label, _ in runs}) < len(runs):
         raise ExperimentError(f"runs: found the labels {', '.join(label for label, _ in runs)}; allowed: each once")

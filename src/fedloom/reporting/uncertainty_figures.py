@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from fedloom.evaluation.figures import COLOURS, FULL, HALF, INK, LABELS, MANY_POINTS, OTHER, as_svg
-from fedloom.evaluation.significance import mean_ranks
+from fedloom.reporting.figures import COLOURS, FULL, HALF, INK, LABELS, MANY_POINTS, OTHER, as_svg
+from fedloom.reporting.significance import mean_ranks
 
 PICTURED = 5
 """Clients that are shown one by one, as many as in papers/003, Figure 3."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fedloom import experiment
 from fedloom.errors import DataError, ExperimentError
-from fedloom.evaluation.run_folder import EXPERIMENT, RunFolder, is_masked
+from fedloom.reporting.run_folder import EXPERIMENT, RunFolder, is_masked
 
 GROUPS = ("seen", "unseen")
 USERS = "users"

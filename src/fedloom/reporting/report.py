@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import DataError, ExperimentError, StorageError
-from fedloom.evaluation.run_folder import RunFolder, human_bytes, is_masked
+from fedloom.reporting.run_folder import RunFolder, human_bytes, is_masked
 
 DASH = "–"
 
@@ -107,7 +107,7 @@ def write_report(run_folder: str | Path) -> Path:
     try:
         import jinja2
 
-        from fedloom.evaluation import figures
+        from fedloom.reporting import figures
     except ModuleNotFoundError as error:
         raise ExperimentError(
             f"a report needs the package {error.name}, which is not installed",
@@ -133,7 +133,7 @@ def write_report(run_folder: str | Path) -> Path:
     circumstances = {"Data": _partition, "Time": _phases, "Settings": _settings, "Environment": _environment}
     sections = [_section(title, run, build) for title, build in {**quality, **circumstances}.items()]
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fedloom.evaluation"),
+        loader=jinja2.PackageLoader("fedloom.reporting"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -330,7 +330,7 @@ def _cells(group: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def _accuracy(run: RunFolder) -> Section:
-    from fedloom.evaluation import figures
+    from fedloom.reporting import figures
 
     lines = run.metrics().objects
     if not lines:
@@ -350,7 +350,7 @@ def _accuracy(run: RunFolder) -> Section:
 
 
 def _loss(run: RunFolder) -> Section:
-    from fedloom.evaluation import figures
+    from fedloom.reporting import figures
 
     lines = run.metrics().objects
     if len(lines) < 2:
@@ -367,7 +367,7 @@ def _reading(run: RunFolder) -> str:
 
 
 def _clients(run: RunFolder) -> Section:
-    from fedloom.evaluation import figures
+    from fedloom.reporting import figures
 
     rows, reading = run.clients(), _reading(run)
     panels = [Panel("clients", figures.distribution(rows, reading))]
@@ -426,7 +426,7 @@ def _class_names(run: RunFolder) -> dict[str, str]:
 
 
 def _confusion(run: RunFolder) -> Section:
-    from fedloom.evaluation import figures
+    from fedloom.reporting import figures
 
     document = run.json("confusion.json")
     names = document["classes"]
@@ -467,7 +467,7 @@ def _mistakes(
 
 
 def _confidence(run: RunFolder) -> Section:
-    from fedloom.evaluation.uncertainty_figures import reliability
+    from fedloom.reporting.uncertainty_figures import reliability
 
     panel = Panel("reliability", reliability(run.json("calibration.json")))
     lines = run.metrics().objects
@@ -488,7 +488,7 @@ def _confidence(run: RunFolder) -> Section:
 
 
 def _uncertainty(run: RunFolder) -> Section:
-    from fedloom.evaluation.uncertainty_figures import clients_over_training, right_by_uncertainty
+    from fedloom.reporting.uncertainty_figures import clients_over_training, right_by_uncertainty
 
     document = run.json("uncertainty.json")
     ids, seen, last = document["clients"]["ids"], document["clients"]["seen"], document["rounds"][-1]
@@ -515,7 +515,7 @@ def _uncertainty(run: RunFolder) -> Section:
 
 
 def _descriptors(run: RunFolder) -> Section:
-    from fedloom.evaluation import figures
+    from fedloom.reporting import figures
 
     document = run.json("descriptors.json")
     panels = [
@@ -538,7 +538,7 @@ def _descriptors(run: RunFolder) -> Section:
 
 
 def _phases(run: RunFolder) -> Section:
-    from fedloom.evaluation import figures
+    from fedloom.reporting import figures
 
     found = run.lines("journal.jsonl")
     rounds = {line["round"]: line for line in found.objects if "phases" in line}  # a round done again counts once
@@ -570,7 +570,7 @@ def _settings(run: RunFolder) -> Section:
 
 
 def _partition(run: RunFolder) -> Section:
-    from fedloom.evaluation import figures
+    from fedloom.reporting import figures
 
     manifest = run.manifest()
     scheme = {key: value for key, value in manifest.scheme.items() if value is not None}

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedloom.evaluation.compare import (
+from fedloom.evaluation.summary import as_csv
+from fedloom.reporting.compare import (
     ACCURACY,
     DASH,
     LEVEL,
@@ -19,9 +20,8 @@ from fedloom.evaluation.compare import (
     short_names,
     shown_value,
 )
-from fedloom.evaluation.run_folder import human_bytes
-from fedloom.evaluation.runs import GROUPS, USERS
-from fedloom.evaluation.summary import as_csv
+from fedloom.reporting.run_folder import human_bytes
+from fedloom.reporting.runs import GROUPS, USERS
 
 NARROW = 22
 """Columns of a terminal that the details of a method may take."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedloom.errors import ExperimentError, StorageError
-from fedloom.evaluation.compare import ACCURACY, DASH, LEVEL, Comparison, Pair, Row, Spread, shown_value
-from fedloom.evaluation.compare_tables import (
+from fedloom.reporting.compare import ACCURACY, DASH, LEVEL, Comparison, Pair, Row, Spread, shown_value
+from fedloom.reporting.compare_tables import (
     GROUP_NAMES,
     Cell,
     as_latex,
@@ -24,11 +24,11 @@ from fedloom.evaluation.compare_tables import (
     rows_as_csv,
     value_cell,
 )
-from fedloom.evaluation.run_folder import human_bytes
-from fedloom.evaluation.runs import GROUPS, USERS
+from fedloom.reporting.run_folder import human_bytes
+from fedloom.reporting.runs import GROUPS, USERS
 
 if TYPE_CHECKING:
-    from fedloom.evaluation.compare_figures import Look
+    from fedloom.reporting.compare_figures import Look
 
 PAGE = "compare.html"
 
@@ -129,7 +129,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> Path:
         import jinja2
         from markupsafe import Markup
 
-        from fedloom.evaluation import compare_figures
+        from fedloom.reporting import compare_figures
     except ModuleNotFoundError as error:
         raise ExperimentError(
             f"a comparison on paper needs the package {error.name}, which is not installed",
@@ -138,7 +138,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> Path:
 
     sections = _sections(comparison)
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fedloom.evaluation"),
+        loader=jinja2.PackageLoader("fedloom.reporting"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -190,7 +190,7 @@ def _subtitle(comparison: Comparison) -> str:
 
 def _facts(comparison: Comparison) -> list[Fact]:
     """Who is best, where all rows can be compared."""
-    from fedloom.evaluation.compare_figures import best_of
+    from fedloom.reporting.compare_figures import best_of
 
     if len(comparison.blocks) > 1 or len(comparison.rows) < 2:
         return []
@@ -290,7 +290,7 @@ def _costs(comparison: Comparison) -> Part:
 
 def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
     """The figure of each block; none where nothing was measured."""
-    from fedloom.evaluation import compare_figures
+    from fedloom.reporting import compare_figures
 
     if not comparison.groups:
         return ()
@@ -337,7 +337,7 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
 
 
 def _pairs(comparison: Comparison) -> tuple[Part, ...]:
-    from fedloom.evaluation.compare_figures import best_of
+    from fedloom.reporting.compare_figures import best_of
 
     if not comparison.pairs:
         return ()
@@ -497,7 +497,7 @@ def _by_block(
 
 def _looks(comparison: Comparison) -> dict[str, Look]:
     """The looks of the rows that figures show."""
-    from fedloom.evaluation.compare_figures import looks
+    from fedloom.reporting.compare_figures import looks
 
     return looks(comparison.rows[i].label for featured in comparison.featured.values() for i in featured)
 

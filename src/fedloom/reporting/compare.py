@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.errors import ExperimentError
-from fedloom.evaluation.runs import GROUPS, PREDICTORS, USERS, NewClient, Result, Run, read_run, run_folders_in
-from fedloom.evaluation.significance import holm, signed_rank_test
+from fedloom.reporting.runs import GROUPS, PREDICTORS, USERS, NewClient, Result, Run, read_run, run_folders_in
+from fedloom.reporting.significance import holm, signed_rank_test
 
 METHODS = {
     ("pefll", "personal"): "PeFLL",

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from fedloom.evaluation.compare import ACCURACY, Row, Spread, differences, spread
-from fedloom.evaluation.compare_tables import GROUP_NAMES
-from fedloom.evaluation.figures import FULL, INK, as_svg
-from fedloom.evaluation.runs import GROUPS, USERS
+from fedloom.reporting.compare import ACCURACY, Row, Spread, differences, spread
+from fedloom.reporting.compare_tables import GROUP_NAMES
+from fedloom.reporting.figures import FULL, INK, as_svg
+from fedloom.reporting.runs import GROUPS, USERS
 
 COLOURS = {
     "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",

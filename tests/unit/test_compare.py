@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from fedloom.cli.main import app
 from fedloom.errors import DataError, ExperimentError, StorageError
-from fedloom.evaluation.compare import Comparison, best_by_validation, compare
-from fedloom.evaluation.compare_figures import COLOURS, looks
-from fedloom.evaluation.compare_report import write_comparison
-from fedloom.evaluation.compare_tables import (
+from fedloom.reporting.compare import Comparison, best_by_validation, compare
+from fedloom.reporting.compare_figures import COLOURS, looks
+from fedloom.reporting.compare_report import write_comparison
+from fedloom.reporting.compare_tables import (
     as_latex,
     as_text,
     block_title,
