@@ -117,7 +117,7 @@ def export(experiment: Path, folder: Path) -> None:
     import safetensors.torch
 
     from fedloom import experiment as experiments
-    from fedloom.cli.compose import dealt
+    from fedloom.run.assemble import dealt
 
     dataset = dealt(experiments.load(experiment))
     for i, entry in enumerate(dataset.manifest.clients):

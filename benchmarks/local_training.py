@@ -30,7 +30,7 @@ from common import ROOT, describe, import_torch_s, machine, write_json
 from torch import nn
 
 from fedloom import experiment as experiments
-from fedloom.cli.compose import dealt
+from fedloom.run.assemble import dealt
 
 EXPERIMENT = ROOT / "experiments" / "pefll-fashion-mnist.yaml"
 

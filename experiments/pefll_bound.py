@@ -15,11 +15,11 @@ import torch
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import PeFLLServer
-from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.randomness import generator
+from fedloom.run import assemble
 from fedloom.theory.pefll import Networks, Variances, bound, observed
 
 ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -29,8 +29,8 @@ THETA_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0)
 def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     """A trained PeFLL and the partition it was trained on."""
     e = experiments.load(run / "experiment.yaml")
-    dataset = compose.dealt(e)
-    these = compose.parts(e, dataset.manifest)
+    dataset = assemble.dealt(e)
+    these = assemble.parts(e, dataset.manifest)
     server = these.server_half()
     if not isinstance(server, PeFLLServer):
         raise SystemExit(f"{run} is a run of {e.algorithm.name}; allowed: a run of pefll")

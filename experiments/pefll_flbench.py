@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset
 from fedloom.experiment import load
 from fedloom.reporting.run_folder import EXPERIMENT
+from fedloom.run import assemble
 
 
 def pixels(dataset: FederatedDataset) -> tuple[Tensor, Tensor, list[dict[str, list[int]]]]:
@@ -86,7 +86,7 @@ def main() -> None:
     client: Any = importlib.import_module("src.client.fedavg")
     models: Any = importlib.import_module("src.config.models")
     torch.set_num_threads(1)
-    dataset = compose.dealt(load(given.run / EXPERIMENT))
+    dataset = assemble.dealt(load(given.run / EXPERIMENT))
     images, labels, where = pixels(dataset)
     if given.scale:
         images = images / 255

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset, Split
 from fedloom.experiment import load
 from fedloom.reporting.run_folder import EXPERIMENT
+from fedloom.run import assemble
 
 
 def loader(split: Split, classes: int, batch_size: int, *, train: bool) -> Any:
@@ -68,7 +68,7 @@ def main() -> None:
     sys.path.insert(0, str(given.checkout.resolve()))
     train: Any = importlib.import_module("train")
     utils: Any = importlib.import_module("utils")
-    dataset = compose.dealt(load(given.run / EXPERIMENT))
+    dataset = assemble.dealt(load(given.run / EXPERIMENT))
     evaluate = train.eval_model
     evaluations = 0
 

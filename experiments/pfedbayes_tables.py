@@ -18,9 +18,9 @@ import torch
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.pfedbayes import BayesianPredictor
-from fedloom.cli import compose
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.reporting.run_folder import RunFolder
+from fedloom.run import assemble
 
 SIZES = ("small", "medium", "large")
 DATASETS = ("fashion-mnist", "mnist", "cifar10")
@@ -74,8 +74,8 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 def global_validation(run: Path) -> float:
     """Pooled validation accuracy in percent of the global distribution in the last round; no run writes it down."""
     e = experiments.load(run / "experiment.yaml")
-    dataset = compose.dealt(e)
-    these = compose.parts(e, dataset.manifest)
+    dataset = assemble.dealt(e)
+    these = assemble.parts(e, dataset.manifest)
     v = Checkpoints(run / "checkpoints").load("last").state["v"]
     noise = torch.randn(these.settings.draws, v.shape[-1], generator=torch.Generator().manual_seed(0), dtype=v.dtype)
     predictor = BayesianPredictor(these.task.model, v, noise)

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import ClientHalf, Conversation, Group, find
-from fedloom.cli import compose
-from fedloom.cli.compose import Parts
 from fedloom.data.federated import FederatedDataset
 from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
@@ -26,6 +24,8 @@ from fedloom.federation.journal import Attempt, Journal, Replay
 from fedloom.federation.loop import Loop
 from fedloom.federation.placement import deal
 from fedloom.messages import Message
+from fedloom.run import assemble
+from fedloom.run.assemble import Parts
 
 TINY: dict[str, dict[str, Any]] = {
     "pefll": {
@@ -99,7 +99,7 @@ class Federation:
         """A fresh in-process carrier for the run in folder ``name``; ``change`` may wrap the clients' half."""
         algorithm = self.these.algorithm
         changed = dataclasses.replace(algorithm, client=lambda *known: change(algorithm.client(*known)))
-        return compose.in_process(
+        return assemble.in_process(
             dataclasses.replace(self.these, algorithm=changed), self.dataset, RunFolder(self.tmp / name)
         )
 
@@ -111,7 +111,7 @@ class Federation:
         folder.make()
         again = None if replay is None else Replay(Journal.read(RunFolder(self.tmp / replay)))
         stop = threading.Event() if stop is None else stop
-        return compose.loop(self.these, carrier or self.carrier(name), folder, Quiet(), stop, again)
+        return assemble.loop(self.these, carrier or self.carrier(name), folder, Quiet(), stop, again)
 
     def run(self, name: str, carrier: Carrier | None = None, replay: str | None = None) -> Evaluation:
         """Run from the beginning to the end."""
@@ -187,15 +187,15 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
     path = tmp / "experiment.yaml"
     path.write_text(yaml.safe_dump(tree))
     e = experiments.load(path)
-    dataset = compose.dealt(e)
+    dataset = assemble.dealt(e)
     assert {entry.train for entry in dataset.manifest.clients} == {15, 22, 33}
-    return Federation(compose.parts(e, dataset.manifest), dataset, tmp)
+    return Federation(assemble.parts(e, dataset.manifest), dataset, tmp)
 
 
 def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> Parts:
     path = tmp / "changed.yaml"
     path.write_text(yaml.safe_dump(tree))
-    return compose.parts(experiments.load(path), dataset.manifest)
+    return assemble.parts(experiments.load(path), dataset.manifest)
 
 
 def state(loop: Loop) -> dict[str, Tensor]:

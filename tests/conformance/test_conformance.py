@@ -24,13 +24,13 @@ from conformance_kit import (
     state,
 )
 
-from fedloom.cli import compose
 from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import groups
 from fedloom.federation.carrier import Call
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import Loop
+from fedloom.run import assemble
 
 AT = 2
 """The round that is disturbed: one before it and one after it are not."""
@@ -292,7 +292,7 @@ def test_the_probabilities_of_the_predictors(tiny: Federation, method: str) -> N
             seen.append(client.id)
         return nothing_measured(len(predictors), len(loop.predictors), loop.manifest.classes)
 
-    loop = tiny.loop("run", compose.in_process(tiny.these, tiny.dataset, RunFolder(tiny.tmp / "run"), look))
+    loop = tiny.loop("run", assemble.in_process(tiny.these, tiny.dataset, RunFolder(tiny.tmp / "run"), look))
     assert loop.personalize([entry.id for entry in tiny.dataset.manifest.clients]) == {}
     assert sorted(seen) == sorted(entry.id for entry in tiny.dataset.manifest.clients)
 

@@ -12,8 +12,8 @@ import yaml
 from e2e_places import Case, Place, processes, real
 
 from fedloom import experiment as experiments
-from fedloom.cli import compose
 from fedloom.data.remote import publish
+from fedloom.run import assemble
 
 NEEDED = ("FEDLOOM_E2E_KUBECONFIG", "FEDLOOM_E2E_IMAGE", "FEDLOOM_E2E_NAMESPACE", "FEDLOOM_E2E_S3_ENDPOINT")
 
@@ -69,7 +69,7 @@ def case(place: Place, fashion_mnist_root: Path, tmp_path_factory: pytest.TempPa
     (folder / "root").mkdir()
     (folder / "root" / "datasets").symlink_to(fashion_mnist_root.resolve() / "datasets")
     (folder / "experiment.yaml").write_text(yaml.safe_dump(dealt_here))
-    dataset = compose.dealt(experiments.load(folder / "experiment.yaml"))
+    dataset = assemble.dealt(experiments.load(folder / "experiment.yaml"))
     fingerprint = dataset.manifest.fingerprint
     publish(dataset.folder, place.store.under(f"partitions/{fingerprint}"))
     place.store.write("reference.yaml", text.encode())

@@ -20,13 +20,13 @@ from run_processes import ENVIRONMENT, WAIT_S, alive, children, scores, until
 from s3_support import S3Server
 
 from fedloom import experiment as experiments
-from fedloom.cli import compose
 from fedloom.cluster.api import Api
 from fedloom.cluster.federate import federate
 from fedloom.cluster.manifests import identity
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, QuorumError, RefusedError
 from fedloom.experiment import Experiment
+from fedloom.run import assemble
 from fedloom.storage import open_store
 
 SETTINGS: dict[str, Any] = {"image": "fedloom:1", "storage_secret": "store", "retries": 0}
@@ -83,7 +83,7 @@ class Place:
 @pytest.fixture(scope="module")
 def partition(small_run: tuple[Path, Path]) -> Path:
     """The small experiment's, dealt on this machine."""
-    return compose.dealt(experiments.load(small_run[0])).folder
+    return assemble.dealt(experiments.load(small_run[0])).folder
 
 
 @pytest.fixture

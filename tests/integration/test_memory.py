@@ -54,8 +54,8 @@ def peak_memory(path: Path, out: Path) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("runs")
 def test_ten_times_the_clients_take_no_more_memory(fresh_root: Path, tmp_path: Path) -> None:
-    from fedloom.cli.compose import dealt
     from fedloom.experiment import load
+    from fedloom.run.assemble import dealt
 
     peaks = []
     for clients in (20, 200):

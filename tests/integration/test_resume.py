@@ -184,8 +184,8 @@ def test_a_data_set_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
-    from fedloom.cli.compose import dealt
     from fedloom.cli.data import partition
+    from fedloom.run.assemble import dealt
 
     path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})
     dataset = dealt(load(path))

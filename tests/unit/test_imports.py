@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
 }
 """Room -> rooms it may import."""
 
-ASSEMBLE = {"cli", "kubeflow", "__init__", "__main__"}
+ASSEMBLE = {"cli", "run", "kubeflow", "__init__", "__main__"}
 """Put the parts together, and may import all."""
 
 FOR_TYPES_ONLY = {("evaluation", "algorithms")}

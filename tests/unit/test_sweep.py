@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.cli.sweep import LONGEST_NAME, Point, points
 from fedloom.errors import ExperimentError
 from fedloom.experiment import as_yaml, grid_values, load
+from fedloom.run.sweep import LONGEST_NAME, Point, points
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 

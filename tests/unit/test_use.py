@@ -13,13 +13,13 @@ import yaml
 from federations import Silent
 
 from fedloom import experiment as experiments
-from fedloom.cli import compose
 from fedloom.cli.use import evaluate, measured, personalize
 from fedloom.data.partition import partition
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import DataError, ExperimentError, QuorumError, StorageError
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import Loop
+from fedloom.run import assemble
 
 MEANS = {"scheme": "means", "clients": 4, "dimension": 2, "train_per_client": 20, "test_per_client": 10}
 WGA = {"name": "wga", "batch_size": 4, "steps_per_round": 2}
@@ -39,11 +39,11 @@ def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: d
         "runtime": {"workers": 0},
     }
     e = experiments.loads(yaml.safe_dump(tree))
-    dataset = compose.dealt(e)
-    these, run = compose.parts(e, dataset.manifest), RunFolder(folder / "run")
+    dataset = assemble.dealt(e)
+    these, run = assemble.parts(e, dataset.manifest), RunFolder(folder / "run")
     run.make(e.resolved_yaml())
     run.write("partition.json", dataset.manifest.to_json())
-    return compose.loop(these, compose.in_process(these, dataset, run), run, Silent(), threading.Event())
+    return assemble.loop(these, assemble.in_process(these, dataset, run), run, Silent(), threading.Event())
 
 
 def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1) -> Loop:

@@ -16,7 +16,6 @@ from federations import Silent
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.training import ModelPredictor
-from fedloom.cli import compose
 from fedloom.data import sources
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.means import client_means
@@ -30,6 +29,7 @@ from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
 from fedloom.reporting.runs import read_run
+from fedloom.run import assemble
 
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
@@ -122,15 +122,15 @@ def load(tmp_path: Path, **keys: Any) -> experiments.Experiment:
 
 def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     e = load(tmp_path)
-    dataset = compose.dealt(e)
-    these, folder = compose.parts(e, dataset.manifest), RunFolder(tmp_path / "run")
+    dataset = assemble.dealt(e)
+    these, folder = assemble.parts(e, dataset.manifest), RunFolder(tmp_path / "run")
     folder.make()
     folder.write("experiment.yaml", e.resolved_yaml())
     folder.write("partition.json", dataset.manifest.to_json())
     folder.write_json("environment.json", {"a": 1})
 
-    loop = compose.loop(these, compose.in_process(these, dataset, folder), folder, Silent(), threading.Event())
-    summary = compose.conclude(these, loop, loop.run(), 1.0)
+    loop = assemble.loop(these, assemble.in_process(these, dataset, folder), folder, Silent(), threading.Event())
+    summary = assemble.conclude(these, loop, loop.run(), 1.0)
     text = json.dumps(summary, allow_nan=False)
     assert json.loads(text)["seen"]["accuracy_mean"] is None
     lines = list(folder.lines("metrics.jsonl"))

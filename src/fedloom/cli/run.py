@@ -58,8 +58,8 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment on this machine; with --seeds or --grid, at every point, and compare."""
-    from fedloom.cli.conduct import Order, conduct
     from fedloom.errors import ExperimentError
+    from fedloom.run.run_experiment import Order, conduct
 
     overrides = [*(set_ or ()), *([f"runtime.workers={workers}"] if workers is not None else ())]
     if seeds is None and not grid:
@@ -102,7 +102,7 @@ def aggregator(
     ] = 5.0,
 ) -> None:
     """Run an experiment's rounds with workers that connect (`fedloom worker`)."""
-    from fedloom.cli.conduct import Order, conduct
+    from fedloom.run.run_experiment import Order, conduct
     from fedloom.transport.address import split_address
 
     split_address(listen, what="--listen", lowest=0)
@@ -134,11 +134,11 @@ def _sweep(
     grid: Sequence[str],
 ) -> None:
     """Run every point that is not finished yet; one that fails does not keep the others from running."""
-    from fedloom.cli import sweep
-    from fedloom.cli.conduct import Order, conduct
-    from fedloom.cli.taking_up import check_folder
     from fedloom.errors import ExperimentError, InterruptedRun, QuorumError
     from fedloom.federation.folder import RunFolder
+    from fedloom.run import sweep
+    from fedloom.run.resume import check_folder
+    from fedloom.run.run_experiment import Order, conduct
 
     points = sweep.points(experiment, overrides, seeds, grid)
     first = points[0].experiment

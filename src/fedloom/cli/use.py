@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from fedloom.cli.compose import Parts
     from fedloom.data.federated import FederatedDataset
     from fedloom.evaluation.summary import Evaluation
+    from fedloom.run.assemble import Parts
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
@@ -106,11 +106,11 @@ def personalize(
     import safetensors.torch
 
     from fedloom.algorithms.base import Group, Predictors
-    from fedloom.cli import compose
     from fedloom.cli.worker import chosen
     from fedloom.errors import ExperimentError
     from fedloom.evaluation.measure import nothing_measured
     from fedloom.messages import Message
+    from fedloom.run import assemble
     from fedloom.storage.folder import write_atomically
 
     if out.exists():
@@ -133,7 +133,7 @@ def personalize(
             saved.append(client.id)
         return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
 
-    loop.carrier = compose.in_process(these, dataset, loop.folder, save)
+    loop.carrier = assemble.in_process(these, dataset, loop.folder, save)
     lost = loop.personalize(wanted)
     typer.echo(f"{len(saved)} models in {out}")
     for client, reason in lost.items():
@@ -204,13 +204,13 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
 def _restored(run: Path, which: str, partition: str | Path | None) -> tuple[Parts, Any, FederatedDataset]:
     """A run's server at a checkpoint, with clients in this process."""
     from fedloom import experiment as experiments
-    from fedloom.cli import compose
     from fedloom.cli.watch import Watch
     from fedloom.data.federated import FederatedDataset, Manifest
     from fedloom.errors import DataError, ExperimentError
     from fedloom.federation.checkpoint import check_fits
     from fedloom.federation.folder import RunFolder
     from fedloom.federation.journal import Journal
+    from fedloom.run import assemble
     from fedloom.storage import is_url
 
     if which not in ("last", "best") and not which.isdecimal():
@@ -223,7 +223,7 @@ def _restored(run: Path, which: str, partition: str | Path | None) -> tuple[Part
         )
     e = experiments.load(run / "experiment.yaml")
     trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
-    dataset = compose.dealt(e) if partition is None else FederatedDataset.open(partition)
+    dataset = assemble.dealt(e) if partition is None else FederatedDataset.open(partition)
     for what in ("dataset", "classes", "input_shape"):
         found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
         if found != needed:
@@ -233,11 +233,11 @@ def _restored(run: Path, which: str, partition: str | Path | None) -> tuple[Part
     # The models have learned inputs as the training partition normalizes them.
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
     dataset = FederatedDataset(dataset.folder, manifest, dataset.source)
-    compose.use_device("cpu", e.runtime.threads)
-    these = compose.parts(e, dataset.manifest, trained_on)
-    loop = compose.loop(
+    assemble.use_device("cpu", e.runtime.threads)
+    these = assemble.parts(e, dataset.manifest, trained_on)
+    loop = assemble.loop(
         these,
-        compose.in_process(these, dataset, folder),
+        assemble.in_process(these, dataset, folder),
         folder,
         Watch(0),
         threading.Event(),

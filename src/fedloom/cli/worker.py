@@ -69,10 +69,10 @@ def worker(
 
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find
-    from fedloom.cli import compose
     from fedloom.cli.watch import logged_to
     from fedloom.data.federated import FederatedDataset
     from fedloom.errors import DataError, ExperimentError, InterruptedRun
+    from fedloom.run import assemble
     from fedloom.storage import is_url
     from fedloom.transport.address import split_address
     from fedloom.transport.worker import Identity, serve
@@ -89,7 +89,7 @@ def worker(
     # fetched now; others when their client comes here.
     if not until_eof and (served != everyone or not is_url(partition)):
         dataset.verify(served)
-    target = compose.use_device(device.value, threads)
+    target = assemble.use_device(device.value, threads)
     runtime = experiments.Runtime(workers=0, threads=threads, device=device.value, clients_at_once=clients_at_once)
 
     def make_session(joined: Joined) -> Conversations:
@@ -101,7 +101,7 @@ def worker(
                 hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
         shared = experiments.Experiment.from_shared_json(told["experiment"], runtime=runtime)
-        return compose.conversations(compose.parts(shared, dataset.manifest), dataset, target, states)
+        return assemble.conversations(assemble.parts(shared, dataset.manifest), dataset, target, states)
 
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedloom import experiment as experiments
-from fedloom.cli.sweep import seeds_of
 from fedloom.errors import ExperimentError
 from fedloom.experiment import Experiment
+from fedloom.run.sweep import seeds_of
 
 
 class Plan(NamedTuple):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedloom import experiment as experiments
-from fedloom.cli import compose
 from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
+from fedloom.run import assemble
 
 FREE_ON_RESUME = (
     ("runtime",),
@@ -108,7 +108,7 @@ def check_states(folder: RunFolder, url: str | None) -> None:
     """
     if not folder.states.is_dir() and not (folder.path / "journal.jsonl").exists():
         return  # no round has counted, so none of them is needed
-    before = compose.states_of(folder)
+    before = assemble.states_of(folder)
     now = str(folder.states) if url is None else f"{url}/states"
     if before != now:
         raise ExperimentError(

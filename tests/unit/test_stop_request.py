@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from fedloom.cli.stopping import Stopping
 from fedloom.errors import AbandonedError, ExitCode
+from fedloom.run.stop_request import Stopping
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from s3_support import S3Server
 
-from fedloom.cli import sweep
 from fedloom.cli.run import run as command
 from fedloom.errors import DataError, ExitCode, ExperimentError
 from fedloom.experiment import load
+from fedloom.run import sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,12 +14,8 @@ from pathlib import Path
 
 import typer
 
-from fedloom.cli import compose, reading
-from fedloom.cli.serving import serving, staffed
-from fedloom.cli.stopping import Stopping
-from fedloom.cli.taking_up import check_folder, check_partition, check_states
+from fedloom.cli import reading
 from fedloom.cli.watch import Observers, Watch, logged_to, results
-from fedloom.cli.workers import Workers
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
@@ -27,6 +23,11 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal, Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
+from fedloom.run import assemble
+from fedloom.run.distributed import serving, staffed
+from fedloom.run.resume import check_folder, check_partition, check_states
+from fedloom.run.stop_request import Stopping
+from fedloom.run.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
 
@@ -97,15 +98,15 @@ def conduct(order: Order) -> None:
     e = reading.experiment(order.experiment, order.overrides)
     folder = RunFolder(order.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
     resume = check_folder(folder, e, order.resume)
-    compose.use_device(e.runtime.device if order.listen is None else "cpu", e.runtime.threads)
+    assemble.use_device(e.runtime.device if order.listen is None else "cpu", e.runtime.threads)
     repeated = Replay(Journal.read(_existing(order.replay))) if order.replay is not None else None
     if repeated is not None and e.federation.rounds:
         repeated.attempt(e.federation.rounds)  # a journal that is too short is said now, not at its end
     if order.partition is None:
-        dataset = compose.dealt(e)
+        dataset = assemble.dealt(e)
     else:
-        dataset = compose.given(e, order.partition, verify=order.listen is None)
-    these = compose.parts(e, dataset.manifest)
+        dataset = assemble.given(e, order.partition, verify=order.listen is None)
+    these = assemble.parts(e, dataset.manifest)
     url = _published_at(order, e, folder)
     stateful = these.client_half().stateful
 
@@ -134,7 +135,7 @@ def conduct(order: Order) -> None:
             folder.make(e.resolved_yaml())
             held.enter_context(logged_to(folder.logs / "aggregator.jsonl", alone=True))
             folder.write("partition.json", dataset.manifest.to_json())
-            folder.write_json("environment.json", compose.fingerprint(e))
+            folder.write_json("environment.json", assemble.fingerprint(e))
             if url is not None:
                 folder.write_json("published.json", {"url": url})
             else:  # it may have been published before
@@ -147,7 +148,7 @@ def conduct(order: Order) -> None:
         with ExitStack() as serves:
             if order.listen is None and e.runtime.workers == 0:
                 prepare()
-                carrier: Carrier = compose.in_process(these, dataset, folder)
+                carrier: Carrier = assemble.in_process(these, dataset, folder)
                 observer: Observer = watch
                 hands = _own_hands(stopping)
                 tell = None
@@ -159,14 +160,14 @@ def conduct(order: Order) -> None:
                 where = order.partition or str(dataset.folder)
                 workers = None
                 if order.listen is None:
-                    workers = partial(Workers, e.runtime, where, compose.states_of(folder), folder.logs)
+                    workers = partial(Workers, e.runtime, where, assemble.states_of(folder), folder.logs)
                 else:
-                    kept = f" --states {compose.states_of(folder)}" if stateful and url is not None else ""
+                    kept = f" --states {assemble.states_of(folder)}" if stateful and url is not None else ""
                     watch.say(f"waiting for: fedloom worker --aggregator {at.address} --partition {where}{kept}")
                 hands = staffed(at, these, workers, stopping, order.wait_s, order.orphan_after_s)
             with _logs_kept(published), stopping.signals(), hands:
                 after = None if published is None else published.publish
-                loop = compose.loop(these, carrier, folder, observer, stopping.event, repeated, after=after)
+                loop = assemble.loop(these, carrier, folder, observer, stopping.event, repeated, after=after)
                 before = 0.0
                 if resume:
                     loop.resume()
@@ -178,7 +179,7 @@ def conduct(order: Order) -> None:
                 log.info("ready to train after %.2f s", time.perf_counter() - started)
                 final = loop.run()
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
-            summary = compose.conclude(these, loop, final, before + time.perf_counter() - started)
+            summary = assemble.conclude(these, loop, final, before + time.perf_counter() - started)
             _report(folder, watch.say)
             if published is not None:
                 published.finish()

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from fedloom.cli import compose
-from fedloom.cli.compose import Parts
-from fedloom.cli.stopping import Stopping
-from fedloom.cli.workers import Workers
 from fedloom.errors import InterruptedRun, QuorumError
 from fedloom.federation.loop import vocabulary
+from fedloom.run import assemble
+from fedloom.run.assemble import Parts
+from fedloom.run.stop_request import Stopping
+from fedloom.run.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.notices import Notices
 
@@ -54,9 +54,9 @@ def serving(these: Parts, listen: str, incarnation: str, grace_s: float) -> Iter
     server = Aggregator(
         run=e.name,
         incarnation=incarnation,
-        experiment=compose.welcome(these),
+        experiment=assemble.welcome(these),
         vocabulary=vocabulary(these.algorithm),
-        dtype=compose.DTYPE,
+        dtype=assemble.DTYPE,
         algorithm=these.algorithm.name,
         version=these.algorithm.version,
         notices=notices,

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from run_folders import write_run
 
-from fedloom.cli import sweep
-from fedloom.cli.conduct import _report
-from fedloom.cli.taking_up import check_folder, check_states
 from fedloom.errors import ExitCode, ExperimentError
 from fedloom.experiment import load
 from fedloom.federation.folder import RunFolder
+from fedloom.run import sweep
+from fedloom.run.resume import check_folder, check_states
+from fedloom.run.run_experiment import _report
 
 EXPERIMENT = load(Path(__file__).parents[2] / "experiments" / "vowel.yaml", ["federation.rounds=400"])
 
