@@ -9,7 +9,7 @@ from typing import Any
 
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.experiment import json_schema
-from fedloom.mistakes import Schema, branches, describe
+from fedloom.experiment.validation_errors import Schema, branches, describe
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from fedloom.algorithms.base import available
 from fedloom.errors import ExitCode, ExperimentError
-from fedloom.experiment import Experiment, Runtime, json_schema, load
-from fedloom.mistakes import MOST_SHOWN
+from fedloom.experiment import Runtime, from_shared_json, json_schema, load
+from fedloom.experiment.validation_errors import MOST_SHOWN
 
 GOOD = """\
 name: quickstart
@@ -91,14 +91,14 @@ def test_shared_json_leaves_out_what_is_a_machines_own(write: Write) -> None:
     two = load(write(GOOD), ["runtime.threads=2", "data.root=/there"])
     assert one.shared_json() == two.shared_json()
     assert not {"runtime", "storage"} & set(json.loads(one.shared_json()))
-    completed = Experiment.from_shared_json(one.shared_json(), root="/there", runtime=Runtime(threads=2))
+    completed = from_shared_json(one.shared_json(), root="/there", runtime=Runtime(threads=2))
     assert completed == two
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"data": 3}', '{"data": {}}', '{"data": {"dataset": "mnist"}}'])
 def test_shared_json_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ExperimentError, match="experiment sent by the aggregator"):
-        Experiment.from_shared_json(text)
+        from_shared_json(text)
 
 
 def test_overrides_replace_values_and_whole_mappings(write: Write) -> None:

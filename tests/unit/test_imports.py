@@ -30,8 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "reporting": {"data", "evaluation", "experiment"},
     "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment"},
     "transport": {"models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
-    "mistakes": set(),
-    "experiment": {"models", "data", "algorithms", "storage", "mistakes"},  # models, data and algorithms never know it
+    "experiment": {"models", "data", "algorithms", "storage"},  # models, data and algorithms never know it
     "cluster": {
         "models",
         "data",
@@ -42,7 +41,6 @@ ARROWS: dict[str, set[str]] = {
         "federation",
         "transport",
         "experiment",
-        "mistakes",
     },
 }
 """Room -> rooms it may import."""

@@ -100,7 +100,7 @@ def worker(
                 f"the aggregator's is {told['partition'][:12]}",
                 hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
-        shared = experiments.Experiment.from_shared_json(told["experiment"], runtime=runtime)
+        shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
         return assemble.conversations(assemble.parts(shared, dataset.manifest), dataset, target, states)
 
     stop = threading.Event()

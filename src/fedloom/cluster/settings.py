@@ -9,9 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from fedloom import mistakes
 from fedloom.errors import ExperimentError
-from fedloom.mistakes import shown
+from fedloom.experiment.validation_errors import explain, listing, shown
 from fedloom.settings import Settings
 
 OWN = "fedloom.dev/"
@@ -209,8 +208,8 @@ def _read(settings: type[_S], text: str, source: str) -> _S:
     try:
         return settings.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        found = mistakes.explain(error, settings.model_json_schema(), value)
-        raise ExperimentError(mistakes.listing(source, found, {})) from None
+        found = explain(error, settings.model_json_schema(), value)
+        raise ExperimentError(listing(source, found, {})) from None
 
 
 def _whole(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
-Path: TypeAlias = tuple[str | int, ...]
+KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys (and list positions) from the top of the file down."""
 
 Schema: TypeAlias = Mapping[str, Any]
@@ -24,11 +24,11 @@ MOST_SHOWN = 16
 class Mistake:
     """One thing that is wrong: the key it is at, and a line that says what was found and what is allowed."""
 
-    path: Path
+    path: KeyPath
     text: str
 
 
-def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[Path, str]) -> str:
+def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, str]) -> str:
     """Lay out mistakes in lines of the form ``line 7, data.partition.clients: found "ten"; allowed: ...``.
 
     Parameters
@@ -63,10 +63,10 @@ def explain(error: ValidationError, schema: Schema, value: Any) -> list[Mistake]
     value
         What the file holds: its ``name`` and ``scheme`` keys pick the branches of the schema.
     """
-    mistakes: dict[Path, Mistake] = {}
+    mistakes: dict[KeyPath, Mistake] = {}
     for detail in error.errors(include_url=False):
         kind, found = detail["type"], detail["input"]
-        loc: Path = tuple(detail["loc"])
+        loc: KeyPath = tuple(detail["loc"])
         if kind in ("union_tag_invalid", "union_tag_not_found"):
             tag = str(detail["ctx"]["discriminator"]).strip("'")
             loc, kind = (*loc, tag), "missing" if kind == "union_tag_not_found" else kind
@@ -96,7 +96,7 @@ def describe(node: Schema, root: Schema) -> str:
     return _either(_describe(branch, root) for branch in _branches(node, root))
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """Return a path as it is written after ``--set``."""
     return ".".join(str(step) for step in path)
 
@@ -190,7 +190,7 @@ def _step(nodes: Sequence[Schema], step: str | int) -> list[Schema]:
     return [node["properties"][step] for node in nodes if step in node.get("properties", {})]
 
 
-def _walk(schema: Schema, path: Path, value: Any) -> tuple[Path, list[Schema]]:
+def _walk(schema: Schema, path: KeyPath, value: Any) -> tuple[KeyPath, list[Schema]]:
     """Follow a path as far as the schema knows it: the steps that it has, and the nodes at the end.
 
     Pydantic puts the tag or type of a union's branch into its paths; such a step is no key, and is left out.
@@ -213,11 +213,11 @@ def _item(value: Any, step: str | int) -> Any:
     return value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
 
 
-def _known(schema: Schema, path: Path, value: Any) -> Path:
+def _known(schema: Schema, path: KeyPath, value: Any) -> KeyPath:
     return _walk(schema, path, value)[0]
 
 
-def _allowed_values(schema: Schema, path: Path, value: Any, found: Any) -> str:
+def _allowed_values(schema: Schema, path: KeyPath, value: Any, found: Any) -> str:
     nodes = _walk(schema, path, value)[1]
     words = [str(word) for node in nodes for word in node.get("enum", [node["const"]] if "const" in node else [])]
     others = [_describe(node, schema) for node in nodes if "const" not in node and "enum" not in node]
@@ -226,7 +226,7 @@ def _allowed_values(schema: Schema, path: Path, value: Any, found: Any) -> str:
     return f"did you mean {meant}? allowed: {allowed}" if meant else f"allowed: {allowed}"
 
 
-def _allowed_keys(schema: Schema, path: Path, value: Any) -> str:
+def _allowed_keys(schema: Schema, path: KeyPath, value: Any) -> str:
     parent, key = path[:-1], str(path[-1])
     keys = [name for node in _walk(schema, parent, value)[1] for name in node.get("properties", {})]
     meant = closest(key, keys)
@@ -237,10 +237,10 @@ def _allowed_keys(schema: Schema, path: Path, value: Any) -> str:
     return f"{suggestion} allowed: {', '.join(dict.fromkeys(keys)) or 'no keys'}"
 
 
-def _keys_at(schema: Schema, path: Path, value: Any) -> list[str]:
+def _keys_at(schema: Schema, path: KeyPath, value: Any) -> list[str]:
     return [name for node in _walk(schema, path, value)[1] for name in node.get("properties", {})]
 
 
-def _upwards(path: Path) -> Iterator[Path]:
+def _upwards(path: KeyPath) -> Iterator[KeyPath]:
     for length in range(len(path), -1, -1):
         yield path[:length]

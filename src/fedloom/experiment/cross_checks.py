@@ -1,0 +1,57 @@
+"""Combinations of keys that cannot run."""
+
+from __future__ import annotations
+
+from fedloom.algorithms.base import find
+from fedloom.data.schemes import MeansScheme
+from fedloom.data.sources import SOURCES
+from fedloom.errors import ExperimentError
+from fedloom.experiment.sections import Experiment
+from fedloom.experiment.validation_errors import Mistake
+
+
+def impossible_combinations(experiment: Experiment) -> list[Mistake]:
+    """Return the combinations of keys that cannot run, each at the key to change."""
+    found: list[Mistake] = []
+
+    def refuse(key: str, text: str) -> None:
+        found.append(Mistake(tuple(key.split(".")), text))
+
+    data, federation, runtime = experiment.data, experiment.federation, experiment.runtime
+    algorithm = find(experiment.algorithm.name)
+    try:
+        data.partition.check(SOURCES[data.dataset].classes)
+    except ExperimentError as error:
+        key, _, text = str(error).partition(": ")
+        refuse(key, text)
+    if algorithm.needs_classes and not SOURCES[data.dataset].classes:
+        refuse("data.dataset", f"found {data.dataset}, which has no classes; allowed with {algorithm.name}: all others")
+    if not found:  # a model for data that must be changed anyway would be another mistake tomorrow
+        source = SOURCES[data.dataset]
+        # The scheme ``means`` draws examples of its own shape.
+        shape = (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
+        try:
+            experiment.model.build(shape, source.classes, source.kind)
+        except ExperimentError as error:
+            key, _, text = str(error).partition(": ")
+            refuse(key, text)
+    if not algorithm.trains and federation.rounds:
+        refuse("federation.rounds", f"found {federation.rounds}; allowed: 0, because {algorithm.name} has no rounds")
+    if federation.rounds and data.seen is not None and federation.clients_per_round > data.seen:
+        refuse(
+            "federation.clients_per_round",
+            f"found {federation.clients_per_round}; allowed: at most {data.seen}, the seen clients "
+            f"({data.partition.clients} clients, unseen_fraction {data.unseen_fraction:g})",
+        )
+    if federation.min_replies > federation.clients_per_round:
+        refuse(
+            "federation.min_replies",
+            f"found {federation.min_replies}; allowed: at most clients_per_round, {federation.clients_per_round}",
+        )
+    if experiment.evaluation.label_mask and not algorithm.labelled(experiment.algorithm.settings):
+        refuse(
+            "evaluation.label_mask", f"found true; allowed: false, because {algorithm.name} uses no labels as it is set"
+        )
+    if runtime.device == "cpu" and runtime.clients_at_once > 1:
+        refuse("runtime.clients_at_once", f"found {runtime.clients_at_once}; allowed: 1 with device: cpu")
+    return found

@@ -1,0 +1,218 @@
+"""The sections of an experiment file, each a frozen pydantic model, and the whole, :class:`Experiment`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from fedloom.algorithms.base import available, find
+from fedloom.data.folders import data_root
+from fedloom.data.schemes import Scheme, unseen_count
+from fedloom.data.sources import SOURCES
+from fedloom.errors import ExperimentError
+from fedloom.experiment.validation_errors import shown
+from fedloom.experiment.yaml_reader import as_yaml_document
+from fedloom.models.registry import ModelSettings
+from fedloom.settings import Settings
+from fedloom.storage.open import is_url, s3_place
+
+
+class Section(Settings):
+    """Base of all sections; on top of :class:`Settings`, infinity and NaN are no numbers."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+def _known_dataset(name: str) -> str:
+    if name not in SOURCES:
+        raise PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(sorted(SOURCES))})
+    return name
+
+
+def _folder(text: str) -> str:
+    if "://" in text:
+        raise ValueError(f"found {shown(text)}; allowed: a folder of this machine")
+    return text
+
+
+def _place(text: str) -> str:
+    try:
+        s3_place(text)
+    except ExperimentError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+class Data(Section):
+    """Which data, and how they are dealt out to clients."""
+
+    dataset: Annotated[str, AfterValidator(_known_dataset)] = Field(
+        description="Which data set.", json_schema_extra={"enum": [*sorted(SOURCES)]}
+    )
+    root: Annotated[str, AfterValidator(_folder)] | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder for data sets and partitions; null is $FEDLOOM_DATA, else ~/.cache/fedloom.",
+    )
+    partition: Scheme = Field(description="How the data are dealt out to clients.")
+    unseen_fraction: float = Field(
+        default=0.1, ge=0, lt=1, description="Part of the clients that takes no part in training."
+    )
+    validation_fraction: float = Field(
+        default=1 / 6, gt=0, lt=1, description="Part of the official training set that is kept for validation."
+    )
+
+    @property
+    def folder(self) -> Path:
+        """Where data sets and partitions lie on this machine."""
+        return data_root(self.root)
+
+    @property
+    def seen(self) -> int | None:
+        """Number of seen clients, the length of the roster; None where only the data say how many clients there are."""
+        clients = self.partition.clients
+        return None if clients is None else clients - unseen_count(clients, self.unseen_fraction)
+
+
+class Federation(Section):
+    """The rounds."""
+
+    rounds: int = Field(ge=0, description="Training rounds; 0 for a method that does not train together.")
+    clients_per_round: int = Field(default=5, ge=1, description="Seen clients in each round's cohort.")
+    deadline_s: float = Field(
+        default=600.0, gt=0, description="Seconds an exchange may take before a client counts as lost."
+    )
+    min_replies: int = Field(
+        default=1, ge=1, description="Clients that must answer every exchange for a round to count."
+    )
+    attempts: int = Field(
+        default=3, ge=1, description="Failed attempts at one round after which the run stops, resumable."
+    )
+    checkpoint_every_s: float = Field(
+        default=30.0, ge=0, description="Seconds between checkpoints; 0 is after every round."
+    )
+    lost_state: Literal["refuse", "afresh"] = Field(
+        default="refuse",
+        description="A client whose state of earlier rounds is lost takes no part (refuse), or starts anew (afresh).",
+    )
+
+
+class Evaluation(Section):
+    """When and how every client's own model is measured."""
+
+    every: int = Field(
+        default=50, ge=1, description="Rounds between evaluations; round 0 and the last are always evaluated."
+    )
+    label_mask: bool = Field(
+        default=False, description="Report the reading in which labels a client never trains on are excluded."
+    )
+    cohort: int = Field(default=20, ge=1, description="Clients in one evaluation conversation.")
+    batch_size: int = Field(default=512, ge=1, description="Examples in one forward pass of an evaluation.")
+
+
+class Runtime(Section):
+    """What this machine uses: processes, threads, device."""
+
+    workers: int = Field(default=2, ge=0, description="Worker processes; 0 trains inside the aggregator's process.")
+    threads: int = Field(default=1, ge=1, description="Torch threads of each process, the aggregator's included.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the workers compute on.")
+    clients_at_once: int = Field(default=1, ge=1, description="Clients vectorized together on a GPU; 1 on the CPU.")
+
+
+class AlgorithmChoice(Section):
+    """A method by name, and its settings."""
+
+    name: str
+    settings: Settings
+
+
+def _named(value: Any, allowed: Sequence[str]) -> str:
+    """Return the ``name`` key of a section, checked.
+
+    Raises
+    ------
+    ValidationError
+        If it is absent or not among those allowed; pydantic merges it into the errors of the whole file.
+    """
+    if not isinstance(value, dict):
+        raise PydanticCustomError("mapping", "a mapping with a name")
+    if value.get("name") in allowed:
+        return str(value["name"])
+    kind = PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(allowed)})
+    detail = InitErrorDetails(type=kind if "name" in value else "missing", loc=("name",), input=value.get("name"))
+    raise ValidationError.from_exception_data("name", [detail])
+
+
+def _strictly(settings: type[BaseModel], value: Mapping[str, Any]) -> Any:
+    # Through JSON, where strict validation still takes a list for a tuple.
+    return settings.model_validate_json(json.dumps(value), strict=True)
+
+
+def _choose_algorithm(value: Any) -> AlgorithmChoice:
+    if isinstance(value, AlgorithmChoice):
+        return value
+    name = _named(value, available())
+    keys = {key: item for key, item in value.items() if key != "name"}
+    return AlgorithmChoice(name=name, settings=_strictly(find(name).settings, keys))
+
+
+def _dump_algorithm(choice: AlgorithmChoice) -> dict[str, Any]:
+    return {"name": choice.name, **choice.settings.model_dump(mode="json")}
+
+
+class Experiment(Section):
+    """Everything that decides a run."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        description="Name of the run's folder: letters, digits, dots, hyphens and underscores.",
+    )
+    seed: int = Field(
+        default=1, ge=0, lt=2**63, description="Decides every random choice: partition, initialization, rounds."
+    )
+    data: Data = Field(description="Which data, and how they are dealt out to clients.")
+    model: ModelSettings = Field(discriminator="name", description="The clients' model.")
+    algorithm: Annotated[AlgorithmChoice, PlainValidator(_choose_algorithm), PlainSerializer(_dump_algorithm)] = Field(
+        description="The method, and its settings."
+    )
+    federation: Federation = Field(description="The rounds.")
+    evaluation: Evaluation = Field(
+        default=Evaluation(), description="When and how every client's own model is measured."
+    )
+    runtime: Runtime = Field(default=Runtime(), description="What this machine uses: processes, threads, device.")
+    storage: Annotated[str, AfterValidator(_place)] | None = Field(
+        default=None,
+        min_length=1,
+        description="Where runs lie: a folder, in which each has its own; or s3://BUCKET/PREFIX, where those that lie "
+        "in ./runs are published as they go (docs/storage.md). Null is ./runs.",
+    )
+
+    @property
+    def runs(self) -> Path:
+        """The folder in which the run's own folder is made."""
+        return Path("runs" if self.storage is None or is_url(self.storage) else self.storage).expanduser()
+
+    def resolved_yaml(self) -> str:
+        """Return the experiment with every default filled in, as a file that ``load`` reads to the same experiment."""
+        return as_yaml_document(self.model_dump(mode="json"))
+
+    def shared_json(self) -> str:
+        """Return what the aggregator sends to workers: all but ``runtime``, ``storage`` and where data lie.
+
+        Equal experiments give equal text.
+        """
+        shared = self.model_dump(mode="json", exclude={"runtime": True, "storage": True, "data": {"root"}})
+        return json.dumps(shared, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

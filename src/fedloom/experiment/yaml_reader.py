@@ -1,0 +1,100 @@
+"""YAML as experiment files use it, read with the line of each key, and written."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import yaml
+
+from fedloom.errors import ExperimentError
+from fedloom.experiment.validation_errors import KeyPath, Mistake, listing
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's idea of scalars: ``1e-3`` is a number, ``no`` is text, ``10:00`` is no number of minutes."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own shape)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what any version of YAML would not read as text."""
+
+
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))"
+    r"|\.(?:nan|NaN|NAN))$"
+)
+_SCALARS = (  # the first that matches is taken
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
+    ("float", _FLOAT.pattern, list("-+.0123456789")),
+    ("merge", r"^<<$", ["<"]),
+)
+for _tag, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def parse(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
+    """Return the value of a YAML document, and the line of each key."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        origins: dict[KeyPath, str] = {(): ""}
+        twice: list[Mistake] = []
+        _locate(node, (), origins, twice, set())
+        if twice:
+            raise ExperimentError(listing(source, twice, origins))
+        value = loader.construct_document(node)
+        json.dumps(value, default=str)  # an anchor inside itself has no end
+    except yaml.YAMLError as error:
+        raise ExperimentError(f"{source}: not YAML: {_yaml_problem(error)}") from error
+    except ValueError as error:
+        raise ExperimentError(f"{source}: {error}") from error
+    finally:
+        loader.dispose()
+    return value, origins
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or getattr(error, "context", None) or str(error).replace("\n", " ")
+    return problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def _locate(
+    node: yaml.Node, path: KeyPath, origins: dict[KeyPath, str], twice: list[Mistake], visited: set[int]
+) -> None:
+    """Note the line of every key, and the keys that a mapping has twice (YAML would keep the last)."""
+    if id(node) in visited:
+        return
+    visited.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for position, item in enumerate(node.value):
+            origins[(*path, position)] = f"line {item.start_mark.line + 1}"
+            _locate(item, (*path, position), origins, twice, visited)
+    elif isinstance(node, yaml.MappingNode):
+        for key, item in node.value:
+            inner = (*path, str(key.value))
+            line = f"line {key.start_mark.line + 1}"
+            if inner in origins:
+                twice.append(Mistake(inner, f"found again at {line}; allowed: each key once"))
+            else:
+                origins[inner] = line
+            _locate(item, inner, origins, twice, visited)
+
+
+def as_yaml_document(value: Any) -> str:
+    """Return a value as a YAML file: a key a line, in the order they have."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"))
+    return str(text).removesuffix("\n...\n").strip()
