@@ -11,7 +11,7 @@
 #
 # FEDLOOM_RUNS: where the runs lie (default runs/pefll-cifar10). SEEDS: default 1. ALPHAS: of extrapolation, default 0.1 to
 # 1.0. OPTIONS: more options of every run, as "--set runtime.device=cuda --set runtime.clients_at_once=5" or
-# "--set runtime.workers=0". Tables and figures: experiments/pefll_results.py.
+# "--set runtime.workers=0". Tables and figures: experiments/results.py.
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/pefll-cifar10}

@@ -2,13 +2,15 @@
 
     python experiments/pefll_pairs.py runs/pefll-cifar10/table/pefll/seed=1 PARTITION... [--split validation]
 
-The clients of the partitions (of the same data, dealt from other seeds) are all new to the run. Shown, by how many
-seen clients have just their classes: the clients, and their mean accuracy in percent with its standard error.
+The clients of the partitions (of the same data, dealt from other seeds) are all new to the run. Written to
+RUN/new-clients.json, by how many seen clients have just their classes (``3``: three or more): the number of new
+clients, and their mean accuracy in percent with its standard error; `experiments/results.py fold` takes it from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,7 @@ import torch
 
 from fedloom.cli.use import measured
 from fedloom.data.federated import Manifest
-from fedloom.evaluation.measure import CORRECT, READINGS, SPLITS, TOTAL
+from fedloom.evaluation.measure import CORRECT, SPLITS, TOTAL
 from fedloom.reporting.run_folder import RunFolder
 
 MOST = 3
@@ -48,33 +50,35 @@ def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, l
     return dict(sorted(found.items()))
 
 
-def with_error(values: Sequence[float]) -> str:
-    """Mean over clients and its standard error."""
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.1f}{error}"
-
-
-def rows(found: Mapping[int, Sequence[tuple[float, ...]]]) -> list[list[str]]:
-    """One row for each number of seen clients, and one for all clients."""
-    groups = {f"{n} or more" if n == MOST else str(n): clients for n, clients in found.items()}
+def summary(found: Mapping[int, Sequence[tuple[float, ...]]]) -> dict[str, dict[str, float]]:
+    """Clients, mean accuracies and their standard errors, by number of seen clients; where there are any; of all."""
+    groups = {str(n): list(clients) for n, clients in found.items()}
+    groups["known"] = [client for n, clients in found.items() if n for client in clients]
     groups["all"] = [client for clients in found.values() for client in clients]
-    return [
-        [name, str(len(clients)), *(with_error([float(c[i]) for c in clients]) for i in range(len(READINGS)))]
-        for name, clients in groups.items()
-    ]
+    return {name: described(clients) for name, clients in groups.items() if clients}
+
+
+def described(clients: Sequence[tuple[float, ...]]) -> dict[str, float]:
+    """One line of the page's compact file."""
+    found = {"new_clients": float(len(clients))}
+    for name, values in zip(("unseen", "unseen_masked"), zip(*clients, strict=True), strict=True):
+        found[name] = round(statistics.fmean(values), 4)
+        if len(values) > 1:
+            found[f"{name}_error"] = round(statistics.stdev(values) / len(values) ** 0.5, 4)
+    return found
 
 
 def main() -> None:
-    """Print the table, in Markdown."""
+    """Write new-clients.json beside the run's files, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("partitions", type=Path, nargs="+", metavar="PARTITION")
     parser.add_argument("--split", choices=SPLITS, default="test")
     given = parser.parse_args()
     torch.set_grad_enabled(False)
-    print("| seen clients with these classes | new clients | accuracy | masked |\n|---|---:|---:|---:|")
-    for row in rows(accuracies(given.run, given.partitions, given.split)):
-        print("| " + " | ".join(row) + " |")
+    text = json.dumps(summary(accuracies(given.run, given.partitions, given.split)), indent=1)
+    (given.run / "new-clients.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

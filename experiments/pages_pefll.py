@@ -1,0 +1,214 @@
+"""Tables and figures of docs/results/pefll-cifar10.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+
+from matplotlib.figure import Figure
+from summaries import Evaluation, Run, Runs, after, chosen, last, table
+
+from fedloom.reporting.figures import FULL, HALF
+
+COLUMNS = (
+    "validation", "seen", "seen_worst_decile", "seen_masked", "unseen", "unseen_worst_decile", "unseen_masked",
+    "seen_ece", "unseen_ece", "seen_loss", "unseen_loss", "train_loss", "sent_gb", "spearman", "seconds",
+    "new_clients", "unseen_error", "unseen_masked_error",
+)  # fmt: skip
+COLOURS = {"PeFLL": "#0072b2", "FedAvg": "#d55e00", "Local": "#009e73"}
+RATES = ("0.0005", "0.001", "0.002", "0.005", "0.01", "0.02", "0.05", "0.1")
+EIGHT = 8
+ACCURACIES = ("seen", "unseen", "seen_masked", "unseen_masked")
+
+
+def tables(runs: Runs) -> Iterator[str]:
+    """All of them, as the page has them."""
+    pefll, fedavg, local = (runs.one(f"table/{method}") for method in ("pefll", "fedavg", "local"))
+    yield _table_1(pefll, fedavg, local)
+    unlabelled = runs.one("unlabelled")
+    yield _last_evaluations({"PeFLL": pefll, "FedAvg": fedavg, **_one_pass(runs), "PeFLL without labels": unlabelled})
+    yield _fedavg(runs)
+    rates = ("0.0001", "0.0003", "0.001", "0.003", "0.01")
+    found = {rate: last(runs[f"search/fedavg-pixels/lr={rate}"])["validation"] for rate in rates}
+    yield table(
+        ("rate, pixels unscaled (200 rounds)", *rates), [("FedAvg, five passes", *(_bold(found, r) for r in rates))]
+    )
+    yield _new_clients(runs, "table/pefll/seed=1")
+    yield _unlabelled(unlabelled)
+    yield _new_clients(runs, "unlabelled/seed=1")
+    yield _spearman({"Dirichlet(0.1)": runs.one("dirichlet"), "two classes": pefll})
+    alphas = [f"{tenth / 10}" for tenth in range(1, 11)]
+    mixes = [last(runs[f"extrapolation-{alpha}"])["unseen"] for alpha in alphas]
+    yield table(("α", *alphas), [("PeFLL", *(f"{value:.1f}" for value in mixes))])
+    ours = runs["search/pefll/lr=0.002,output_relu=false"]
+    shown = (f"{_at(ours, round)['validation']:.1f}" for round in (0, 100, 200))
+    yield table(("after", "0 rounds", "100 rounds", "200 rounds"), [("ours", *shown)])
+    yield _single_settings(runs)
+    yield _search(runs)
+
+
+def _at(run: Run, round: int) -> Evaluation:
+    line = after(run, round)
+    assert line is not None, f"{run[0].run}: not evaluated after round {round}"
+    return line
+
+
+def _one_pass(runs: Runs) -> dict[str, Run]:
+    return {"FedAvg, one pass over its data": runs.one("ablation/fedavg-epoch")}
+
+
+def _bold(found: Mapping[str, float], key: str) -> str:
+    """A cell, bold where it is the highest."""
+    if key not in found:
+        return ""
+    shown = f"{found[key]:.1f}"
+    return f"**{shown}**" if found[key] == max(found.values()) else shown
+
+
+def _table_1(pefll: Run, fedavg: Run, local: Run) -> str:
+    header = ("", "round", "validation", "seen", "paper", "unseen", "paper", "seen, masked", "unseen, masked")
+
+    def row(name: str, round: str, line: Evaluation, paper: tuple[str, str], mark: str = "") -> tuple[str, ...]:
+        validation, seen, unseen, *masked = (f"{line[q]:.1f}" for q in ("validation", *ACCURACIES))
+        return name, round, validation, mark + seen + mark, paper[0], mark + unseen + mark, paper[1], *masked
+
+    assert last(pefll) == chosen(pefll)
+    return table(
+        header,
+        [
+            row("PeFLL", f"{last(pefll).round} (last and best)", last(pefll), ("89.0", "89.3 ± 2.2"), "**"),
+            row("FedAvg", f"{last(fedavg).round} (last)", last(fedavg), ("47.5", "48.6")),
+            row("FedAvg", f"{chosen(fedavg).round} (best)", chosen(fedavg), ("", "")),
+            row("Local", "200 epochs", last(local), ("82.2", "81.6")),
+        ],
+    )
+
+
+def _last_evaluations(named: Mapping[str, Run]) -> str:
+    rows = []
+    for name, run in named.items():
+        cells = []
+        for group in ("seen", "unseen"):
+            values = [line[group] for line in run[-EIGHT:]]
+            cells.append(f"{statistics.fmean(values):.1f} ({min(values):.1f} to {max(values):.1f})")
+        rows.append((name, *cells))
+    return table(("mean of the last eight evaluations (lowest to highest)", "seen", "unseen"), rows)
+
+
+def _fedavg(runs: Runs) -> str:
+    rounds = (125, 250, 500, 750, 1000, 2000, 3000, 5000)
+    variants = {
+        ("as in the table", "50"): "table/fedavg",
+        ("without momentum", "50"): "ablation/fedavg",
+        ("without momentum, one pass over its data", "12"): "ablation/fedavg-epoch",
+        ("without momentum, five passes, pixels unscaled", "60"): "ablation/fedavg-pixels",
+    }
+    rows = []
+    for about, folder in variants.items():
+        lines = [after(runs.one(folder), round) for round in rounds]
+        rows.append((*about, *(f"{line['validation']:.1f}" if line else "" for line in lines)))
+    return table(("FedAvg", "local steps", "125 rounds", *map(str, rounds[1:])), rows)
+
+
+def _new_clients(runs: Runs, run: str) -> str:
+    rows = []
+    for line in (last(runs[f"{run}/new-clients/{known}"]) for known in ("0", "1", "2", "3", "all")):
+        known = line.settings["known"]
+        accuracy, masked = (f"{line[q]:.1f} ± {line[f'{q}_error']:.1f}" for q in ("unseen", "unseen_masked"))
+        rows.append((f"{known} or more" if known == "3" else known, f"{line['new_clients']:.0f}", accuracy, masked))
+    return table(("seen clients with these classes", "new clients", "accuracy", "masked"), rows)
+
+
+def _unlabelled(run: Run) -> str:
+    header = ("", "round", "validation", "seen", "unseen", "paper", "seen, masked", "unseen, masked")
+    rows = []
+    for name, line, paper in (("last", last(run), "84.5"), ("best on validation", chosen(run), "")):
+        validation, seen, unseen, *masked = (f"{line[q]:.1f}" for q in ("validation", *ACCURACIES))
+        rows.append((name, str(line.round), validation, seen, unseen, paper, *masked))
+    return table(header, rows)
+
+
+def _spearman(named: Mapping[str, Run]) -> str:
+    rows = []
+    for name, run in named.items():
+        least = min(run, key=lambda line: line["spearman"])
+        start, *rest = (f"{_at(run, round)['spearman']:.2f}" for round in (0, 1000, 4000, 5000))
+        rows.append((name, start, f"{least['spearman']:.2f} ({least.round})", *rest))
+    return table(("", "round 0", "least", "round 1000", "round 4000", "round 5000"), rows)
+
+
+def _single_settings(runs: Runs) -> str:
+    variants = {
+        "as in the table": "ablation/base/seed=1",
+        "rate 0.002, λ_θ = 2.5·10⁻⁵, λ_h = λ_v = 0 (the official code's)": "ablation/official/seed=1",
+        "descriptors not standardized (the paper says nothing of it)": "ablation/raw/seed=1",
+        "float32": "ablation/float32/seed=1",
+        "ReLU before the output (Table 5; rate 0.002, against 67.3 and 78.0 without)": (
+            "search/pefll/lr=0.002,output_relu=true"
+        ),
+    }
+    rows = []
+    for name, folder in variants.items():
+        over = [after(runs[folder], round) for round in (100, 200, 300)]
+        cells = [f"{line['validation']:.1f}" if line else "" for line in over]
+        fresh, known = (runs.get(f"{folder}/new-clients/{which}") for which in ("0", "known"))
+        new = f"{fresh[0]['unseen']:.1f} ± {fresh[0]['unseen_error']:.1f}" if fresh else ""
+        rows.append((name, *cells, new, f"{known[0]['unseen']:.1f}" if known else ""))
+    return table(("PeFLL", "100 rounds", "200", "300", "new clients, new pair", "known pair"), rows)
+
+
+def _search(runs: Runs) -> str:
+    relu = {name: run for name, run in runs.items() if name.startswith("search/pefll")}
+    rows = {
+        "PeFLL, no ReLU before the output": [run for name, run in relu.items() if "relu=false" in name],
+        "PeFLL, ReLU there (Table 5)": [run for name, run in relu.items() if "relu=true" in name],
+        "PeFLL without labels": runs.under("search/unlabelled"),
+        "FedAvg": runs.under("search/fedavg"),
+        "Local": runs.under("search/local"),
+    }
+    chosen_elsewhere = "PeFLL, ReLU there (Table 5)"
+    shown = []
+    for name, tried in rows.items():
+        found = {last(run).settings["algorithm.local.lr"]: last(run)["validation"] for run in tried}
+        cells = [
+            (f"{found[rate]:.1f}" if rate in found else "") if name == chosen_elsewhere else _bold(found, rate)
+            for rate in RATES
+        ]
+        shown.append((name, *cells))
+    return table(("rate", *RATES), shown)
+
+
+def curves(runs: Runs) -> Figure:
+    """Test accuracy over rounds and over communication, as in papers/001, Figure 8."""
+    figure = Figure(figsize=(FULL, 5.0), layout="constrained")
+    axes = figure.subplots(2, 2, sharey=True, sharex="col")
+    for row, group in zip(axes, ("seen", "unseen"), strict=True):
+        for name in ("PeFLL", "FedAvg"):
+            run = runs.one(f"table/{name.lower()}")
+            for panel, x in zip(row, ([line.round for line in run], [line["sent_gb"] for line in run]), strict=True):
+                panel.plot(x, [line[group] for line in run], color=COLOURS[name], label=name)
+        for panel in row:
+            panel.axhline(last(runs.one("table/local"))[group], color=COLOURS["Local"], linestyle=":", label="Local")
+        row[0].set_ylabel(f"{group} clients, %")
+    axes[1][0].set_xlabel("rounds")
+    axes[1][1].set_xlabel("tensors sent and received, GB")
+    axes[0][0].legend()
+    return figure
+
+
+def descriptors(runs: Runs) -> Figure:
+    """Rank correlation of descriptors with class mixes over rounds, as in papers/001, Figure 3."""
+    figure = Figure(figsize=(HALF, 2.8), layout="constrained")
+    axes = figure.subplots()
+    for (name, folder), colour in zip(
+        {"Dirichlet(0.1)": "dirichlet", "two classes": "table/pefll"}.items(), COLOURS.values(), strict=False
+    ):
+        run = runs.one(folder)
+        axes.plot([line.round for line in run], [line["spearman"] for line in run], color=colour, label=name)
+    axes.set_xlabel("rounds")
+    axes.set_ylabel("Spearman, unseen clients")
+    axes.legend()
+    return figure
+
+
+FIGURES = {"curves": curves, "descriptors": descriptors}

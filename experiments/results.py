@@ -1,0 +1,83 @@
+"""The results pages: their compact files from finished runs, and their tables and figures from the compact files.
+
+    python experiments/results.py fold PAGE RUNS      docs/results/PAGE.csv from the folder that PAGE's script fills
+    python experiments/results.py tables PAGE         the page's tables, in Markdown
+    python experiments/results.py figures PAGE        its figures, docs/results/PAGE-*.svg
+    python experiments/results.py chosen FOLDER       the step size that validation chooses in a sweep
+
+PAGE is one of docs/results. ``fold`` keeps lines of runs that are not in RUNS, so that a page can be made in parts.
+tests/unit/test_results_pages.py makes every table anew and looks for it in the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pages_pefll
+from matplotlib.figure import Figure
+from summaries import Runs, chosen_rate, fold, read, written
+
+from fedloom.reporting.figures import as_svg
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: its tables and figures as functions of its runs, and what its compact file has.
+
+    ``columns`` are the quantities, all that were measured if empty; runs that match a pattern of ``whole`` keep every
+    evaluation, the others the last and the chosen.
+    """
+
+    tables: Callable[[Runs], Iterator[str]]
+    figures: Mapping[str, Callable[[Runs], Figure]] = field(default_factory=dict)
+    columns: Sequence[str] = ()
+    whole: Sequence[str] = ()
+
+
+PAGES = {
+    "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
+}
+
+
+def compact(svg: str) -> str:
+    """A smaller SVG that draws the same: hundredths of a point, one line for each path."""
+    svg = re.sub(r"\n(?=[A-Zz\"] ?)", " ", svg)
+    svg = re.sub(r"(?<=\d)(\.\d\d)\d+", r"\1", svg)
+    svg = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", svg)
+    return re.sub(r">\s+<(?!path|text|/svg)", "><", svg)
+
+
+def main() -> None:
+    """Do what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("fold", "tables", "figures", "chosen"))
+    parser.add_argument("page", help=f"{', '.join(PAGES)}; for chosen, a folder")
+    parser.add_argument("runs", nargs="?", type=Path, help="for fold: the folder of the finished runs")
+    given = parser.parse_args()
+    if given.what == "chosen":
+        print(chosen_rate(Path(given.page)))
+        return
+    if given.page not in PAGES:
+        parser.error(f"found page {given.page}; allowed: {', '.join(PAGES)}")
+    page, file = PAGES[given.page], RESULTS / f"{given.page}.csv"
+    if given.what == "fold":
+        if given.runs is None or not given.runs.is_dir():
+            parser.error(f"found no folder {given.runs}; allowed: fold PAGE RUNS, with the folder of finished runs")
+        before = read(file) if file.exists() else Runs()
+        file.write_text(written(Runs(before | fold(given.runs, whole=page.whole)), page.columns), encoding="utf-8")
+    elif given.what == "tables":
+        print("\n\n".join(page.tables(read(file))))
+    else:
+        runs = read(file)
+        for name, draw in page.figures.items():
+            (RESULTS / f"{given.page}-{name}.svg").write_text(compact(as_svg(draw)(runs)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""The compact file of a results page: what its tables and figures need of every run, one line for each evaluation.
+
+``fold`` makes it from finished run folders, ``read`` gives it back by run; ``results.py`` has the command line.
+Accuracies are percent, rounded to six figures.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedloom.reporting.run_folder import EXPERIMENT, RunFolder
+
+FEW_CLIENTS = 20
+"""Up to so many clients, the last evaluation has each one's accuracy."""
+
+UNINTERESTING = ("name", "seed", "runtime", "storage", "data.root", "evaluation.every")
+"""Keys of an experiment that do not tell the runs of a page apart."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One line: a run evaluated after ``round``; ``left`` is the round in which it left the finite range, if it did.
+
+    ``seed`` is text because a line may be a mean over seeds (``4-10``), with the deviation in ``..._sd``.
+    """
+
+    run: str
+    seed: str
+    settings: Mapping[str, str]
+    round: int
+    left: int | None
+    values: Mapping[str, float]
+    clients: Mapping[str, float]
+
+    def __getitem__(self, quantity: str) -> float:
+        return self.values[quantity]
+
+
+Run = tuple[Evaluation, ...]
+"""The evaluations of one run, in order of rounds."""
+
+
+class Runs(dict[str, Run]):
+    """The runs of a page by the folder each was made in, relative to the folder of all."""
+
+    def under(self, folder: str) -> list[Run]:
+        """The runs of a sweep, by name; ``folder`` may be a pattern."""
+        return [run for name, run in sorted(self.items()) if fnmatch(name.rpartition("/")[0], folder)]
+
+    def one(self, name: str) -> Run:
+        """The run of this folder, or the first of the sweep in it."""
+        return self[name] if name in self else self.under(name)[0]
+
+
+def last(run: Run) -> Evaluation:
+    """The last evaluation."""
+    return run[-1]
+
+
+def chosen(run: Run) -> Evaluation:
+    """The evaluation of highest validation accuracy, the earliest on ties."""
+    return max(run, key=lambda line: (line["validation"], -line.round))
+
+
+def after(run: Run, round: int) -> Evaluation | None:
+    """The evaluation after a round; None where there was none."""
+    return next((line for line in run if line.round == round), None)
+
+
+def measured(line: Mapping[str, Any]) -> dict[str, float]:
+    """The quantities of a line of ``metrics.jsonl`` or of what ``fedloom evaluate`` writes."""
+    found: dict[str, Any] = {}
+    if line.get("validation_pooled") is not None:
+        found["validation"] = 100 * line["validation_pooled"]
+    for group in ("seen", "unseen", "global"):
+        about = line.get(group)
+        if about is None:
+            continue
+        found[group] = _percent(about.get("accuracy_pooled"))
+        for short in ("mean", "std", "worst", "worst_decile"):
+            found[f"{group}_{short}"] = _percent(about.get(f"accuracy_{short}"))
+        found[f"{group}_loss"] = about.get("loss_mean")
+        found[f"{group}_masked"] = _percent((about.get("masked") or {}).get("accuracy_pooled"))
+        uncertainty = (line.get("uncertainty") or {}).get(group) or {}
+        for short in ("ece", "entropy", "mutual_information"):
+            found[f"{group}_{short}"] = uncertainty.get(short)
+    found["train_loss"] = (line.get("train") or {}).get("loss")
+    sent = line.get("communication")
+    if sent:
+        found["sent_gb"] = (sent["payload_up"] + sent["payload_down"]) / 1e9
+    found["spearman"] = ((line.get("pefll") or {}).get("spearman") or {}).get("mean")
+    return {name: float(f"{value:.6g}") for name, value in found.items() if value is not None}
+
+
+def _percent(part: float | None) -> float | None:
+    return None if part is None else 100 * part
+
+
+def evaluations(folder: Path, name: str) -> tuple[dict[str, str], Run]:
+    """Settings and evaluations of a run that ended or left the finite range; none of one that was stopped."""
+    files = RunFolder.open(folder)
+    experiment = yaml.safe_load(files.text(EXPERIMENT))
+    settings = dict(flat(experiment))
+    lines = files.metrics().objects if (folder / "metrics.jsonl").exists() else []
+    left = None
+    if not (folder / "summary.json").exists():
+        attempts = files.lines("journal.jsonl").objects if (folder / "journal.jsonl").exists() else []
+        if not attempts or attempts[-1]["outcome"] in ("done", "evaluated"):
+            return settings, ()
+        left = attempts[-1]["round"]
+    about = [(line["round"], measured(line)) for line in lines]
+    if left is not None:  # what it had before says nothing about its setting
+        about = [(about[-1][0] if about else 0, {})]
+    else:
+        about[-1][1]["seconds"] = float(f"{files.json('summary.json').get('duration_s') or 0:.4g}")
+    clients = _clients(folder) if left is None else {}
+    seed = str(experiment["seed"])
+    return settings, tuple(
+        Evaluation(name, seed, {}, round, left, values, clients if i == len(about) - 1 else {})
+        for i, (round, values) in enumerate(about)
+    )
+
+
+def _clients(folder: Path) -> dict[str, float]:
+    if not (folder / "clients.csv").exists():
+        return {}
+    rows = RunFolder.open(folder).clients()
+    if len(rows) > FEW_CLIENTS:
+        return {}
+    return {row["id"]: 100 * float(row["personal_accuracy_unmasked"]) for row in rows}
+
+
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and values of a nested mapping."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif value is not None:
+        yield prefix, value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def fold(folder: Path, *, whole: Sequence[str] = ()) -> Runs:
+    """Read all finished runs under a folder, and evaluations of other clients in ``*.json`` files beside them.
+
+    Parameters
+    ----------
+    whole
+        Patterns of runs that keep every evaluation; the others keep the last and the chosen.
+    """
+    found: dict[str, tuple[dict[str, str], Run]] = {}
+    for path in sorted(folder.rglob(EXPERIMENT)):
+        name = path.parent.relative_to(folder).as_posix()
+        settings, run = evaluations(path.parent, name)
+        if run:
+            if run[0].left is None and not any(fnmatch(name, pattern) for pattern in whole):
+                run = tuple(line for line in run if line in (run[-1], chosen(run)))
+            found[name] = settings, run
+    varied = _varied([settings for settings, _ in found.values()])
+    runs = Runs()
+    for name, (settings, run) in found.items():
+        kept = {key: value for key, value in settings.items() if key in varied[settings["algorithm.name"]]}
+        runs[name] = tuple(replace(line, settings=kept) for line in run)
+    for path in sorted(folder.glob("*.json")):  # of `fedloom evaluate`
+        about = json.loads(path.read_text(encoding="utf-8"))
+        runs[path.stem] = (Evaluation(path.stem, str(about["seed"]), {}, about["round"], None, measured(about), {}),)
+    for path in sorted(folder.rglob("new-clients.json")):  # of experiments/pefll_pairs.py
+        for known, values in json.loads(path.read_text(encoding="utf-8")).items():
+            name = f"{path.parent.relative_to(folder).as_posix()}/new-clients/{known}"
+            runs[name] = (Evaluation(name, "", {"known": known}, 0, None, values, {}),)
+    return runs
+
+
+def _varied(experiments: Sequence[Mapping[str, str]]) -> dict[str, set[str]]:
+    """By method: the keys in which its runs differ, and the method."""
+    found = {}
+    for method in {settings["algorithm.name"] for settings in experiments}:
+        those = [settings for settings in experiments if settings["algorithm.name"] == method]
+        keys = {key for settings in those for key in settings if not key.startswith(UNINTERESTING)}
+        found[method] = {"algorithm.name"} | {key for key in keys if len({settings.get(key) for settings in those}) > 1}
+    return found
+
+
+FIRST = ("run", "seed", "settings", "round", "left")
+"""Columns before the quantities; a run's settings are on its first line."""
+
+
+def written(runs: Runs, columns: Sequence[str] = ()) -> str:
+    """The compact file: these quantities, or all that any run has."""
+    lines = [line for name in sorted(runs) for line in runs[name]]
+    there = {quantity: None for line in lines for quantity in line.values}
+    columns = [column for column in columns or there if column in there]
+    clients = any(line.clients for line in lines)
+    out = StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*FIRST, *columns, *(["clients"] if clients else [])])
+    for line in lines:
+        new = line is runs[line.run][0]
+        settings = " ".join(f"{key}={value}" for key, value in line.settings.items() if new)
+        start = [line.run, line.seed, settings, line.round, "" if line.left is None else line.left]
+        cells = [f"{line[column]:.10g}" if column in line.values else "" for column in columns]
+        each = " ".join(f"{id}={value:.6g}" for id, value in line.clients.items())
+        writer.writerow([*start, *cells, *([each] if clients else [])])
+    return out.getvalue()
+
+
+def read(path: Path) -> Runs:
+    """The runs of a compact file."""
+    lines: dict[str, list[Evaluation]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            about = {key: row.pop(key) for key in FIRST}
+            clients = dict(part.rsplit("=", 1) for part in row.pop("clients", "").split())
+            before = lines.setdefault(about["run"], [])
+            settings = dict(part.split("=", 1) for part in about["settings"].split())
+            line = Evaluation(
+                about["run"],
+                about["seed"],
+                before[0].settings if before else settings,
+                int(about["round"] or 0),
+                int(about["left"]) if about["left"] else None,
+                {key: float(value) for key, value in row.items() if value},
+                {id: float(value) for id, value in clients.items()},
+            )
+            before.append(line)
+    return Runs({name: tuple(those) for name, those in lines.items()})
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """A Markdown table, its first columns to the left."""
+    rule = "|" + "---|" * left + "---:|" * (len(header) - left)
+    first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (header, *rows))
+    return "\n".join((first, rule, *others))
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean, ± the sample standard deviation where there are several."""
+    shown = f"{statistics.fmean(values):.{digits}f}"
+    return f"{shown} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else shown
+
+
+def chosen_rate(folder: Path) -> str:
+    """The step size of a sweep whose mean validation accuracy over seeds, in the last round, is highest.
+
+    One that left the finite range on any seed is none.
+    """
+    by_rate: dict[str, list[Evaluation]] = {}
+    for path in sorted(folder.glob(f"*/{EXPERIMENT}")):
+        settings, run = evaluations(path.parent, path.parent.name)
+        if run:
+            by_rate.setdefault(settings["algorithm.local.lr"], []).append(run[-1])
+    seeds = set.intersection(*({line.seed for line in lines} for lines in by_rate.values()))
+    return max(
+        (rate for rate, lines in sorted(by_rate.items()) if all(line.left is None for line in lines)),
+        key=lambda rate: statistics.fmean(line["validation"] for line in by_rate[rate] if line.seed in seeds),
+    )
