@@ -117,9 +117,9 @@ def export(experiment: Path, folder: Path) -> None:
     import safetensors.torch
 
     from fedloom import experiment as experiments
-    from fedloom.run.assemble import dealt
+    from fedloom.run.assemble import make_partition
 
-    dataset = dealt(experiments.load(experiment))
+    dataset = make_partition(experiments.load(experiment))
     for i, entry in enumerate(dataset.manifest.clients):
         client = dataset.client(entry.id)
         splits = {"train": client.train, "test": client.test}

@@ -30,7 +30,7 @@ from common import ROOT, describe, import_torch_s, machine, write_json
 from torch import nn
 
 from fedloom import experiment as experiments
-from fedloom.run.assemble import dealt
+from fedloom.run.assemble import make_partition
 
 EXPERIMENT = ROOT / "experiments" / "pefll-fashion-mnist.yaml"
 
@@ -111,7 +111,7 @@ def main() -> None:
     about = machine()
     print(describe(about))
     e = experiments.load(EXPERIMENT)
-    dataset = dealt(e)
+    dataset = make_partition(e)
     client = dataset.client(dataset.manifest.roster[0])
     x, y = client.train.x, client.train.y
     assert y is not None

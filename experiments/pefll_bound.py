@@ -29,16 +29,16 @@ THETA_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0)
 def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     """A trained PeFLL and the partition it was trained on."""
     e = experiments.load(run / "experiment.yaml")
-    dataset = assemble.dealt(e)
-    these = assemble.parts(e, dataset.manifest)
-    server = these.server_half()
+    dataset = assemble.make_partition(e)
+    parts = assemble.make_parts(e, dataset.manifest)
+    server = parts.server_half()
     if not isinstance(server, PeFLLServer):
         raise SystemExit(f"{run} is a run of {e.algorithm.name}; allowed: a run of pefll")
     server.load(Checkpoints(RunFolder(run).checkpoints).load(which).state)
     shift, scale, _ = server.standard.tolist()
     eta_v = server.embedding.layout.split(server.eta_v)
     found = Networks(
-        server.embedding, server.hypernetwork, these.task.model, eta_v, server.eta_h, lambda v: (v - shift) / scale
+        server.embedding, server.hypernetwork, parts.task.model, eta_v, server.eta_h, lambda v: (v - shift) / scale
     )
     return found, dataset
 
@@ -53,18 +53,18 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     which = int(given.checkpoint) if given.checkpoint.isdecimal() else given.checkpoint
-    these, dataset = networks(given.run, which)
+    trained, dataset = networks(given.run, which)
     seen = [dataset.client(client).train for client in dataset.manifest.roster]
     unseen = [(client.train, client.test) for client in map(dataset.client, dataset.manifest.unseen)]
-    size_h, size_v = (sum(float(p.square().sum()) for p in eta.values()) for eta in (these.eta_h, these.eta_v))
-    plain = observed(these, unseen, None, generator(0, "bound"))
+    size_h, size_v = (sum(float(p.square().sum()) for p in eta.values()) for eta in (trained.eta_h, trained.eta_v))
+    plain = observed(trained, unseen, None, generator(0, "bound"))
     print(f"‖η_h‖² = {size_h:.1f}, ‖η_v‖² = {size_v:.1f}; 0-1 loss of the mean models on unseen clients: {plain:.3f}\n")
     print("| α_h = α_v | α_θ | n | m | empirical | term of η | term of θ | bound | unseen clients |\n|" + "---|" * 9)
 
     def line(variances: Variances, n: int) -> float:
         key = f"{variances}/{n}"
-        b = bound(these, seen[:n], variances, generator(0, f"bound/{key}"), delta=given.delta, draws=given.draws)
-        there = observed(these, unseen, variances, generator(0, f"observed/{key}"), given.draws)
+        b = bound(trained, seen[:n], variances, generator(0, f"bound/{key}"), delta=given.delta, draws=given.draws)
+        there = observed(trained, unseen, variances, generator(0, f"observed/{key}"), given.draws)
         print(
             f"| {variances.h:g} | {variances.theta:g} | {b.clients} | {b.examples} "
             f"| {b.empirical:.3f} ± {b.empirical_error:.3f} | {b.meta:.3f} | {b.client:.3f} "

@@ -86,7 +86,7 @@ def main() -> None:
     client: Any = importlib.import_module("src.client.fedavg")
     models: Any = importlib.import_module("src.config.models")
     torch.set_num_threads(1)
-    dataset = assemble.dealt(load(given.run / EXPERIMENT))
+    dataset = assemble.make_partition(load(given.run / EXPERIMENT))
     images, labels, where = pixels(dataset)
     if given.scale:
         images = images / 255

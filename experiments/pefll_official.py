@@ -68,7 +68,7 @@ def main() -> None:
     sys.path.insert(0, str(given.checkout.resolve()))
     train: Any = importlib.import_module("train")
     utils: Any = importlib.import_module("utils")
-    dataset = assemble.dealt(load(given.run / EXPERIMENT))
+    dataset = assemble.make_partition(load(given.run / EXPERIMENT))
     evaluate = train.eval_model
     evaluations = 0
 

@@ -74,11 +74,11 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 def global_validation(run: Path) -> float:
     """Pooled validation accuracy in percent of the global distribution in the last round; no run writes it down."""
     e = experiments.load(run / "experiment.yaml")
-    dataset = assemble.dealt(e)
-    these = assemble.parts(e, dataset.manifest)
+    dataset = assemble.make_partition(e)
+    parts = assemble.make_parts(e, dataset.manifest)
     v = Checkpoints(run / "checkpoints").load("last").state["v"]
-    noise = torch.randn(these.settings.draws, v.shape[-1], generator=torch.Generator().manual_seed(0), dtype=v.dtype)
-    predictor = BayesianPredictor(these.task.model, v, noise)
+    noise = torch.randn(parts.settings.draws, v.shape[-1], generator=torch.Generator().manual_seed(0), dtype=v.dtype)
+    predictor = BayesianPredictor(parts.task.model, v, noise)
     right = total = 0
     for entry in dataset.manifest.clients:
         split = dataset.client(entry.id).validation

@@ -187,15 +187,15 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
     path = tmp / "experiment.yaml"
     path.write_text(yaml.safe_dump(tree))
     e = experiments.load(path)
-    dataset = assemble.dealt(e)
+    dataset = assemble.make_partition(e)
     assert {entry.train for entry in dataset.manifest.clients} == {15, 22, 33}
-    return Federation(assemble.parts(e, dataset.manifest), dataset, tmp)
+    return Federation(assemble.make_parts(e, dataset.manifest), dataset, tmp)
 
 
 def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> Parts:
     path = tmp / "changed.yaml"
     path.write_text(yaml.safe_dump(tree))
-    return assemble.parts(experiments.load(path), dataset.manifest)
+    return assemble.make_parts(experiments.load(path), dataset.manifest)
 
 
 def state(loop: Loop) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class Place:
 @pytest.fixture(scope="module")
 def partition(small_run: tuple[Path, Path]) -> Path:
     """The small experiment's, dealt on this machine."""
-    return assemble.dealt(experiments.load(small_run[0])).folder
+    return assemble.make_partition(experiments.load(small_run[0])).folder
 
 
 @pytest.fixture

@@ -185,10 +185,10 @@ def test_a_data_set_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.cli.data import partition
-    from fedloom.run.assemble import dealt
+    from fedloom.run.assemble import make_partition
 
     path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})
-    dataset = dealt(load(path))
+    dataset = make_partition(load(path))
     shard = dataset.folder / "shards" / "client-0003.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -199,4 +199,4 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
     partition(path)
     assert shard.read_bytes() == whole
-    dealt(load(path))
+    make_partition(load(path))

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from fedloom.errors import AbandonedError, ExitCode
-from fedloom.run.stop_request import Stopping
+from fedloom.run.stop_request import StopRequest
 
 
 @pytest.fixture
@@ -18,33 +18,33 @@ def said() -> list[str]:
     return []
 
 
-def counted(stopping: Stopping) -> threading.Event:
+def counted(stop_request: StopRequest) -> threading.Event:
     """Set once the run is aborted."""
     aborted = threading.Event()
-    stopping.abort = aborted.set
+    stop_request.abort = aborted.set
     return aborted
 
 
 def test_while_waiting_a_signal_aborts_at_once(said: list[str]) -> None:
-    stopping = Stopping(said.append)
-    aborted = counted(stopping)
+    stop_request = StopRequest(said.append)
+    aborted = counted(stop_request)
     before = signal.getsignal(signal.SIGTERM)
-    with stopping.signals():
+    with stop_request.signals():
         os.kill(os.getpid(), signal.SIGTERM)
         assert aborted.wait(30)
-        assert stopping.event.is_set()
+        assert stop_request.event.is_set()
     assert said == ["stopping"]
-    assert stopping.reason is None
+    assert stop_request.reason is None
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_in_training_the_round_at_hand_may_end_and_a_second_signal_ends_it_at_once(said: list[str]) -> None:
-    stopping = Stopping(said.append)
-    aborted = counted(stopping)
-    stopping.training = True
-    with stopping.signals():
+    stop_request = StopRequest(said.append)
+    aborted = counted(stop_request)
+    stop_request.training = True
+    with stop_request.signals():
         os.kill(os.getpid(), signal.SIGINT)
-        assert stopping.event.wait(30)
+        assert stop_request.event.wait(30)
         assert not aborted.is_set()
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it is raised between two of these lines
             os.kill(os.getpid(), signal.SIGINT)
@@ -54,33 +54,33 @@ def test_in_training_the_round_at_hand_may_end_and_a_second_signal_ends_it_at_on
 
 
 def test_a_round_that_ends_in_time_is_not_aborted_afterwards(said: list[str]) -> None:
-    stopping = Stopping(said.append)
-    aborted = counted(stopping)
-    stopping.training = True
-    with stopping.signals():
+    stop_request = StopRequest(said.append)
+    aborted = counted(stop_request)
+    stop_request.training = True
+    with stop_request.signals():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stopping.event.wait(30)
+        assert stop_request.event.wait(30)
     assert all(timer.finished.is_set() for timer in threading.enumerate() if isinstance(timer, threading.Timer))
     assert not aborted.is_set()
 
 
 def test_nobody_watches(said: list[str]) -> None:
-    stopping = Stopping(said.append)
-    aborted = counted(stopping)
+    stop_request = StopRequest(said.append)
+    aborted = counted(stop_request)
     unwatched = 0.0
-    with stopping.when_unwatched(lambda: unwatched, 0.2):
-        assert not stopping.event.wait(0.5)  # somebody does
+    with stop_request.when_unwatched(lambda: unwatched, 0.2):
+        assert not stop_request.event.wait(0.5)  # somebody does
         unwatched = 0.3
-        assert stopping.event.wait(30)
+        assert stop_request.event.wait(30)
         assert aborted.wait(30)
-    assert isinstance(stopping.reason, AbandonedError)
-    assert stopping.reason.exit_code is ExitCode.ABANDONED
-    assert "nobody has watched the run for 0.2 s" in str(stopping.reason)
+    assert isinstance(stop_request.reason, AbandonedError)
+    assert stop_request.reason.exit_code is ExitCode.ABANDONED
+    assert "nobody has watched the run for 0.2 s" in str(stop_request.reason)
     assert not any(thread.name == "orphan" for thread in threading.enumerate())
 
 
 def test_a_run_that_need_not_be_watched(said: list[str]) -> None:
-    stopping = Stopping(said.append)
-    with stopping.when_unwatched(lambda: 1e9, None):
+    stop_request = StopRequest(said.append)
+    with stop_request.when_unwatched(lambda: 1e9, None):
         assert not any(thread.name == "orphan" for thread in threading.enumerate())
-    assert not stopping.event.is_set()
+    assert not stop_request.event.is_set()

@@ -39,11 +39,11 @@ def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: d
         "runtime": {"workers": 0},
     }
     e = experiments.loads(yaml.safe_dump(tree))
-    dataset = assemble.dealt(e)
-    these, run = assemble.parts(e, dataset.manifest), RunFolder(folder / "run")
+    dataset = assemble.make_partition(e)
+    parts, run = assemble.make_parts(e, dataset.manifest), RunFolder(folder / "run")
     run.make(e.resolved_yaml())
     run.write("partition.json", dataset.manifest.to_json())
-    return assemble.loop(these, assemble.in_process(these, dataset, run), run, Silent(), threading.Event())
+    return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, Silent(), threading.Event())
 
 
 def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1) -> Loop:

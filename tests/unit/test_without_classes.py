@@ -122,15 +122,15 @@ def load(tmp_path: Path, **keys: Any) -> experiments.Experiment:
 
 def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     e = load(tmp_path)
-    dataset = assemble.dealt(e)
-    these, folder = assemble.parts(e, dataset.manifest), RunFolder(tmp_path / "run")
+    dataset = assemble.make_partition(e)
+    parts, folder = assemble.make_parts(e, dataset.manifest), RunFolder(tmp_path / "run")
     folder.make()
     folder.write("experiment.yaml", e.resolved_yaml())
     folder.write("partition.json", dataset.manifest.to_json())
     folder.write_json("environment.json", {"a": 1})
 
-    loop = assemble.loop(these, assemble.in_process(these, dataset, folder), folder, Silent(), threading.Event())
-    summary = assemble.conclude(these, loop, loop.run(), 1.0)
+    loop = assemble.loop(parts, assemble.in_process(parts, dataset, folder), folder, Silent(), threading.Event())
+    summary = assemble.conclude(parts, loop, loop.run(), 1.0)
     text = json.dumps(summary, allow_nan=False)
     assert json.loads(text)["seen"]["accuracy_mean"] is None
     lines = list(folder.lines("metrics.jsonl"))

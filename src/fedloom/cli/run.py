@@ -59,11 +59,11 @@ def run(
 ) -> None:
     """Run an experiment on this machine; with --seeds or --grid, at every point, and compare."""
     from fedloom.errors import ExperimentError
-    from fedloom.run.run_experiment import Order, conduct
+    from fedloom.run.run_experiment import Order, run_experiment
 
     overrides = [*(set_ or ()), *([f"runtime.workers={workers}"] if workers is not None else ())]
     if seeds is None and not grid:
-        conduct(
+        run_experiment(
             Order(
                 experiment,
                 tuple(overrides),
@@ -102,11 +102,11 @@ def aggregator(
     ] = 5.0,
 ) -> None:
     """Run an experiment's rounds with workers that connect (`fedloom worker`)."""
-    from fedloom.run.run_experiment import Order, conduct
+    from fedloom.run.run_experiment import Order, run_experiment
     from fedloom.transport.address import split_address
 
     split_address(listen, what="--listen", lowest=0)
-    conduct(
+    run_experiment(
         Order(
             experiment,
             tuple(set_ or ()),
@@ -138,7 +138,7 @@ def _sweep(
     from fedloom.federation.folder import RunFolder
     from fedloom.run import sweep
     from fedloom.run.resume import check_folder
-    from fedloom.run.run_experiment import Order, conduct
+    from fedloom.run.run_experiment import Order, run_experiment
 
     points = sweep.points(experiment, overrides, seeds, grid)
     first = points[0].experiment
@@ -159,7 +159,7 @@ def _sweep(
             continue
         typer.echo(f"{where}", err=True)
         try:
-            conduct(
+            run_experiment(
                 Order(
                     experiment,
                     point.overrides,

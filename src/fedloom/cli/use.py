@@ -75,24 +75,24 @@ def measured(run: Path, checkpoint: str = "last", partition: str | Path | None =
     from fedloom.errors import QuorumError
     from fedloom.evaluation.summary import groups
 
-    these, loop, dataset = _restored(run, checkpoint, partition)
+    parts, loop, dataset = _restored(run, checkpoint, partition)
     evaluation = loop.evaluate()
     if not evaluation.present.all():  # statistics of the others would be taken for those of all
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
         named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise QuorumError(f"{len(missing)} of {len(evaluation.clients)} clients could not be measured: {named}")
-    if not these.task.same_clients:  # whatever their partition calls them, this training never saw them
+    if not parts.task.same_clients:  # whatever their partition calls them, this training never saw them
         evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
     statistics = {
-        "name": these.experiment.name,
-        "algorithm": these.algorithm.name,
-        "seed": these.experiment.seed,
+        "name": parts.experiment.name,
+        "algorithm": parts.algorithm.name,
+        "seed": parts.experiment.seed,
         "round": loop.round,
         "partition": dataset.manifest.fingerprint,
-        **groups(evaluation, label_mask=these.experiment.evaluation.label_mask),
+        **groups(evaluation, label_mask=parts.experiment.evaluation.label_mask),
         **loop.extra(evaluation),
     }
-    return Measured(statistics, evaluation, these)
+    return Measured(statistics, evaluation, parts)
 
 
 def personalize(
@@ -116,7 +116,7 @@ def personalize(
     if out.exists():
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
     saved: list[str] = []
-    these, loop, dataset = _restored(run, checkpoint, partition)
+    parts, loop, dataset = _restored(run, checkpoint, partition)
     wanted = chosen([entry.id for entry in dataset.manifest.clients], clients, None)
     for client in wanted:
         dataset.manifest.entry(client)
@@ -125,7 +125,7 @@ def personalize(
     def save(predictors: Predictors, group: Group) -> Message:
         for named, client in zip(predictors, group.clients, strict=True):
             tensors = {f"{name}.{key}": t for name, p in named.items() for key, t in p.tensors().items()}
-            layout = [[name, list(shape)] for name, shape in these.task.model.layout.entries]
+            layout = [[name, list(shape)] for name, shape in parts.task.model.layout.entries]
             about = json.dumps({"client": client.id, "round": loop.round, "layout": layout}, sort_keys=True)
             contiguous = {key: t.contiguous().clone() for key, t in tensors.items()}
             content = safetensors.torch.save(contiguous, metadata={"fedloom": about})
@@ -133,7 +133,7 @@ def personalize(
             saved.append(client.id)
         return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
 
-    loop.carrier = assemble.in_process(these, dataset, loop.folder, save)
+    loop.carrier = assemble.in_process(parts, dataset, loop.folder, save)
     lost = loop.personalize(wanted)
     typer.echo(f"{len(saved)} models in {out}")
     for client, reason in lost.items():
@@ -223,7 +223,7 @@ def _restored(run: Path, which: str, partition: str | Path | None) -> tuple[Part
         )
     e = experiments.load(run / "experiment.yaml")
     trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
-    dataset = assemble.dealt(e) if partition is None else FederatedDataset.open(partition)
+    dataset = assemble.make_partition(e) if partition is None else FederatedDataset.open(partition)
     for what in ("dataset", "classes", "input_shape"):
         found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
         if found != needed:
@@ -234,19 +234,19 @@ def _restored(run: Path, which: str, partition: str | Path | None) -> tuple[Part
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
     dataset = FederatedDataset(dataset.folder, manifest, dataset.source)
     assemble.use_device("cpu", e.runtime.threads)
-    these = assemble.parts(e, dataset.manifest, trained_on)
+    parts = assemble.make_parts(e, dataset.manifest, trained_on)
     loop = assemble.loop(
-        these,
-        assemble.in_process(these, dataset, folder),
+        parts,
+        assemble.in_process(parts, dataset, folder),
         folder,
         Watch(0),
         threading.Event(),
         keep_descriptors=False,
     )
     checkpoint = loop.checkpoints.load(int(which) if which.isdecimal() else which)
-    check_fits(checkpoint, loop.server.state(), these.algorithm.name, these.algorithm.version)
+    check_fits(checkpoint, loop.server.state(), parts.algorithm.name, parts.algorithm.version)
     loop.server.load(checkpoint.state)
     loop.round = checkpoint.round
-    if these.task.same_clients:  # a client of another partition is another client, whatever its name
+    if parts.task.same_clients:  # a client of another partition is another client, whatever its name
         loop.journal = Journal.read(folder)
-    return these, loop, dataset
+    return parts, loop, dataset

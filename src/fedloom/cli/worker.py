@@ -101,7 +101,7 @@ def worker(
                 hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
         shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
-        return assemble.conversations(assemble.parts(shared, dataset.manifest), dataset, target, states)
+        return assemble.conversations(assemble.make_parts(shared, dataset.manifest), dataset, target, states)
 
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

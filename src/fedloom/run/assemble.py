@@ -68,7 +68,7 @@ class Parts:
         return self.algorithm.client(self.settings, self.task)
 
 
-def parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> Parts:
+def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> Parts:
     """Put an experiment and its manifest together; ``trained_on`` is what it was trained with, if that is another.
 
     Raises
@@ -91,7 +91,7 @@ def parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | Non
     return Parts(experiment, manifest, find(experiment.algorithm.name), task)
 
 
-def dealt(experiment: Experiment) -> FederatedDataset:
+def make_partition(experiment: Experiment) -> FederatedDataset:
     """The experiment's partition, dealt now if it is not there, and whole.
 
     Raises
@@ -116,7 +116,7 @@ def dealt(experiment: Experiment) -> FederatedDataset:
     return dataset
 
 
-def given(experiment: Experiment, where: str, *, verify: bool) -> FederatedDataset:
+def open_partition(experiment: Experiment, where: str, *, verify: bool) -> FederatedDataset:
     """A partition that was made before, and is the one that the experiment asks for.
 
     Parameters
@@ -196,7 +196,7 @@ Conclude = Callable[[Predictors, Group], Message]
 
 
 def conversations(
-    these: Parts,
+    parts: Parts,
     dataset: FederatedDataset,
     device: torch.device,
     states: str | None,
@@ -211,37 +211,37 @@ def conversations(
     ExperimentError
         If the method keeps client states and there is no folder for them.
     """
-    half = these.client_half()
+    half = parts.client_half()
     if half.stateful and states is None:
         raise ExperimentError(
-            f"--states: found none; {these.algorithm.name} keeps a state with every client, and needs a folder or "
+            f"--states: found none; {parts.algorithm.name} keeps a state with every client, and needs a folder or "
             "store that every worker allowed to serve the client reaches"
         )
-    batch_size = these.experiment.evaluation.batch_size
+    batch_size = parts.experiment.evaluation.batch_size
 
     def evaluate(predictors: Predictors, clients: Group) -> Message:
         return metrics(predictors, clients.clients, half.predictors, batch_size=batch_size)
 
     return Conversations(
         half,
-        vocabulary(these.algorithm),
+        vocabulary(parts.algorithm),
         dataset.client,
-        these.experiment.seed,
+        parts.experiment.seed,
         conclude or evaluate,
         device,
-        these.experiment.runtime.clients_at_once,
+        parts.experiment.runtime.clients_at_once,
         StoredStates(open_store(states)) if half.stateful and states is not None else None,
-        start_afresh=these.experiment.federation.lost_state == "afresh",
+        start_afresh=parts.experiment.federation.lost_state == "afresh",
     )
 
 
 def in_process(
-    these: Parts, dataset: FederatedDataset, folder: RunFolder, conclude: Conclude | None = None
+    parts: Parts, dataset: FederatedDataset, folder: RunFolder, conclude: Conclude | None = None
 ) -> InProcess:
     """Clients in this process, on the experiment's device; their states lie where the run has them."""
-    runtime = these.experiment.runtime
+    runtime = parts.experiment.runtime
     device = use_device(runtime.device, runtime.threads)
-    return InProcess(conversations(these, dataset, device, states_of(folder), conclude), DTYPE)
+    return InProcess(conversations(parts, dataset, device, states_of(folder), conclude), DTYPE)
 
 
 def states_of(folder: RunFolder) -> str:
@@ -270,13 +270,13 @@ def _kept(folder: RunFolder, name: str) -> dict[str, Any] | None:
     return run_folder.RunFolder(folder.path).json(name) if (folder.path / name).exists() else None
 
 
-def welcome(these: Parts) -> str:
+def welcome(parts: Parts) -> str:
     """What the aggregator tells workers: the shared part of the experiment, and which partition it is about."""
-    return json.dumps({"experiment": these.experiment.shared_json(), "partition": these.manifest.fingerprint})
+    return json.dumps({"experiment": parts.experiment.shared_json(), "partition": parts.manifest.fingerprint})
 
 
 def loop(
-    these: Parts,
+    parts: Parts,
     carrier: Carrier,
     folder: RunFolder,
     observer: Observer,
@@ -290,7 +290,7 @@ def loop(
 
     ``after`` is called with each round that has become durable, while the next ones are trained.
     """
-    e = these.experiment
+    e = parts.experiment
     schedule = Schedule(
         rounds=e.federation.rounds,
         clients_per_round=e.federation.clients_per_round,
@@ -303,8 +303,8 @@ def loop(
         label_mask=e.evaluation.label_mask,
         seed=e.seed,
     )
-    half, mask = these.client_half(), e.evaluation.label_mask
-    pi = these.manifest.class_proportions()
+    half, mask = parts.client_half(), e.evaluation.label_mask
+    pi = parts.manifest.class_proportions()
 
     def extra(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
         if keep_descriptors:
@@ -332,9 +332,9 @@ def loop(
 
     return Loop(
         schedule,
-        these.manifest,
-        these.algorithm,
-        these.server_half(),
+        parts.manifest,
+        parts.algorithm,
+        parts.server_half(),
         half,
         carrier,
         folder,
@@ -363,16 +363,16 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
     folder.write_json("uncertainty.json", document)
 
 
-def conclude(these: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
+def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
     """Write what a run ends with: ``clients.csv`` and ``summary.json``, which is returned."""
-    e = these.experiment
+    e = parts.experiment
     folder = run.folder
     history = list(folder.lines("metrics.jsonl"))
     last = history[-1] if history else {}
-    extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(these, run)}}
+    extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     steps = run.client_steps()
-    folder.write("clients.csv", as_csv(client_rows(final, these.manifest.clients)))
-    folder.write_json("confusion.json", confusion_document(final, these.manifest.class_names))
+    folder.write("clients.csv", as_csv(client_rows(final, parts.manifest.clients)))
+    folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
     folder.write_json("calibration.json", calibration_document(final))
     result = summary(
         final,
@@ -384,7 +384,7 @@ def conclude(these: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
         model=e.model.name,
         seed=e.seed,
         rounds=run.round,
-        clients_per_round=e.federation.clients_per_round if these.algorithm.trains else None,
+        clients_per_round=e.federation.clients_per_round if parts.algorithm.trains else None,
         communication=run.communication(),
         duration_s=duration_s,
         client_steps=steps,
@@ -395,10 +395,10 @@ def conclude(these: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     return result
 
 
-def _new_client(these: Parts, run: Loop) -> dict[str, Any]:
+def _new_client(parts: Parts, run: Loop) -> dict[str, Any]:
     """What it costs a client that has just come to get each predictor: SGD steps (mean over clients), tensor bytes."""
-    half = these.client_half()
-    entries = these.manifest.clients
+    half = parts.client_half()
+    entries = parts.manifest.clients
     return {
         name: {
             "client_steps": sum(half.personalization_steps(name, entry.train) for entry in entries) / len(entries),

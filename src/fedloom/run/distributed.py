@@ -11,7 +11,7 @@ from fedloom.errors import InterruptedRun, QuorumError
 from fedloom.federation.loop import vocabulary
 from fedloom.run import assemble
 from fedloom.run.assemble import Parts
-from fedloom.run.stop_request import Stopping
+from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.notices import Notices
@@ -27,7 +27,7 @@ class Serving:
 
 
 @contextmanager
-def serving(these: Parts, listen: str, incarnation: str, grace_s: float) -> Iterator[Serving]:
+def serving(parts: Parts, listen: str, incarnation: str, grace_s: float) -> Iterator[Serving]:
     """Serve from before the first worker until those who watch have read how the run ended.
 
     A run that was interrupted has not ended: whoever watches sees the connection break.
@@ -49,16 +49,16 @@ def serving(these: Parts, listen: str, incarnation: str, grace_s: float) -> Iter
     ExperimentError
         If the port is taken or the address cannot be bound.
     """
-    e = these.experiment
-    notices = Notices(e.name, e.federation.rounds, [entry.id for entry in these.manifest.clients])
+    e = parts.experiment
+    notices = Notices(e.name, e.federation.rounds, [entry.id for entry in parts.manifest.clients])
     server = Aggregator(
         run=e.name,
         incarnation=incarnation,
-        experiment=assemble.welcome(these),
-        vocabulary=vocabulary(these.algorithm),
+        experiment=assemble.welcome(parts),
+        vocabulary=vocabulary(parts.algorithm),
         dtype=assemble.DTYPE,
-        algorithm=these.algorithm.name,
-        version=these.algorithm.version,
+        algorithm=parts.algorithm.name,
+        version=parts.algorithm.version,
         notices=notices,
     )
     address = server.start(listen)
@@ -78,11 +78,11 @@ def serving(these: Parts, listen: str, incarnation: str, grace_s: float) -> Iter
 
 
 @contextmanager
-def staffed(
+def with_workers(
     at: Serving,
-    these: Parts,
+    parts: Parts,
     workers: partial[Workers] | None,
-    stopping: Stopping,
+    stop_request: StopRequest,
     wait_s: float,
     orphan_after_s: float | None,
 ) -> Iterator[None]:
@@ -112,18 +112,18 @@ def staffed(
     """
 
     def abort() -> None:
-        stopping.event.set()
+        stop_request.event.set()
         at.server.dismiss()
 
-    stopping.abort = abort
+    stop_request.abort = abort
     own = None if workers is None else workers(address=at.address, on_failure=abort)
     finished = False
     try:
-        with stopping.when_unwatched(lambda: at.notices.unwatched_s, orphan_after_s):
+        with stop_request.when_unwatched(lambda: at.notices.unwatched_s, orphan_after_s):
             at.notices.tell("waiting", "waiting for workers")
-            count = these.experiment.runtime.workers if own is not None else 1
-            at.server.wait_for([entry.id for entry in these.manifest.clients], wait_s, workers=count)
-            stopping.training = True
+            count = parts.experiment.runtime.workers if own is not None else 1
+            at.server.wait_for([entry.id for entry in parts.manifest.clients], wait_s, workers=count)
+            stop_request.training = True
             at.notices.tell("training")
             yield
         finished = True
@@ -131,9 +131,9 @@ def staffed(
         # The loop only sees that everything was lost; what really happened is the worker's failure.
         if own is not None and own.failure is not None:
             raise own.failure from error
-        if stopping.reason is not None and isinstance(error, InterruptedRun | QuorumError):
-            raise stopping.reason from error
-        if stopping.event.is_set() and isinstance(error, QuorumError):
+        if stop_request.reason is not None and isinstance(error, InterruptedRun | QuorumError):
+            raise stop_request.reason from error
+        if stop_request.event.is_set() and isinstance(error, QuorumError):
             raise InterruptedRun("stopped while waiting for workers; go on with --resume") from error
         raise
     finally:

@@ -24,9 +24,9 @@ from fedloom.federation.journal import Journal, Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
 from fedloom.run import assemble
-from fedloom.run.distributed import serving, staffed
+from fedloom.run.distributed import serving, with_workers
 from fedloom.run.resume import check_folder, check_partition, check_states
-from fedloom.run.stop_request import Stopping
+from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
@@ -86,7 +86,7 @@ class Order:
     choosing: bool = False
 
 
-def conduct(order: Order) -> None:
+def run_experiment(order: Order) -> None:
     """Make a run.
 
     Raises
@@ -103,12 +103,12 @@ def conduct(order: Order) -> None:
     if repeated is not None and e.federation.rounds:
         repeated.attempt(e.federation.rounds)  # a journal that is too short is said now, not at its end
     if order.partition is None:
-        dataset = assemble.dealt(e)
+        dataset = assemble.make_partition(e)
     else:
-        dataset = assemble.given(e, order.partition, verify=order.listen is None)
-    these = assemble.parts(e, dataset.manifest)
+        dataset = assemble.open_partition(e, order.partition, verify=order.listen is None)
+    parts = assemble.make_parts(e, dataset.manifest)
     url = _published_at(order, e, folder)
-    stateful = these.client_half().stateful
+    stateful = parts.client_half().stateful
 
     def check(found: RunFolder, where: str | None = None) -> None:
         """Whether the run in a folder is one that this may go on with."""
@@ -141,20 +141,20 @@ def conduct(order: Order) -> None:
             else:  # it may have been published before
                 _remove(folder, "published.json")
 
-        stopping = Stopping(watch.say)
+        stop_request = StopRequest(watch.say)
         watch.say(
             f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {len(dataset.manifest.clients)} clients, {folder.path}"
         )
         with ExitStack() as serves:
             if order.listen is None and e.runtime.workers == 0:
                 prepare()
-                carrier: Carrier = assemble.in_process(these, dataset, folder)
+                carrier: Carrier = assemble.in_process(parts, dataset, folder)
                 observer: Observer = watch
-                hands = _own_hands(stopping)
+                hands = _own_hands(stop_request)
                 tell = None
             else:
                 listen = order.listen or "127.0.0.1:0"
-                at = serves.enter_context(serving(these, listen, incarnation, order.finished_grace_s))
+                at = serves.enter_context(serving(parts, listen, incarnation, order.finished_grace_s))
                 prepare()
                 carrier, observer, tell = at.server, Observers(watch, at.notices), at.notices.tell
                 where = order.partition or str(dataset.folder)
@@ -164,10 +164,10 @@ def conduct(order: Order) -> None:
                 else:
                     kept = f" --states {assemble.states_of(folder)}" if stateful and url is not None else ""
                     watch.say(f"waiting for: fedloom worker --aggregator {at.address} --partition {where}{kept}")
-                hands = staffed(at, these, workers, stopping, order.wait_s, order.orphan_after_s)
-            with _logs_kept(published), stopping.signals(), hands:
+                hands = with_workers(at, parts, workers, stop_request, order.wait_s, order.orphan_after_s)
+            with _logs_kept(published), stop_request.signals(), hands:
                 after = None if published is None else published.publish
-                loop = assemble.loop(these, carrier, folder, observer, stopping.event, repeated, after=after)
+                loop = assemble.loop(parts, carrier, folder, observer, stop_request.event, repeated, after=after)
                 before = 0.0
                 if resume:
                     loop.resume()
@@ -179,7 +179,7 @@ def conduct(order: Order) -> None:
                 log.info("ready to train after %.2f s", time.perf_counter() - started)
                 final = loop.run()
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
-            summary = assemble.conclude(these, loop, final, before + time.perf_counter() - started)
+            summary = assemble.conclude(parts, loop, final, before + time.perf_counter() - started)
             _report(folder, watch.say)
             if published is not None:
                 published.finish()
@@ -222,9 +222,9 @@ def _place(url: str, resume: bool) -> Store:
 
 
 @contextmanager
-def _own_hands(stopping: Stopping) -> Iterator[None]:
+def _own_hands(stop_request: StopRequest) -> Iterator[None]:
     """Training in this process."""
-    stopping.training = True
+    stop_request.training = True
     yield
 
 

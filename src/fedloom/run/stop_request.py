@@ -13,7 +13,7 @@ from fedloom.errors import AbandonedError, FedloomError
 STOP_GRACE_S = 15.0
 
 
-class Stopping:
+class StopRequest:
     """Ends a run after the round at hand; after a grace, or when asked again, at once.
 
     Parameters
