@@ -17,7 +17,7 @@ import tarfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -488,6 +488,26 @@ def test_files_of_the_users_own_are_checked_and_their_checksums_recorded(
     assert leftovers(root) == []
 
 
+def test_files_of_the_users_own_may_lie_in_folders_of_folders(
+    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
+) -> None:
+    """As OWNER/CLASS/FILE: stored, recorded and read under these names."""
+    there = {f"own/{i}/{name}": content for i, (name, content) in enumerate(tiny_files.items())}
+    for name, content in there.items():
+        (tmp_path / "given" / name).parent.mkdir(parents=True)
+        (tmp_path / "given" / name).write_bytes(content)
+
+    def read(contents: Mapping[str, bytes]) -> Official:
+        return tiny_source().read({Path(name).name: contents[name] for name in contents})
+
+    own = OwnFiles("own/*/*ubyte", lambda folder: tuple(there))
+    source = dataclasses.replace(tiny_source(), files=(), read=read, own=own)
+    folder = sources.fetch(source, tmp_path / "root", copy_from=tmp_path / "given")
+    assert sources.checksums(source, tmp_path / "root").keys() == there.keys()
+    assert len(sources.load(source, tmp_path / "root").train) == 240
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
+
+
 def test_files_of_the_users_own_that_cannot_be_read_change_nothing(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
@@ -522,7 +542,8 @@ def test_official_files_and_the_users_own_take_each_others_place(
 
 
 @pytest.mark.parametrize(
-    "line", ["", "0" * 64 + "  ../../secret", "0" * 64 + "  /etc/passwd", "0" * 63 + "  a", "a  b"]
+    "line",
+    ["", *(f"{0:064}  {name}" for name in ("../../secret", "a/../../b", "a//b", "/etc/passwd")), f"{0:063}  a", "a  b"],
 )
 def test_a_record_that_is_none(line: str, tmp_path: Path, tiny_source: MakeSource) -> None:
     put(tmp_path / "datasets" / "tiny", {"SHA256SUMS": f"{line}\n".encode()})

@@ -183,7 +183,7 @@ def recorded(record: Path, source: Source) -> tuple[SourceFile, ...]:
     """
     files = []
     for line in record.read_text(encoding="utf-8", errors="replace").splitlines():
-        found = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)?[^./][^/]*)", line)
+        found = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)*[^./][^/]*)", line)
         if found is None:
             raise DataError(
                 f"{record} is damaged: found the line {line!r}; expected a sha256 and a file name", hint=mend(source)
@@ -276,12 +276,12 @@ def _store_own(source: Source, folder: Path, given: Path, names: Sequence[str], 
                 content = (given / name).read_bytes()
             except OSError as error:
                 raise DataError(f"{given / name} cannot be read: {error.strerror or error}") from error
-            (staging / name).parent.mkdir(exist_ok=True)
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
             write_durably(staging / name, content)
             file = SourceFile(name, len(content), hashlib.sha256(content).hexdigest())
             files[name] = StoredFile(source, staging / name, file)
         write_durably(staging / RECORD, "".join(f"{f.file.sha256}  {name}\n" for name, f in files.items()).encode())
-        for inner in {path.parent for path in (staging / name for name in names)} | {staging}:
+        for inner in {staging / above for name in names for above in Path(name).parents}:
             sync(inner)
         report(Progress("checking what they hold", 0, None))
         source.read(Contents(files))
