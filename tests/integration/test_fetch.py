@@ -207,6 +207,24 @@ def test_a_folder_of_the_users_is_the_only_way_tried(tmp_path: Path, server: Ser
     assert server.asked == []
 
 
+def test_a_folder_of_the_users_is_looked_at_though_the_files_are_there(
+    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
+) -> None:
+    """It replaces them, or is refused; what was stored stays in the second case."""
+    source, root = tiny_source(), tmp_path / "root"
+    folder = sources.fetch(source, root, copy_from=put(tmp_path / "given", tiny_files))
+    for other in (tmp_path / "nowhere", put(tmp_path / "wrong", tiny_files | {"t10k-labels-idx1-ubyte": b"x"})):
+        with pytest.raises(DataError) as raised:
+            sources.fetch(source, root, copy_from=other)
+        assert str(other) in str(raised.value)
+        assert stored(root) == tiny_files
+    first = (folder / "t10k-labels-idx1-ubyte").stat().st_ino
+    sources.fetch(source, root, copy_from=put(tmp_path / "again", tiny_files, compressed=True))
+    assert stored(root) == tiny_files
+    assert (folder / "t10k-labels-idx1-ubyte").stat().st_ino != first
+    assert leftovers(root) == []
+
+
 def test_a_connection_that_ends_early_is_noticed(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
     server.cut = "/t10k-labels-idx1-ubyte.gz"
     with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz: the connection ended after \d+ of \d+ bytes"):

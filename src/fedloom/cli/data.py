@@ -23,7 +23,7 @@ def fetch(
         typer.Option(
             "--from",
             metavar="DIR",
-            help="Take the files from here: official ones, plain or .gz, or those that LEAF made.",
+            help="Take the files from here, in place of any stored before: official ones, plain or .gz, or LEAF's.",
         ),
     ] = None,
 ) -> None:

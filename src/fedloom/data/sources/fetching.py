@@ -37,8 +37,8 @@ def fetch(
     all of them, with the right checksums, appear at once in ``<root>/datasets/<name>``. Safe to run in several
     processes: one fetches, the others wait for it.
 
-    Files that users make themselves (:class:`~fedloom.data.sources.base.OwnFiles`) are read before they are stored,
-    and take the place of what is there.
+    Files from ``copy_from`` always replace what is there; if they are not what they should be, what is there stays.
+    Files that users make themselves (:class:`~fedloom.data.sources.base.OwnFiles`) are read before they are stored.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def fetch(
     with locked(folder):
         if given is not None and own:
             _store_own(source, folder, given, own, report)
-        elif (given is not None and (folder / RECORD).exists()) or not _intact(source, data_root(root)):
+        elif given is not None or not _intact(source, data_root(root)):
             _store_official(source, folder, source.ways if given is None else (Copy(given),), report)
     return folder
 
