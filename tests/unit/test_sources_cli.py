@@ -1,32 +1,35 @@
-"""``fedloom data fetch``: what it says, and how it fails."""
+"""``fedloom data fetch`` and ``fedloom data list``: what they say, and how they fail."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import leaf_folders
 import pytest
 
 from fedloom.cli.main import main
+from fedloom.data.sources import SOURCES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
-Fetch = Callable[..., tuple[int, str, str]]
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def fetch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Fetch]:
-    """Run ``fedloom data fetch``, with ``tmp_path/root`` for a data root; returns exit code, output and errors."""
+def data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Run]:
+    """Run ``fedloom data``, with ``tmp_path/root`` for a data root; returns exit code, output and errors."""
     logger = logging.getLogger("fedloom")
     level = logger.level
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "root"))
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedloom", "data", "fetch", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["fedloom", "data", *map(str, arguments)])
         with pytest.raises(SystemExit) as exited:
             main()
         out, err = capsys.readouterr()
@@ -36,7 +39,13 @@ def fetch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     logger.setLevel(level)
 
 
-def test_what_was_fetched_is_said(fetch: Fetch, tmp_path: Path) -> None:
+@pytest.fixture
+def fetch(data: Run) -> Run:
+    """Run ``fedloom data fetch``."""
+    return functools.partial(data, "fetch")
+
+
+def test_what_was_fetched_is_said(fetch: Run, tmp_path: Path) -> None:
     code, out, _ = fetch("vowel", "--from", FIXTURES)
     assert code == 0
     assert out.splitlines() == [
@@ -47,7 +56,7 @@ def test_what_was_fetched_is_said(fetch: Fetch, tmp_path: Path) -> None:
     ]
 
 
-def test_leafs_files_of_ones_own(fetch: Fetch, tmp_path: Path) -> None:
+def test_leafs_files_of_ones_own(fetch: Run, tmp_path: Path) -> None:
     given = leaf_folders.write(tmp_path / "leaf", leaf_folders.femnist())
     code, out, _ = fetch("femnist", "--from", given)
     assert code == 0
@@ -55,7 +64,7 @@ def test_leafs_files_of_ones_own(fetch: Fetch, tmp_path: Path) -> None:
     assert fetch("femnist")[0] == 0  # what is there stays
 
 
-def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Fetch, tmp_path: Path) -> None:
+def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path) -> None:
     files = leaf_folders.femnist()
     name = min(files)
     document = json.loads(files[name])
@@ -80,7 +89,7 @@ def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Fetch, tmp_path: Pa
     ],
 )
 def test_what_cannot_be_had_is_answered_with_what_to_do(
-    arguments: list[str], words: str, fetch: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, fetch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -89,3 +98,39 @@ def test_what_cannot_be_had_is_answered_with_what_to_do(
     assert words in err
     assert f"fedloom data fetch {arguments[0]} --from DIR" in err
     assert len(err.splitlines()) < 12
+
+
+def test_a_single_owner_is_named(fetch: Run, tmp_path: Path) -> None:
+    files = leaf_folders.files(all_data=[{"alice": leaf_folders.images(3, 0)}])
+    code, out, _ = fetch("femnist", "--from", leaf_folders.write(tmp_path / "leaf", files))
+    assert code == 0
+    assert "owner, alice" in out
+    assert "owners" not in out
+
+
+def test_the_list_says_what_is_here(data: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed() -> dict[str, dict[str, Any]]:
+        code, out, _ = data("list", "--json")
+        assert code == 0
+        return {about["name"]: about for about in json.loads(out)}
+
+    assert list(listed()) == list(SOURCES)
+    assert {about["bytes"] for about in listed().values()} == {None}
+    data("fetch", "vowel", "--from", FIXTURES)
+    files = leaf_folders.femnist()
+    data("fetch", "femnist", "--from", leaf_folders.write(tmp_path / "leaf", files))
+    found = listed()
+    assert found["vowel"]["bytes"] == 17800
+    assert found["vowel"]["folder"] == str(tmp_path / "root" / "datasets" / "vowel")
+    assert found["femnist"]["bytes"] == sum(map(len, files.values()))
+    assert found["mnist"]["folder"] is None
+    (tmp_path / "root" / "datasets" / "vowel" / "Vowel.rda").write_bytes(b"short")
+    (tmp_path / "root" / "datasets" / "femnist" / "SHA256SUMS").write_text("nonsense")
+    assert {listed()[name]["bytes"] for name in ("vowel", "femnist")} == {None}
+
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = data("list", "--root", tmp_path / "elsewhere")
+    assert code == 0
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+    for name, source in SOURCES.items():
+        assert any(line.startswith(f"{name} ") and source.title in line for line in out.splitlines())

@@ -1,4 +1,4 @@
-"""``fedloom data fetch`` and ``fedloom partition``."""
+"""``fedloom data fetch``, ``fedloom data list`` and ``fedloom partition``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedloom.cli.progress import progress
 if TYPE_CHECKING:
     from fedloom.data.sources import Official, Source
 
+ROOT = typer.Option(help="Folder for data; by default $FEDLOOM_DATA, else ~/.cache/fedloom.")
+
 
 def fetch(
     name: Annotated[str, typer.Argument(help="The data set, such as fashion-mnist.")],
-    root: Annotated[
-        Path | None, typer.Option(help="Folder for data; by default $FEDLOOM_DATA, else ~/.cache/fedloom.")
-    ] = None,
+    root: Annotated[Path | None, ROOT] = None,
     copy_from: Annotated[
         Path | None,
         typer.Option(
@@ -50,11 +50,75 @@ def description(source: Source, official: Official) -> str:
     owners = official.owners
     if owners is None:
         whose = "nobody is known to own them"
+    elif len(owners.names) == 1:
+        whose = f"all of one owner, {owners.names[0]}"
     else:
         among = "divided among" if owners.divided else "of"
         whose = f"{among} {len(owners.names):,} owners, {owners.names[0]} to {owners.names[-1]}"
     examples = f"{len(official.train):,} train and {len(official.test):,} test examples of {shape} {source.kind}"
-    return f"{source.title}: {examples}, {source.classes} classes; {whose}\nlicence: {source.licence}"
+    classes = "1 class" if source.classes == 1 else f"{source.classes} classes"
+    return f"{source.title}: {examples}, {classes}; {whose}\nlicence: {source.licence}"
+
+
+def list_(
+    root: Annotated[Path | None, ROOT] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each data set.")] = False,
+) -> None:
+    """List the data sets: which are here, how large they are, and their licences."""
+    import json
+
+    from rich.filesize import decimal
+
+    from fedloom.data import sources
+    from fedloom.data.folders import data_root
+
+    home = data_root(root)
+    sizes = {name: sources.size(source, home) for name, source in sources.SOURCES.items()}
+    if as_json:
+        about = [
+            {
+                "name": name,
+                "title": source.title,
+                "kind": source.kind,
+                "input_shape": source.input_shape,
+                "classes": source.classes,
+                "licence": source.licence,
+                "synthetic": source.synthetic,
+                "bytes": sizes[name],
+                "folder": None if sizes[name] is None else str(source.folder(home)),
+            }
+            for name, source in sources.SOURCES.items()
+        ]
+        typer.echo(json.dumps(about, indent=2))
+        return
+    rows: list[tuple[str, ...]] = []
+    for name, source in sources.SOURCES.items():
+        size = sizes[name]
+        if size is not None:
+            here = decimal(size)
+        elif source.synthetic:
+            here = "no files"
+        else:
+            here = "damaged" if source.folder(home).exists() else "not fetched"
+        rows.append((name, source.title, here, source.licence))
+    typer.echo(_table(("name", "title", "size", "licence"), rows))
+    typer.echo(f"\nData sets are in {home / 'datasets'}; to fetch one: fedloom data fetch NAME")
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return columns as wide as their widest cell; the last is wrapped to the width of the terminal, or 80."""
+    import shutil
+    import textwrap
+
+    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)][:-1]
+    margin = sum(widths)
+    room = max(shutil.get_terminal_size().columns - margin, 20)
+    lines = []
+    for row in (head, *rows):
+        cells = "".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True))
+        first, *more = textwrap.wrap(row[-1], room)
+        lines += [cells + first, *(" " * margin + line for line in more)]
+    return "\n".join(lines)
 
 
 def partition(

@@ -41,6 +41,7 @@ app.command("schema")(schema.schema)
 
 data_app = typer.Typer(help="Data sets.", no_args_is_help=True, rich_markup_mode=None)
 data_app.command("fetch")(data.fetch)
+data_app.command("list")(data.list_)
 app.add_typer(data_app, name="data")
 app.add_typer(pipeline.app, name="pipeline")
 

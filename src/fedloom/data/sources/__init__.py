@@ -11,7 +11,7 @@ from fedloom.data.sources.cifar10 import CIFAR10
 from fedloom.data.sources.cifar100 import CIFAR100
 from fedloom.data.sources.fashion_mnist import FASHION_MNIST
 from fedloom.data.sources.femnist import FEMNIST
-from fedloom.data.sources.fetching import checksums, fetch, load
+from fedloom.data.sources.fetching import checksums, fetch, load, size
 from fedloom.data.sources.gaussian import GAUSSIAN
 from fedloom.data.sources.mnist import MNIST
 from fedloom.data.sources.qmnist import QMNIST
@@ -20,7 +20,7 @@ from fedloom.data.sources.vowel import VOWEL
 from fedloom.errors import ExperimentError
 from fedloom.plugins import plugins
 
-__all__ = ["SOURCES", "Official", "Owners", "Pool", "Progress", "Source", "checksums", "fetch", "find", "load"]
+__all__ = ["SOURCES", "Official", "Owners", "Pool", "Progress", "Source", "checksums", "fetch", "find", "load", "size"]
 
 SOURCES: dict[str, Source] = {
     source.name: source

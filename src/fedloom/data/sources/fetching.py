@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import re
@@ -98,6 +99,29 @@ def checksums(source: Source, root: Path | str | None = None) -> dict[str, str]:
         If there are no official files, and none of the user's are stored.
     """
     return {name: stored_file.file.sha256 for name, stored_file in stored(source, data_root(root)).items()}
+
+
+def size(source: Source, root: Path | str | None = None) -> int | None:
+    """Return the bytes that a source's own files take on disk; None unless all of them are there.
+
+    Sizes are compared where they are known, checksums are not: nothing is read but the record of a user's files.
+    """
+    home = data_root(root)
+    if source.synthetic or not source.folder(home).is_dir():
+        return None
+    try:
+        files = stored(dataclasses.replace(source, needs=()), home)
+    except DataError:
+        return None
+    total = 0
+    for stored_file in files.values():
+        if not stored_file.path.is_file():
+            return None
+        found = stored_file.path.stat().st_size
+        if stored_file.file.size not in (None, found):
+            return None
+        total += found
+    return total
 
 
 @dataclass(frozen=True)
