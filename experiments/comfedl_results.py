@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
+from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.figures import FULL, as_svg
-from fedloom.reporting.run_folder import EXPERIMENT, RunFolder
 from fedloom.reporting.significance import signed_rank_test
 
 METHODS = {
@@ -102,11 +102,11 @@ def read(folder: Path) -> Run | None:
         return None
     e = yaml.safe_load(files.text(EXPERIMENT))
     algorithm = e["algorithm"]
-    lines = files.metrics().objects
+    lines = files.metrics()
     rounds = [line["round"] for line in lines]
     left = None
     if not rounds or rounds[-1] < e["federation"]["rounds"]:
-        attempts = files.lines("journal.jsonl").objects
+        attempts = files.lines("journal.jsonl")
         left = attempts[-1]["round"]
         if attempts[-1]["outcome"] in ("done", "evaluated"):
             return None

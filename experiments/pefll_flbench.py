@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 from fedloom.data.federated import FederatedDataset
 from fedloom.experiment import load
-from fedloom.reporting.run_folder import EXPERIMENT
+from fedloom.federation.folder import EXPERIMENT
 from fedloom.run import assemble
 
 

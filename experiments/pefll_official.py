@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedloom.data.federated import FederatedDataset, Split
 from fedloom.experiment import load
-from fedloom.reporting.run_folder import EXPERIMENT
+from fedloom.federation.folder import EXPERIMENT
 from fedloom.run import assemble
 
 

@@ -21,7 +21,7 @@ import torch
 from fedloom.cli.use import measured
 from fedloom.data.federated import Manifest
 from fedloom.evaluation.measure import CORRECT, SPLITS, TOTAL
-from fedloom.reporting.run_folder import RunFolder
+from fedloom.federation.folder import RunFolder
 
 MOST = 3
 """Class sets of this many seen clients or more are shown together."""

@@ -19,7 +19,7 @@ import torch
 from fedloom import experiment as experiments
 from fedloom.algorithms.pfedbayes import BayesianPredictor
 from fedloom.federation.checkpoint import Checkpoints
-from fedloom.reporting.run_folder import RunFolder
+from fedloom.federation.folder import RunFolder
 from fedloom.run import assemble
 
 SIZES = ("small", "medium", "large")
@@ -62,7 +62,7 @@ def finished(folder: Path) -> list[Path]:
 
 def histories(folder: Path) -> list[list[dict[str, Any]]]:
     """The evaluated rounds of each finished run of a sweep."""
-    return [RunFolder.open(run).metrics().objects for run in finished(folder)]
+    return [RunFolder.open(run).metrics() for run in finished(folder)]
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -92,7 +92,7 @@ def searches(runs: Path) -> Iterator[str]:
     """Validation accuracy of every setting that was tried, the best first."""
     for part, method in product(SEARCHES, PREDICTORS):
         found = [
-            (100 * RunFolder.open(run).metrics().objects[-1]["validation_pooled"], run)
+            (100 * RunFolder.open(run).metrics()[-1]["validation_pooled"], run)
             for run in finished(runs / part / method)
         ]
         if found:
@@ -107,14 +107,14 @@ def choices(runs: Path) -> Iterator[str]:
     """What each open choice is worth on validation."""
     for folder in sorted((runs / "choices").glob("*")):
         for run in finished(folder):
-            last = RunFolder.open(run).metrics().objects[-1]
+            last = RunFolder.open(run).metrics()[-1]
             personal = 100 * last["validation_pooled"]
             yield f"| {run.name} | {personal:.2f} | {global_validation(run):.2f} | {training_seconds(run):.0f} |"
 
 
 def training_seconds(run: Path) -> float:
     """Time in rounds, evaluations left out."""
-    return sum(float(line.get("seconds", 0.0)) for line in RunFolder.open(run).lines("journal.jsonl").objects)
+    return sum(float(line.get("seconds", 0.0)) for line in RunFolder.open(run).lines("journal.jsonl"))
 
 
 def table(runs: Path, dataset: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from fedloom.reporting.run_folder import EXPERIMENT, RunFolder
+from fedloom.federation.folder import EXPERIMENT, RunFolder
 
 FEW_CLIENTS = 20
 """Up to so many clients, the last evaluation has each one's accuracy."""
@@ -111,10 +111,10 @@ def evaluations(folder: Path, name: str) -> tuple[dict[str, str], Run]:
     files = RunFolder.open(folder)
     experiment = yaml.safe_load(files.text(EXPERIMENT))
     settings = dict(flat(experiment))
-    lines = files.metrics().objects if (folder / "metrics.jsonl").exists() else []
+    lines = files.metrics()
     left = None
     if not (folder / "summary.json").exists():
-        attempts = files.lines("journal.jsonl").objects if (folder / "journal.jsonl").exists() else []
+        attempts = files.lines("journal.jsonl")
         if not attempts or attempts[-1]["outcome"] in ("done", "evaluated"):
             return settings, ()
         left = attempts[-1]["round"]

@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "theory": {"models", "data", "messages"},
     "algorithms": {"models", "data", "messages", "theory"},
     "evaluation": {"data", "messages"},
-    "reporting": {"data", "evaluation", "experiment"},
+    "reporting": {"data", "evaluation", "experiment", "federation"},
     "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment"},
     "transport": {"models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
     "experiment": {"models", "data", "algorithms", "storage"},  # models, data and algorithms never know it

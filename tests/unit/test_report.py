@@ -268,7 +268,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     missing = left_out(page)
     assert set(missing) == {"Results", "Accuracy", "Clients", "Confusion", "Confidence", "Time", "Data", "Environment"}
-    assert missing["Results"] == "metrics.jsonl: is not there"
+    assert missing["Results"] == "metrics.jsonl: has no evaluated round"
     assert str(tmp_path) not in page
     assert "environment.json: is not there" in missing["Environment"]
 

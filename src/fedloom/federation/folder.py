@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import json
 import os
@@ -10,15 +11,47 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import PARTIAL, storing, write_atomically
 
+EXPERIMENT = "experiment.yaml"
+
+
+class Lines(list[dict[str, Any]]):
+    """Objects of a JSON-lines file, in its order; ``unreadable`` lines (one, after a crash) are left out."""
+
+    def __init__(self, objects: Iterable[dict[str, Any]], unreadable: int) -> None:
+        super().__init__(objects)
+        self.unreadable = unreadable
+
 
 class RunFolder:
-    """The folder of one run (docs/design.md, §7)."""
+    """The folder of one run (docs/design.md, §7), for those who write it and those who read it later.
+
+    Every reader raises ``DataError`` naming the file and what is wrong with it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Return the folder of a run that is there, finished or not.
+
+        Raises
+        ------
+        DataError
+            If there is no such folder, or no experiment in it.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise DataError(f"{folder}: found no such folder, expected that of a run", hint="fedloom run EXPERIMENT")
+        if not (folder / EXPERIMENT).is_file():
+            raise DataError(
+                f"{folder}: found no {EXPERIMENT}, expected the folder of a run", hint="fedloom run EXPERIMENT"
+            )
+        return cls(folder)
 
     @property
     def checkpoints(self) -> Path:
@@ -43,7 +76,7 @@ class RunFolder:
         with storing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if experiment is not None:
-                self.write("experiment.yaml", experiment)
+                self.write(EXPERIMENT, experiment)
             for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
             for folder in (self.path, self.checkpoints):
@@ -83,19 +116,66 @@ class RunFolder:
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def read(self, name: str) -> str | None:
-        """Read a file; None if it is not there.
-
-        Raises
-        ------
-        DataError
-            If it is no text.
-        """
+        """Return the content of a file; None if it is not there."""
         try:
             return (self.path / name).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
         except UnicodeDecodeError as error:
             raise DataError(f"{self.path / name}: damaged, found bytes that are no UTF-8 ({error.reason})") from error
+        except OSError as error:
+            raise DataError(f"{self.path / name}: cannot be read ({error.strerror or error})") from error
+
+    def text(self, name: str) -> str:
+        """Return the content of a file that must be there."""
+        found = self.read(name)
+        if found is None:
+            raise DataError(f"{self.path / name}: is not there")
+        return found
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return the object of a JSON file that must be there."""
+        try:
+            value = json.loads(self.text(name))
+        except ValueError as error:
+            raise DataError(f"{self.path / name}: is not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{self.path / name}: found a {type(value).__name__}, expected an object")
+        return value
+
+    def lines(self, name: str) -> Lines:
+        """Return the objects of a JSON-lines file; none if it is not there. Lines that are no object are counted."""
+        objects, unreadable = [], 0
+        for line in (self.read(name) or "").split("\n"):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                value = None
+            if isinstance(value, dict):
+                objects.append(value)
+            elif line.strip():
+                unreadable += 1
+        return Lines(objects, unreadable)
+
+    def metrics(self) -> Lines:
+        """Return the evaluated rounds, ascending; of one written twice (before and after a resume) the later line."""
+        found = self.lines("metrics.jsonl")
+        wanted = ("round", "seen", "unseen", "global", "communication")
+        whole = [line for line in found if all(key in line for key in wanted)]
+        by_round = {line["round"]: line for line in whole}
+        return Lines((by_round[number] for number in sorted(by_round)), found.unreadable + len(found) - len(whole))
+
+    def clients(self) -> list[dict[str, str]]:
+        """Return the rows of ``clients.csv``; a last line that was cut short is dropped."""
+        reader = csv.DictReader(self.text("clients.csv").splitlines())
+        rows = [row for row in reader if None not in row and None not in row.values()]
+        if not rows or "seen" not in rows[0]:
+            raise DataError(f"{self.path / 'clients.csv'}: has no clients")
+        return rows
+
+    def manifest(self) -> Manifest:
+        """Return the partition."""
+        return Manifest.from_json(self.text("partition.json"), str(self.path / "partition.json"))
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append one object as a line."""
@@ -118,13 +198,3 @@ class RunFolder:
     def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Replace a file of lines."""
         self.write(name, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
-
-    def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """Read a file of objects, one a line; one cut short by a crash is skipped."""
-        for line in (self.read(name) or "").splitlines():
-            try:
-                found = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(found, dict):
-                yield found

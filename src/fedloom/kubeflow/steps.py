@@ -267,7 +267,7 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
     from fedloom.cli.use import measured
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import summary
-    from fedloom.reporting.run_folder import RunFolder
+    from fedloom.federation.folder import RunFolder
 
     found = measured(model, checkpoint, shards)
     mask = found.parts.experiment.evaluation.label_mask
@@ -275,7 +275,7 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
     shutil.copytree(model, out, ignore=WITHOUT, dirs_exist_ok=True)
     for stale in ("summary.json", "descriptors.json", "uncertainty.json", "journal.jsonl"):
         (out / stale).unlink(missing_ok=True)
-    spent = [line for line in RunFolder.open(model).metrics().objects if line["round"] <= evaluation.round]
+    spent = [line for line in RunFolder.open(model).metrics() if line["round"] <= evaluation.round]
     line = summary.metrics_line(
         evaluation,
         label_mask=mask,

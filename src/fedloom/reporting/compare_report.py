@@ -24,8 +24,8 @@ from fedloom.reporting.compare_tables import (
     rows_as_csv,
     value_cell,
 )
-from fedloom.reporting.run_folder import human_bytes
 from fedloom.reporting.runs import GROUPS, USERS
+from fedloom.reporting.words import human_bytes
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare_figures import Look

@@ -20,8 +20,8 @@ from fedloom.reporting.compare import (
     short_names,
     shown_value,
 )
-from fedloom.reporting.run_folder import human_bytes
 from fedloom.reporting.runs import GROUPS, USERS
+from fedloom.reporting.words import human_bytes
 
 NARROW = 22
 """Columns of a terminal that the details of a method may take."""

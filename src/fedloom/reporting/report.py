@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import DataError, ExperimentError, StorageError
-from fedloom.reporting.run_folder import RunFolder, human_bytes, is_masked
+from fedloom.federation.folder import RunFolder
+from fedloom.reporting.words import human_bytes, is_masked
 
 DASH = "–"
 
@@ -187,7 +188,7 @@ def _head(run: RunFolder) -> Head:
         lines = run.metrics()
         if lines.unreadable:
             notices.append(f"metrics.jsonl: {lines.unreadable} unreadable line(s) left out.")
-        last = lines.objects[-1] if lines.objects else None
+        last = lines[-1] if lines else None
         if last is not None and any(last.get("left_out", {}).values()):
             missing = last["left_out"]
             notices.append(
@@ -256,7 +257,7 @@ def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, .
 
 def _results(run: RunFolder) -> Section:
     """The table: last round in both readings, and the best round."""
-    lines = run.metrics().objects
+    lines = run.metrics()
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
     last = lines[-1]
@@ -332,7 +333,7 @@ def _cells(group: Mapping[str, Any] | None) -> tuple[str, ...]:
 def _accuracy(run: RunFolder) -> Section:
     from fedloom.reporting import figures
 
-    lines = run.metrics().objects
+    lines = run.metrics()
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
     if len(lines) == 1:
@@ -352,7 +353,7 @@ def _accuracy(run: RunFolder) -> Section:
 def _loss(run: RunFolder) -> Section:
     from fedloom.reporting import figures
 
-    lines = run.metrics().objects
+    lines = run.metrics()
     if len(lines) < 2:
         return Section("Loss", text="Fewer than two rounds were evaluated, so there is no curve.")
     text = "Mean over clients of each client's mean test loss. The data have no classes: the loss is the model's own."
@@ -361,7 +362,7 @@ def _loss(run: RunFolder) -> Section:
 
 def _reading(run: RunFolder) -> str:
     """The reading that comes first, ``masked`` or ``unmasked``."""
-    lines = run.metrics().objects
+    lines = run.metrics()
     groups = [lines[-1][key] for key in ("seen", "unseen") if lines[-1][key] is not None] if lines else []
     return "masked" if any(is_masked(group) for group in groups) else "unmasked"
 
@@ -470,7 +471,7 @@ def _confidence(run: RunFolder) -> Section:
     from fedloom.reporting.uncertainty_figures import reliability
 
     panel = Panel("reliability", reliability(run.json("calibration.json")))
-    lines = run.metrics().objects
+    lines = run.metrics()
     measured = lines[-1]["uncertainty"] if lines else {}
     rows = tuple(
         Row(label, (_percent(found["ece"]), f"{found['entropy']:.3f}", f"{found['mutual_information']:.3f}"), key)
@@ -541,8 +542,8 @@ def _phases(run: RunFolder) -> Section:
     from fedloom.reporting import figures
 
     found = run.lines("journal.jsonl")
-    rounds = {line["round"]: line for line in found.objects if "phases" in line}  # a round done again counts once
-    failed = sum(line["seconds"] for line in found.objects if line.get("outcome", "done") != "done")
+    rounds = {line["round"]: line for line in found if "phases" in line}  # a round done again counts once
+    failed = sum(line["seconds"] for line in found if line.get("outcome", "done") != "done")
     done = {number: line for number, line in sorted(rounds.items()) if line.get("outcome", "done") == "done"}
     phases = [line["phases"] for line in done.values()]
     if not any(phases):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from fedloom import experiment
 from fedloom.errors import DataError, ExperimentError
-from fedloom.reporting.run_folder import EXPERIMENT, RunFolder, is_masked
+from fedloom.federation.folder import EXPERIMENT, RunFolder
+from fedloom.reporting.words import is_masked
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
@@ -176,7 +177,7 @@ def read_run(folder: Path) -> Run:
     summary = files.json("summary.json")
     partition = files.json("partition.json")
     environment = files.json("environment.json")
-    history = files.metrics().objects
+    history = files.metrics()
     clients = files.clients()
     if not history:
         raise DataError(f"{folder / 'metrics.jsonl'}: has no evaluated round")

@@ -39,7 +39,6 @@ from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
-from fedloom.reporting import run_folder
 from fedloom.storage import is_url, open_store
 
 DTYPE = torch.float32
@@ -267,7 +266,7 @@ def _kept(folder: RunFolder, name: str) -> dict[str, Any] | None:
     DataError
         If the file is damaged.
     """
-    return run_folder.RunFolder(folder.path).json(name) if (folder.path / name).exists() else None
+    return folder.json(name) if (folder.path / name).exists() else None
 
 
 def welcome(parts: Parts) -> str:

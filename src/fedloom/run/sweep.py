@@ -135,7 +135,7 @@ def finished(folder: Path, experiment: Experiment) -> bool:
     """Whether a run has come to the end of its rounds, and has its report, or is published as a whole."""
     from importlib.util import find_spec
 
-    from fedloom.reporting.run_folder import RunFolder
+    from fedloom.federation.folder import RunFolder
 
     if not (folder / "summary.json").exists():
         return False

@@ -1,0 +1,28 @@
+"""How counts, sizes and readings are said, on pages and in tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, ``1 model``, ``2,000 models``: in the plural unless it is one."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def human_bytes(count: int | None) -> str:
+    """Bytes for people, in the decimal units in which communication is counted; a dash where it is not known."""
+    if count is None:
+        return "–"
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:  # what rounds to 1000 belongs to the next unit
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def is_masked(group: Mapping[str, Any]) -> bool:
+    """Whether the statistics of a group are those under the label mask (then the other reading is inside)."""
+    return "unmasked" in group
