@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from forked import Popen
+
 from fake_cluster.network import Network
 from fake_cluster.resources import RESOURCES, quantity, suffix
 from fake_cluster.store import ApiError, Object, Store, now
@@ -350,17 +352,16 @@ class Container:
             self._log.write_text("")
             self._finish(128, f'exec: "{command[0]}": executable file not found in $PATH: unknown', "StartError")
             return
-        # Linux kills the process with our thread, however this process dies: nothing is ever left behind.
-        guard = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*guard, program, *command[1:]],
+            self.process = Popen(
+                [program, *command[1:]],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                dies_with_parent=True,  # nothing is ever left behind
             )
         emit(store, pod, "Normal", "Started", f"Started container {self.name}")
 

@@ -1,4 +1,7 @@
-"""`fedloom` as a person runs it: real processes on real data, small. Every wait is bounded."""
+"""`fedloom` as a person runs it: processes on real data, small. Every wait is bounded.
+
+They are forks of one process that has torch imported (``forked.py``), but where that would hide what is tested.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forked import Popen, children, cmdline, run
 
 from fedloom.federation.folder import RunFolder
 
@@ -62,7 +66,7 @@ def fedloom(*arguments: object, code: int = 0, before: str = "", environment: Ma
     if before:
         command = ["bash", "-c", f'{before}; exec "$@"', "bash", *command]
     given = {**ENVIRONMENT, **(environment or {})}
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=WAIT_S)
+    done = run(command, env=given, capture_output=True, text=True, timeout=WAIT_S)
     said = done.stdout + done.stderr
     assert done.returncode == code, said
     return said
@@ -71,7 +75,7 @@ def fedloom(*arguments: object, code: int = 0, before: str = "", environment: Ma
 @contextmanager
 def started(*arguments: object, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """A command that runs; whatever happens in the block, nothing of it is left."""
-    process = subprocess.Popen(
+    process = Popen(
         [*FEDLOOM, *map(str, arguments)],
         env={**ENVIRONMENT, **(environment or {})},
         stdout=subprocess.PIPE,
@@ -110,18 +114,6 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S)
         time.sleep(0.01)
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started, oldest first."""
-    try:
-        return [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
 def alive(pid: int) -> bool:
     """Whether a process runs (one that has ended and was not waited for does not)."""
     try:
@@ -133,11 +125,8 @@ def alive(pid: int) -> bool:
 def worker(process: subprocess.Popen[str], name: str) -> int | None:
     """The process id of one of a run's workers, once it is there."""
     for pid in children(process.pid):
-        try:
-            if name in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                return pid
-        except FileNotFoundError:
-            continue
+        if name in cmdline(pid):
+            return pid
     return None
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def sweep(root: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess
     ]
     command += ["--set", f"data.root={root}", "--set", "federation.rounds=2", "--set", "evaluation.every=2"]
     command += ["--set", "algorithm.personalize_steps=5", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return run(command, capture_output=True, text=True, timeout=280)
 
 
 def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root: Path, tmp_path: Path) -> None:

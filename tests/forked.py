@@ -1,0 +1,399 @@
+"""Start Python processes without paying for their imports again.
+
+A process of FedLoom imports torch before it does anything, which takes longer than most of what tests ask of it.
+``Popen`` here is ``subprocess.Popen`` for commands of this interpreter: ``python -m``, ``-c``, a script, a command that
+an installer made. The first starts a server that has imported torch and FedLoom; it and every later one is a fork of
+that server, which takes the command's arguments, environment, folder and three standard files, and then runs it.
+
+What it returns is a child of the caller, as any other: it has a pid, is waited for, polled and signalled, and ends
+with an exit code. Two forks and ``PR_SET_CHILD_SUBREAPER`` do that: the one in between ends at once, and the kernel
+hands its child on to the caller. The server never has more than one thread, so that forking it is safe.
+
+A process that has been forked starts its own ``python -m ...`` in the same way, such as the workers of
+``fedloom run --workers 2``: before it does anything else it forks a server of its own, which waits beside it.
+``children`` and ``cmdline`` leave those out.
+
+There is a server for each set of what environment variables say that are read at a start (``STARTS``). Started as usual
+are other programs, commands with another ``PYTHON...`` than ours, with ``preexec_fn`` or ``pass_fds``, and all of them
+where there is no Linux. Tests of the start itself, of imports, and of signals that arrive meanwhile use ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STARTS = (
+    "CUDA", "FORCE_COLOR", "GRPC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "MPL", "OMP_", "OPENBLAS_",
+    "PYTHON", "TERMINAL_WIDTH", "TORCH", "TYPER_",
+)  # fmt: skip
+"""Beginnings of environment variables that are read once, when a process or a library starts."""
+
+SERVER = "forked-server"  # what a server calls itself, in its command line
+TITLE_BYTES = 4096
+LEFT_OUT = ("fedloom.__main__", "fedloom.kubeflow", "fedloom.cluster")  # kfp and kubernetes: slow, and needed by few
+
+
+def cmdline(pid: int) -> list[str]:
+    """The arguments of a process; none of one that is gone, or of a server."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [] if words[0] == SERVER else words
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, oldest first."""
+    try:
+        found = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [child for child in found if not _is_server(child)]
+
+
+def _is_server(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(SERVER.encode() + b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# The caller's side -------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """A process that forks itself on demand; this is its caller's end."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def fork(self, request: dict[str, Any], files: tuple[int, int, int]) -> int:
+        """Have the server fork; return the pid of what is then our child."""
+        with self._lock:
+            socket.send_fds(self._channel, [json.dumps(request).encode()], files)
+            answer = self._channel.recv(64)
+        if not answer:
+            raise ChildProcessError("the server that forks processes is gone")
+        return int(answer)
+
+
+_servers: dict[frozenset[tuple[str, str]], Server] = {}
+_starting = threading.Lock()
+
+
+def _read_at_start(environment: Mapping[str, str], names: tuple[str, ...] = STARTS) -> frozenset[tuple[str, str]]:
+    return frozenset((name, value) for name, value in environment.items() if name.startswith(names))
+
+
+def _server(environment: Mapping[str, str]) -> Server:
+    """The server for commands with this environment, which the first of them starts."""
+    key = _read_at_start(environment)
+    with _starting:
+        if key not in _servers:
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with its:
+                command = [sys.executable, __file__, str(its.fileno()), " " * TITLE_BYTES]
+                process = subprocess.Popen(
+                    command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, env=dict(environment)
+                )
+            if ours.recv(64) != b"ready":
+                raise ChildProcessError(f"the server that forks processes did not start: {process.wait()}")
+            _servers[key] = Server(ours)
+            atexit.register(_end, ours, process)
+        return _servers[key]
+
+
+def _end(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    channel.close()
+    process.wait()
+
+
+def _as_python(words: Sequence[str]) -> list[str] | None:
+    """A command as ``[sys.executable, ...]``, which the kernel makes of our scripts; None of other programs."""
+    if words[0] != sys.executable:
+        try:
+            with Path(words[0]).open("rb") as file:
+                if file.readline().strip() != b"#!" + os.fsencode(sys.executable):
+                    return None
+        except OSError:
+            return None
+        words = [sys.executable, *words]
+    return list(words) if len(words) > 1 and (words[1] in ("-m", "-c") or words[1][0] != "-") else None
+
+
+_real_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_parameters = inspect.signature(_real_execute_child)
+
+
+def _execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
+    """In place of ``subprocess.Popen._execute_child``: ask for a fork where that will do."""
+    given = _parameters.bind(self, *arguments).arguments
+    words = [os.fsdecode(word) for word in ([given["args"]] if isinstance(given["args"], str) else given["args"])]
+    environment = dict(os.environ if given["env"] is None else given["env"])
+    dies_with_parent = getattr(self, "dies_with_parent", False)
+    python = None
+    if sys.platform == "linux" and not any(given[name] for name in ("shell", "preexec_fn", "pass_fds", "executable")):
+        python = _as_python(words)
+    if python is None or _read_at_start(environment, ("PYTHON",)) != _read_at_start(os.environ, ("PYTHON",)):
+        if dies_with_parent and shutil.which("setpriv"):
+            given["args"] = ["setpriv", "--pdeathsig", "KILL", "--", *words]
+        _real_execute_child(*given.values())
+        return
+    request = {
+        "words": python,
+        "environment": environment,
+        "folder": os.fspath(given["cwd"] or Path.cwd()),
+        "new_session": given["start_new_session"],
+        "dies_with_parent": dies_with_parent,
+    }
+    ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+    stdin, stdout, stderr = (own if end == -1 else end for own, end in enumerate(ends))
+    self.pid = _server(environment).fork(request, (stdin, stdout, stderr))
+    self._child_created = True  # type: ignore[attr-defined]
+    pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+    self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class Popen(subprocess.Popen[Any]):
+    """``subprocess.Popen`` that forks a server of ours where that will do.
+
+    Parameters
+    ----------
+    dies_with_parent
+        Whether the kernel kills it when this process ends, however that ends.
+    """
+
+    def __init__(self, *arguments: Any, dies_with_parent: bool = False, **options: Any) -> None:
+        self.dies_with_parent = dies_with_parent
+        super().__init__(*arguments, **options)
+
+    _execute_child = _execute_child
+
+
+def run(
+    command: Sequence[str],
+    *,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """``subprocess.run`` with that ``Popen``."""
+    if capture_output:
+        options.update(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with Popen(command, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+# The server's side --------------------------------------------------------------------------------------------------
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _serve(channel: socket.socket) -> dict[str, Any]:
+    """Fork on request, for ever; returns in each child, with the request that it is for."""
+    while True:
+        message, files, _, _ = socket.recv_fds(channel, 1 << 20, 3)
+        if not message:
+            os._exit(0)
+        reader, writer = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            middle = os.getpid()
+            child = os.fork()
+            if child:
+                os.write(writer, str(child).encode())
+                os._exit(0)
+            while os.getppid() == middle:  # until the caller is our parent
+                time.sleep(0.0002)
+            for own, file in enumerate(files):
+                os.dup2(file, own)
+            for file in (*files, reader, writer, channel.detach()):
+                os.close(file)
+            request: dict[str, Any] = json.loads(message)
+            return request
+        os.close(writer)
+        for file in files:
+            os.close(file)
+        os.waitpid(middle, 0)
+        channel.send(os.read(reader, 64))
+        os.close(reader)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Take what a process is born with from the request."""
+    _retitle(request["words"])
+    if request["new_session"]:
+        os.setsid()
+    if request["dies_with_parent"]:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(request["folder"])
+    for name in set(os.environ) - set(request["environment"]):
+        del os.environ[name]
+    os.environ.update(request["environment"])
+    time.tzset()
+    tempfile.tempdir = None
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+
+
+def _retitle(words: Sequence[str]) -> None:
+    """Show these words as our command line: the server is started with a long one, which is written over."""
+    where = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(where[45]), int(where[46])
+    title = b"".join(os.fsencode(word) + b"\0" for word in words)
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, title, min(len(title), end - start))
+
+
+def _split() -> socket.socket | None:
+    """Leave a server behind for the processes that this one will start; return its channel in the server."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for file in range(3):
+            os.dup2(nothing, file)
+        os.close(nothing)
+        _stand_by()
+        return its
+    its.close()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _servers.clear()
+    _servers[_read_at_start(os.environ)] = Server(ours)
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    return None
+
+
+def _stand_by() -> None:
+    _retitle([SERVER])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of a group
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _import() -> None:
+    import torch  # noqa: F401
+
+    import fedloom
+
+    def walk(package: Any) -> None:
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if module.name not in LEFT_OUT:
+                found = importlib.import_module(module.name)
+                if module.ispkg:
+                    walk(found)
+
+    walk(fedloom)
+    tasks = len(list(Path("/proc/self/task").iterdir()))
+    assert tasks == 1, f"the server that forks processes has {tasks} threads; forks of it could hang"
+
+
+def _run(words: Sequence[str]) -> None:
+    """Run ``python WORDS``."""
+    kind, sys.argv = words[1], list(words[1:])
+    if kind == "-m":
+        sys.argv = list(words[2:])
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *words[3:]]
+        sys.path[0] = ""
+        main = type(sys)("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(words[2], "<string>", "exec"), main.__dict__)
+    else:
+        sys.path[0] = str(Path(kind).resolve().parent)
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _code_of(words: Sequence[str]) -> int:
+    """Run ``python WORDS``; return the exit code, as Python would have it."""
+    try:
+        _run(words)
+    except SystemExit as ending:
+        if isinstance(ending.code, int) or ending.code is None:
+            return ending.code or 0
+        print(ending.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
+
+
+def _exit(code: int) -> NoReturn:
+    """End as Python does, but for taking everything that was imported apart, which takes longer than most processes."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        try:
+            file.flush()
+        except (OSError, ValueError):
+            code = code or 120
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _main() -> None:
+    channel: socket.socket | None = socket.socket(fileno=int(sys.argv[1]))
+    _import()
+    gc.freeze()  # forks need not look through what is there already
+    _stand_by()
+    assert channel is not None
+    channel.send(b"ready")
+    words: list[str] = []
+    while channel is not None:
+        request = _serve(channel)
+        words = request["words"]
+        _become(request)
+        channel = _split()
+    _exit(_code_of(words))
+
+
+if __name__ == "__main__":
+    # What a forked process starts is forked through the module of this name, as if it had been imported.
+    sys.modules["forked"] = sys.modules["__main__"]
+    _main()

@@ -1,0 +1,88 @@
+"""Processes of tests that are forks (``forked.py``) behave as those that are started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Popen, children, cmdline, run
+
+WAYS = pytest.mark.parametrize("way", [run, subprocess.run], ids=["forked", "started"])
+Way = Callable[..., subprocess.CompletedProcess[Any]]
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("code", "ends", "says"),
+    [
+        ("pass", 0, ""),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no')", 1, "no"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+        ("import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler", 0, ""),
+        ("import atexit; atexit.register(print, 'at the end')", 0, "at the end"),
+        ("import threading, time; threading.Timer(0.1, print, ['later']).start()", 0, "later"),
+    ],
+)
+def test_how_it_ends(way: Way, code: str, ends: int, says: str) -> None:
+    done = way([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == ends
+    assert says in done.stdout + done.stderr
+    assert bool(done.stdout + done.stderr) is bool(says)
+
+
+@WAYS
+def test_what_it_is_given(way: Way, tmp_path: Path) -> None:
+    code = (
+        "import os, sys, tempfile; print(sys.argv[1:], os.getcwd(), os.environ['ASKED'], 'HOME' in os.environ, "
+        "sys.stdin.read(), os.getsid(0) == os.getpid(), tempfile.gettempdir(), sorted(os.listdir('/proc/self/fd'))[:3])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    environment |= {"ASKED": "so", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code, "a b", ""]
+    done = way(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"['a b', ''] {tmp_path} so False  True {tmp_path} ['0', '1', '2']\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_it_is_a_child_that_signals_reach(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert process.pid in children(os.getpid())
+        assert cmdline(process.pid) == command
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(30) == -number
+
+
+def test_what_it_starts_is_its_child() -> None:
+    code = (
+        "import os, subprocess, sys\n"
+        "inner = subprocess.Popen([sys.executable, '-c', 'import os; print(os.getppid(), flush=True); input()'],\n"
+        "    stdin=subprocess.PIPE)\n"
+        "inner.communicate(b'go')\n"
+        "print(os.getpid(), inner.returncode, len(os.listdir('/proc/self/task')))\n"
+    )
+    done = run([sys.executable, "-c", code], capture_output=True, text=True)
+    parent, said = done.stdout.splitlines()
+    assert said == f"{parent} 0 1"
+
+
+def test_installed_commands_are_forks_and_other_programs_are_not() -> None:
+    done = run([str(Path(sys.executable).with_name("fedloom")), "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "fedloom")
+    assert run(["sh", "-c", "exit 3"]).returncode == 3
