@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pages_pefll
+import pages_small
 from matplotlib.figure import Figure
 from summaries import Runs, chosen_rate, fold, read, written
 
@@ -42,6 +43,8 @@ class Page:
 
 PAGES = {
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
+    "vowel": Page(pages_small.vowel, columns=pages_small.VOWEL_COLUMNS),
+    "wga": Page(pages_small.wga, {"losses": pages_small.losses}, pages_small.WGA_COLUMNS),
 }
 
 

@@ -91,6 +91,10 @@ def measured(line: Mapping[str, Any]) -> dict[str, float]:
             found[f"{group}_{short}"] = _percent(about.get(f"accuracy_{short}"))
         found[f"{group}_loss"] = about.get("loss_mean")
         found[f"{group}_masked"] = _percent((about.get("masked") or {}).get("accuracy_pooled"))
+        for part in ("seen", "unseen"):  # of the global model
+            of = about.get(part) or {}
+            found[f"{group}_{part}_mean"] = _percent(of.get("accuracy_mean"))
+            found[f"{group}_{part}_worst_decile"] = _percent(of.get("accuracy_worst_decile"))
         uncertainty = (line.get("uncertainty") or {}).get(group) or {}
         for short in ("ece", "entropy", "mutual_information"):
             found[f"{group}_{short}"] = uncertainty.get(short)
@@ -196,7 +200,7 @@ FIRST = ("run", "seed", "settings", "round", "left")
 
 def written(runs: Runs, columns: Sequence[str] = ()) -> str:
     """The compact file: these quantities, or all that any run has."""
-    lines = [line for name in sorted(runs) for line in runs[name]]
+    lines = [line for run in runs.values() for line in run]
     there = {quantity: None for line in lines for quantity in line.values}
     columns = [column for column in columns or there if column in there]
     clients = any(line.clients for line in lines)

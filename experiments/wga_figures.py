@@ -1,8 +1,9 @@
 """Figures 1-5 of papers/004 in shape: the noisy quadratic model in one dimension, many runs at once.
 
-    OMP_NUM_THREADS=1 python experiments/wga_figures.py [--out docs/results]
+    OMP_NUM_THREADS=1 python experiments/wga_figures.py [--out docs/results/wga.csv]
 
-The updates are those of the algorithm (fedloom.algorithms.wga); beside each simulated mean is what
+Tables and figures are made from that file by experiments/results.py. The updates are those of the algorithm
+(fedloom.algorithms.wga); beside each simulated mean is what
 fedloom.theory.collaboration says exactly. Parameters and what the figures show: docs/results/wga.md.
 """
 
@@ -10,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from pages_small import WGA_COLUMNS
+from summaries import Evaluation, Run, Runs, written
 from torch import Tensor
 
 from fedloom.algorithms.wga import next_bias, weighted_gradient
@@ -24,6 +25,7 @@ from fedloom.theory import collaboration
 from fedloom.theory.collaboration import Problem
 
 RUNS = 400
+POINTS = 40
 
 
 @dataclass(frozen=True)
@@ -78,89 +80,43 @@ def tuned(
     return min((replace(s, step_size=eta) for eta in grid), key=lambda candidate: candidate.exact()[-1])
 
 
-def plot(axes: Any, s: Setting, label: str, colour: str, rows: list[str]) -> None:
-    """Draw a simulated curve over the exact one, and note both ends."""
+def curve(name: str, s: Setting, *, drawn: bool = False) -> Run:
+    """Both ends of a curve, simulated and exact (means over the last 200 steps), and its course if it is drawn."""
     simulated, exact = simulate(s), s.exact()
-    shown = range(0, s.steps + 1, s.steps // 200)
-    axes.plot(shown, [exact[t] for t in shown], color=colour, linewidth=0.8, linestyle="--")
-    axes.plot(shown, simulated[list(shown)], color=colour, linewidth=0.9, alpha=0.8, label=label)
-    end = float(simulated[-200:].mean())
-    rows.append(f"| {label} | {s.step_size:g} | {end:.5f} | {sum(exact[-200:]) / 200:.5f} |")
+    lines = []
+    for t in range(0, s.steps + 1, s.steps // POINTS) if drawn else (s.steps,):
+        values = {"simulated_loss": float(simulated[t]), "exact_loss": exact[t]} if drawn else {}
+        if t == s.steps:
+            ends = {"simulated": float(simulated[-200:].mean()), "exact": sum(exact[-200:]) / 200}
+            values |= {"step_size": s.step_size, **ends}
+        lines.append(Evaluation(name, "", {}, t, None, {key: float(f"{v:.8g}") for key, v in values.items()}, {}))
+    return tuple(lines)
 
 
-def main() -> None:
-    """Write the five figures, and print what their curves end at."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    out = parser.parse_args().out
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams |= {"svg.hashsalt": "fedloom", "font.size": 9}
-    import matplotlib.pyplot as plt
-
-    started = time.perf_counter()
-    rows: list[str] = []
-
-    def figure(number: int, title: str, log_y: bool = True) -> tuple[Any, Any]:
-        made, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-        axes.set(title=title, xlabel="iteration t", ylabel="loss $F(x_t)$")
-        if log_y:
-            axes.set_yscale("log")
-        rows.append(f"\nFigure {number}: {title}\n")
-        rows.append("| curve | η | simulated | exact |\n|---|---|---|---|")
-        return made, axes
-
-    def save(made: Any, number: int) -> None:
-        made.savefig(out / f"wga-figure-{number}.svg", metadata={"Date": None})
-        plt.close(made)
-
-    colours = [f"C{i}" for i in range(10)]
-    made, axes = plt.subplots(figsize=(5, 4), layout="constrained")
-    x, y = torch.logspace(-4, 2, 121), torch.logspace(0, 3, 91)
-    speedups = torch.tensor([[collaboration.speedup(float(n), float(r)) for r in x] for n in y])
-    drawn = axes.pcolormesh(x, y, speedups, norm=mpl.colors.LogNorm(), shading="gouraud", rasterized=True)
-    lines = axes.contour(x, y, speedups, levels=[1.1, 2, 5, 10, 100], colors="white", linewidths=0.7)
-    axes.clabel(lines, fmt="%g")
-    axes.set(
-        xscale="log", yscale="log", xlabel="$\\mu T\\zeta^2/(L\\sigma^2)$", ylabel="N", title="Speedup, m = 0, best α"
-    )
-    made.colorbar(drawn)
-    save(made, 1)
-
+def curves() -> Iterator[Run]:
+    """All of them, named by figure."""
     base = Setting()
-    made, axes = figure(2, "Convergence")
-    plot(axes, replace(base, alpha=0.0, beta=None), "Alone, η of BC", "C0", rows)
-    plot(axes, tuned(replace(base, alpha=0.0, beta=None)), "Alone, η tuned", "C3", rows)
-    plot(axes, tuned(replace(base, beta=None)), "WGA, η tuned", "C2", rows)
-    plot(axes, base, "BC", "C1", rows)
-    axes.legend()
-    save(made, 2)
-
-    made, axes = figure(3, "BC: the bias")
-    for colour, bias in zip(colours, (0.0, 1.0, 2.0, 5.0, 10.0), strict=False):
-        plot(axes, replace(base, bias=bias, steps=10_000), f"ζ = {bias:g}", colour, rows)
-    axes.legend()
-    save(made, 3)
-
-    made, axes = figure(4, "WGA: the bias")
-    for colour, bias in zip(colours, (0.0, 0.1, 0.3, 1.0, 3.0), strict=False):
-        plot(axes, replace(base, bias=bias, beta=None), f"ζ = {bias:g}", colour, rows)
-    axes.legend()
-    save(made, 4)
-
-    made, axes = figure(5, "BC: the number of helpers")
-    for colour, helpers in zip(colours, (1, 2, 5, 20, 100), strict=False):
-        plot(axes, replace(base, helpers=helpers, steps=8000), f"N = {helpers}", colour, rows)
+    yield curve("2/Alone, η of BC", replace(base, alpha=0.0, beta=None), drawn=True)
+    yield curve("2/Alone, η tuned", tuned(replace(base, alpha=0.0, beta=None)), drawn=True)
+    yield curve("2/WGA, η tuned", tuned(replace(base, beta=None)), drawn=True)
+    yield curve("2/BC", base, drawn=True)
+    for bias in (0.0, 1.0, 2.0, 5.0, 10.0):
+        yield curve(f"3/ζ = {bias:g}", replace(base, bias=bias, steps=10_000))
+    for bias in (0.0, 0.1, 0.3, 1.0, 3.0):
+        yield curve(f"4/ζ = {bias:g}", replace(base, bias=bias, beta=None))
+    for helpers in (1, 2, 5, 20, 100):
+        yield curve(f"5/N = {helpers}", replace(base, helpers=helpers, steps=8000), drawn=True)
     for helpers in (20, 100):
         beta = 0.2 * base.step_size / helpers
         alpha = collaboration.optimal_alpha_bc(replace(base, helpers=helpers).problem, base.step_size, beta)
         s = replace(base, helpers=helpers, beta=beta, alpha=alpha, bias=0.1, steps=8000)
-        rows.append(f"| exact, N = {helpers}, best α = {alpha:.3f}, β = 0.2 η/N, as T → ∞ | 0.01 | | {floor(s):.5f} |")
-    axes.legend()
-    save(made, 5)
+        name = f"5/{helpers}, best α = {alpha:.3f}, β = 0.2 η/N"
+        yield (Evaluation(name, "", {}, s.steps, None, {"step_size": s.step_size, "exact": floor(s)}, {}),)
 
-    rows.append(f"\nBest η, α, β for T = {base.steps} steps, worst of ζ = 0 and 2:\n")
+
+def best_unknowing() -> str:
+    """The best setting for T steps that does not know whether ζ is 0 or 2."""
+    base = Setting()
     found = [
         (max(replace(s, bias=bias).exact()[-1] for bias in (0.0, base.bias)), s)
         for eta in (0.0005, 0.0007, 0.001, 0.002, 0.005, 0.01)
@@ -169,14 +125,21 @@ def main() -> None:
         for s in [replace(base, step_size=eta, alpha=alpha, beta=beta)]
     ]
     best, how = min(found, key=lambda one: one[0])
-    rows.append(f"{best:.5f} with {how}; σ²/(2T) is {base.noise / (2 * base.steps):.5f}")
-    print("\n".join(rows))
-    print(f"\n{time.perf_counter() - started:.0f} s")
+    return f"{best:.5f} with {how}; σ²/(2T) is {base.noise / (2 * base.steps):.5f}"
 
 
 def floor(s: Setting) -> float:
     """The exact loss after so long that nothing of the start is left."""
-    return replace(s, start=0.0, bias=0.0, steps=60_000).exact()[-1]
+    return float(f"{replace(s, start=0.0, bias=0.0, steps=60_000).exact()[-1]:.8g}")
+
+
+def main() -> None:
+    """Write the curves, and print the best setting that does not know the bias."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/wga.csv"))
+    out = parser.parse_args().out
+    out.write_text(written(Runs({run[0].run: run for run in curves()}), WGA_COLUMNS), encoding="utf-8")
+    print(f"Best η, α, β for T = {Setting().steps} steps, worst of ζ = 0 and 2:\n{best_unknowing()}")
 
 
 if __name__ == "__main__":

@@ -53,16 +53,7 @@ NOT_KEPT = {
         "Local | η",
     ],
     "quickstart": ["local rate", "what a client gets"],
-    "vowel": ["what a speaker gets", "step size"],
-    "wga": [
-        "curve | η",
-        "ζ | simulated",
-        "N | simulated",
-        "rule | above",
-        "rule | α",
-        "rule | η = 0.03",
-        "rule | η | seed",
-    ],
+    "wga": ["rule | above", "rule | α", "rule | η = 0.03", "rule | η | seed"],
 }
 """Tables by the start of their header: the runs behind them, or their raw figures, are in no compact file."""
 
