@@ -183,6 +183,40 @@ def test_a_store_that_cannot_be_used_is_said_before_anything_is_created(
     assert place.cluster.api.requests == []
 
 
+def test_a_launcher_may_reach_the_store_elsewhere_than_pods_do(place: Place, s3_server: S3Server) -> None:
+    port = s3_server.endpoint.rpartition(":")[2]
+    for_pods = f"http://localhost:{port}"
+    place.program(f'test $1 = worker && exec sleep 60; test "$FEDLOOM_S3_ENDPOINT" = {for_pods} || exit 2; exit 0')
+    with pytest.raises(DataError, match=r"there is no summary\.json"):  # so it reached the store, and the end
+        place.federate(s3_endpoint=for_pods)
+    with pytest.raises(DataError, match=r"there is no summary\.json"):
+        place.federate(s3_endpoint=for_pods, run_id="other")
+    place.program('test $1 = worker && exec sleep 60; test "$FEDLOOM_S3_ENDPOINT" = http://127.0.0.1:9 || exit 2')
+    with pytest.raises(DataError, match=r"there is no summary\.json"):  # a place that the launcher cannot reach at all
+        place.federate(s3_endpoint="http://127.0.0.1:9", run_id="third")
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting", "named", "unnamed"),
+    [
+        ("http://127.0.0.1:9", None, "set FEDLOOM_S3_ENDPOINT", "cluster.s3_endpoint"),
+        ("http://127.0.0.1:9", "http://elsewhere:8333", "set FEDLOOM_S3_ENDPOINT", "cluster.s3_endpoint"),
+        (None, "http://127.0.0.1:9", "set cluster.s3_endpoint", "set FEDLOOM_S3_ENDPOINT"),
+        (None, "elsewhere", "cluster.s3_endpoint", "FEDLOOM_S3_ENDPOINT: found"),
+    ],
+)
+def test_what_set_an_endpoint_that_is_wrong_is_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch, variable: str | None, setting: str | None, named: str, unnamed: str
+) -> None:
+    monkeypatch.delenv("FEDLOOM_S3_ENDPOINT")
+    if variable is not None:
+        monkeypatch.setenv("FEDLOOM_S3_ENDPOINT", variable)
+    with pytest.raises(FedloomError) as error:
+        place.federate(s3_endpoint=setting)
+    assert named in str(error.value)
+    assert unnamed not in str(error.value)
+
+
 def test_rights_are_looked_at_before_the_partition_is_published(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(place.cluster.kubeconfig_for([])))
     with pytest.raises(RefusedError, match=r"do not allow: get services.*create jobs(.|\n)*rbac\.yaml"):

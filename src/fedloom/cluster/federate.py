@@ -31,7 +31,8 @@ class _Stopped(InterruptedRun):
 
 
 ORPHAN_AFTER_S = 600.0
-PLAIN = ("FEDLOOM_S3_ENDPOINT", "AWS_REGION")
+ENDPOINT = "FEDLOOM_S3_ENDPOINT"
+PLAIN = (ENDPOINT, "AWS_REGION")
 """What pods are told of the launcher's environment; credentials come from a Secret."""
 
 
@@ -142,10 +143,13 @@ def _on_kubernetes(
     check(experiment, cluster, task_config)
     manifest = read_manifest(partition)
     plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
-    if cluster.s3_endpoint is not None:
-        plain["FEDLOOM_S3_ENDPOINT"] = cluster.s3_endpoint
-    storage = str(experiment.storage).rstrip("/")
-    store = open_store(storage, {**os.environ, **plain})
+    own, endpoint_from = dict(os.environ), None
+    if cluster.s3_endpoint is not None:  # where pods reach the store; a launcher outside may reach it elsewhere
+        plain[ENDPOINT] = cluster.s3_endpoint
+        if not own.get(ENDPOINT):
+            own[ENDPOINT] = cluster.s3_endpoint
+            endpoint_from = f"cluster.s3_endpoint (or {ENDPOINT}, if the launcher alone reaches the store elsewhere)"
+    store = open_store(str(experiment.storage).rstrip("/"), own, endpoint_from=endpoint_from)
     run = store.under(f"runs/{experiment.name}-{identity(run_id, task)}")
     store.check()
     if _finished(run, experiment):

@@ -123,7 +123,9 @@ class ClusterSettings(Settings):
         description="Environment variable to the key of that Secret which holds it.",
     )
     s3_endpoint: str | None = Field(
-        default=None, description="Endpoint of the object store; null is the launcher's own $FEDLOOM_S3_ENDPOINT."
+        default=None,
+        description="Where pods reach the object store; null is the launcher's own $FEDLOOM_S3_ENDPOINT, which the "
+        "launcher itself prefers to this.",
     )
     deadline_s: float = Field(default=86_400.0, ge=1, description="Seconds that the whole federation may take.")
     pending_timeout_s: float = Field(

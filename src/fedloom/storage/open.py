@@ -27,7 +27,9 @@ def is_url(text: str | Path) -> bool:
     return "://" in str(text)
 
 
-def open_store(url: str | Path, environment: Mapping[str, str] | None = None) -> Store:
+def open_store(
+    url: str | Path, environment: Mapping[str, str] | None = None, *, endpoint_from: str | None = None
+) -> Store:
     """Open a store. Nothing is read, written or contacted yet; see :meth:`Store.check`.
 
     Parameters
@@ -36,6 +38,8 @@ def open_store(url: str | Path, environment: Mapping[str, str] | None = None) ->
         A folder, which need not be there, or ``s3://bucket/prefix``.
     environment
         Where the service's address and the credentials are (docs/storage.md); by default this process's.
+    endpoint_from
+        What a person set to have the address of the service, if not the variable: named where it is wrong.
 
     Raises
     ------
@@ -53,7 +57,8 @@ def open_store(url: str | Path, environment: Mapping[str, str] | None = None) ->
         if error.name not in ("certifi", "minio", "urllib3"):
             raise
         raise ExperimentError(f"{url}: found no package minio here", hint="pip install 'fedloom[s3]'") from error
-    return connect(place.bucket, place.prefix, os.environ if environment is None else environment)
+    told = os.environ if environment is None else environment
+    return connect(place.bucket, place.prefix, told, endpoint_from=endpoint_from)
 
 
 def s3_place(url: str | Path) -> S3Place | None:

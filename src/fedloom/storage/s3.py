@@ -35,6 +35,7 @@ T = TypeVar("T")
 PART = 16 * 2**20
 """Bytes above which a content travels in parts, three at a time."""
 
+ENDPOINT = "FEDLOOM_S3_ENDPOINT"
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 _WRONG_CREDENTIALS = {
@@ -59,10 +60,19 @@ class Service:
     secret_key: str = field(repr=False)
     session_token: str | None = field(repr=False)
     certificates: str
+    endpoint_from: str
+    """What set the endpoint: named where it is wrong."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Service:
+    def of(cls, environment: Mapping[str, str], endpoint_from: str = ENDPOINT) -> Service:
         """Read it from environment variables (docs/storage.md).
+
+        Parameters
+        ----------
+        environment
+            The variables.
+        endpoint_from
+            What a person set to have this endpoint, if that is not the variable.
 
         Raises
         ------
@@ -81,19 +91,20 @@ class Service:
         if not Path(certificates).is_file():
             raise ExperimentError(f"SSL_CERT_FILE: found {certificates}; allowed: a file with certificates")
         return cls(
-            endpoint=_endpoint(environment.get("FEDLOOM_S3_ENDPOINT") or "https://s3.amazonaws.com"),
+            endpoint=_endpoint(environment.get(ENDPOINT) or "https://s3.amazonaws.com", endpoint_from),
             region=environment.get("AWS_REGION") or "us-east-1",
             access_key=environment[CREDENTIALS[0]],
             secret_key=environment[CREDENTIALS[1]],
             session_token=environment.get("AWS_SESSION_TOKEN") or None,
             certificates=certificates,
+            endpoint_from=endpoint_from,
         )
 
 
-def _endpoint(text: str) -> str:
+def _endpoint(text: str, name: str) -> str:
     if "@" in text:  # what stands before it may be a password, which is not to be shown
-        raise ExperimentError("FEDLOOM_S3_ENDPOINT: found a user name in it; allowed: http(s)://HOST:PORT")
-    refusal = ExperimentError(f"FEDLOOM_S3_ENDPOINT: found {text}; allowed: http(s)://HOST:PORT")
+        raise ExperimentError(f"{name}: found a user name in it; allowed: http(s)://HOST:PORT")
+    refusal = ExperimentError(f"{name}: found {text}; allowed: http(s)://HOST:PORT")
     try:
         split = urlsplit(text)
         split.port  # noqa: B018 - raises if it is no number
@@ -140,7 +151,7 @@ class Connection:
         except ValueError as error:
             raise ExperimentError(
                 f"found endpoint {service.endpoint}, AWS_REGION {service.region}: {error}",
-                hint="change FEDLOOM_S3_ENDPOINT or AWS_REGION",
+                hint=f"change {service.endpoint_from} or AWS_REGION",
             ) from None
 
     def insist(self, doing: str, where: str, request: Callable[[], T]) -> T:
@@ -201,7 +212,7 @@ class Connection:
         if isinstance(error, (InvalidResponseError, ParseError)):
             return StorageError(
                 f"{where}: cannot be {doing}: {endpoint} does not answer as an S3 service does",
-                hint="change FEDLOOM_S3_ENDPOINT",
+                hint=f"change {self.service.endpoint_from}",
             )
         if isinstance(error, ServerError):
             return StorageError(f"{where}: cannot be {doing}: {endpoint} fails with HTTP {error.status_code}")
@@ -214,7 +225,7 @@ class Connection:
         said = str(getattr(cause, "__cause__", None) or getattr(cause, "__context__", None) or type(cause).__name__)
         return StorageError(
             f"{endpoint}: cannot be reached ({said})",
-            hint="set FEDLOOM_S3_ENDPOINT to the service's address, or see whether it runs",
+            hint=f"set {self.service.endpoint_from} to the service's address, or see whether it runs",
         )
 
 
@@ -229,10 +240,11 @@ def _passes(error: Exception) -> bool:
     return not isinstance(error, (SSLError, LocationValueError))
 
 
-def connect(bucket: str, prefix: str, environment: Mapping[str, str]) -> S3Store:
+def connect(bucket: str, prefix: str, environment: Mapping[str, str], *, endpoint_from: str | None = None) -> S3Store:
     """Return the store at a prefix of a bucket; nothing is contacted yet."""
+    service = Service.of(environment, endpoint_from or ENDPOINT)
     # About half a minute of patience with a service that is away: what a restart takes.
-    return S3Store(bucket, prefix, Connection(Service.of(environment), attempts=7, connect_s=10, read_s=60))
+    return S3Store(bucket, prefix, Connection(service, attempts=7, connect_s=10, read_s=60))
 
 
 class S3Store(Store):
