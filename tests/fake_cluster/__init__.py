@@ -5,7 +5,8 @@
         kubernetes.config.load_kube_config(str(cluster.kubeconfig))
 
 What it covers: Services, Pods (and their logs and evictions), Jobs, Secrets, ConfigMaps, Events, Workflows as mere
-owners; create, read, list, watch, patch, update, delete, with 401, 403, 404, 409, 410 and 422 as the API gives them;
+owners; quotas of objects and of pods' resources; create, read, list, watch, patch, update, delete, with 401, 403, 404,
+409, 410 and 422 as the API gives them;
 manifests are checked strictly against the schemas of Kubernetes and against the rules between fields of a Job. Jobs:
 completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``, pod failure policy,
 pod replacement policy, deadline, suspension, TTL. Garbage collection by owner: background, foreground, orphan. Pods:
@@ -18,7 +19,7 @@ forwards to its ready pods. So a program that follows its arguments runs unchang
 
 What it does not cover: isolation of any kind (read-only root, users, capabilities, limits, network policies, memory),
 image pulls, init containers and restarts within a pod, other volumes than emptyDir, Secret and ConfigMap, headless
-Services, DNS, taints, affinity, priorities, quotas, admission webhooks, server-side apply, success policies. It speaks
+Services, DNS, taints, affinity, priorities, admission webhooks, server-side apply, success policies. It speaks
 plain HTTP, over which kubectl sends no token: it needs ``cluster.api.identities[""]``. It needs Linux, where all of
 127.0.0.0/8 is the machine's own.
 """
@@ -42,6 +43,7 @@ import yaml
 from fake_cluster.jobs import JobController
 from fake_cluster.kubelet import Kubelet, Scheduler
 from fake_cluster.network import Forwarder, Network
+from fake_cluster.quotas import Quota, Quotas
 from fake_cluster.resources import RESOURCES, selects
 from fake_cluster.server import Api, Failure, Identity, Server
 from fake_cluster.store import ApiError, Object, Store
@@ -96,9 +98,10 @@ class FakeCluster:
         self.kubelet = Kubelet(
             self._store, self._network, self.root / "pods", self.images, environment, self._resolve, backoff_s
         )
-        self._jobs = JobController(self._store, backoff_s)
+        self._quotas = Quotas(self._store)
+        self._jobs = JobController(self._store, self._quotas, backoff_s)
         self._forwarders: dict[tuple[str, int], tuple[str, Forwarder]] = {}
-        self.api = Api(self._store, self.kubelet, self._network)
+        self.api = Api(self._store, self.kubelet, self._network, self._quotas)
         self._server = Server(self.api)
         self._threads = [
             threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True),
@@ -159,6 +162,10 @@ class FakeCluster:
         data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
         manifest = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "data": data}
         self._store.create(RESOURCES["secrets"], {**manifest, "metadata": {"name": name, "namespace": self.namespace}})
+
+    def add_quota(self, name: str, **hard: str) -> None:
+        """Limit what there may be: ``add_quota("few", **{"count/jobs.batch": "2"})``."""
+        self._quotas.all.append(Quota(name, hard))
 
     def objects(self, plural: str, selector: str = "") -> list[Object]:
         """Every object of a kind, as ``"jobs"``."""

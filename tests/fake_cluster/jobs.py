@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from fake_cluster.quotas import Quotas
 from fake_cluster.resources import RESOURCES, suffix
-from fake_cluster.store import Object, Store, now, seconds_since
+from fake_cluster.store import ApiError, Object, Store, emit, now, seconds_since
 
 JOBS, PODS = RESOURCES["jobs"], RESOURCES["pods"]
 TRACKING = "batch.kubernetes.io/job-tracking"
@@ -37,6 +38,8 @@ class Count:
         self.completed: set[int | None] = set()
         self.given_up: set[int | None] = set()
         self.not_before: dict[int | None, float] = {}
+        self.refused_until = 0.0
+        """A quota has refused a pod; it is asked again then."""
         self.fatal: str | None = None
         """Why the pod failure policy ends the Job."""
 
@@ -50,8 +53,9 @@ class JobController:
         Wait after a first failure, doubled with each further one (10 s in Kubernetes).
     """
 
-    def __init__(self, store: Store, backoff_s: float) -> None:
+    def __init__(self, store: Store, quotas: Quotas, backoff_s: float) -> None:
         self._store = store
+        self._quotas = quotas
         self._backoff_s = backoff_s
         self._counts: dict[str, Count] = {}
 
@@ -183,8 +187,15 @@ class JobController:
         made = []
         for index in list(wanted)[: max(room, 0)]:
             per_index = spec.get("backoffLimitPerIndex") is not None
-            if time.monotonic() >= count.not_before.get(index if per_index else None, 0.0):
-                made.append(self._store.create(PODS, pod_of(job, index)))
+            if time.monotonic() >= max(count.not_before.get(index if per_index else None, 0.0), count.refused_until):
+                pod = pod_of(job, index)
+                try:
+                    self._quotas.charge(PODS, pod)
+                except ApiError as error:
+                    count.refused_until = time.monotonic() + self._backoff_s
+                    emit(self._store, job, "Warning", "FailedCreate", f"Error creating: {error.message}")
+                else:
+                    made.append(self._store.create(PODS, pod))
         return made
 
     def _stop(self, pods: list[Object]) -> None:

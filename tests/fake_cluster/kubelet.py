@@ -21,10 +21,10 @@ from typing import Any
 from forked import Popen
 
 from fake_cluster.network import Network
-from fake_cluster.resources import RESOURCES, quantity, suffix
-from fake_cluster.store import ApiError, Object, Store, now
+from fake_cluster.resources import RESOURCES, quantity
+from fake_cluster.store import ApiError, Object, Store, emit, now
 
-PODS, EVENTS, SECRETS, CONFIG_MAPS = (RESOURCES[name] for name in ("pods", "events", "secrets", "configmaps"))
+PODS, SECRETS, CONFIG_MAPS = (RESOURCES[name] for name in ("pods", "secrets", "configmaps"))
 NODE = "node-0"
 TICK_S = 0.03
 MESSAGE_BYTES = 2048
@@ -645,20 +645,6 @@ def requests(pod: Object) -> dict[str, float]:
         for kind, amount in (container["resources"].get("requests") or {}).items():
             total[kind] = total.get(kind, 0.0) + quantity(amount)
     return total
-
-
-def emit(store: Store, pod: Object, kind: str, reason: str, message: str) -> None:
-    """Write an Event about a pod."""
-    meta, stamp = pod["metadata"], now()
-    store.create(
-        EVENTS,
-        {
-            "apiVersion": "v1", "kind": "Event", "type": kind, "reason": reason, "message": message, "count": 1,
-            "metadata": {"name": f"{meta['name']}.{suffix()}{suffix()}", "namespace": meta["namespace"]},
-            "firstTimestamp": stamp, "lastTimestamp": stamp, "source": {"component": "kubelet", "host": NODE},
-            "involvedObject": {"apiVersion": "v1", "kind": "Pod", **{k: meta[k] for k in ("namespace", "name", "uid")}},
-        },
-    )  # fmt: skip
 
 
 def _leaving(pod: Object) -> bool:

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from fake_cluster.kubelet import Kubelet
 from fake_cluster.network import Network
+from fake_cluster.quotas import Quotas
 from fake_cluster.resources import RESOURCES, VERSION, Invalid, Resource, admit, selects, validate
 from fake_cluster.store import ApiError, Object, Store, now
 
@@ -92,6 +93,7 @@ class Api:
     store: Store
     kubelet: Kubelet
     network: Network
+    quotas: Quotas
     identities: dict[str, Identity] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)
@@ -196,8 +198,7 @@ class Api:
         if request.resource.namespaced:
             self.store.get(RESOURCES["namespaces"], "", request.namespace)
         made = admit(request.resource, request.namespace, request.body)
-        if request.query.get("dryRun"):
-            return made
+        self.quotas.charge(request.resource, made)
         if request.resource.kind == "Service":
             made["spec"]["clusterIP"] = self.network.address()
             made["spec"]["clusterIPs"] = [made["spec"]["clusterIP"]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from fake_cluster.resources import RESOURCES, Resource
+from fake_cluster.resources import RESOURCES, Resource, suffix
 
 Object = dict[str, Any]
 Key = tuple[str, str, str]
@@ -69,6 +69,7 @@ class Store:
         self._objects: dict[Key, Object] = {}
         self._history: list[Change] = []
         self._version = 1
+        self.deletions = 0
 
     def create(self, resource: Resource, given: Object) -> Object:
         """Add an object.
@@ -136,6 +137,7 @@ class Store:
                 self._put(key, "DELETED" if gone else "MODIFIED", after, before)
                 if gone:
                     del self._objects[key]
+                    self.deletions += 1
             return copy.deepcopy(after)
 
     def delete(
@@ -230,6 +232,20 @@ class Store:
                     name,
                     lambda found, kept=kept: found["metadata"].update(ownerReferences=kept),
                 )
+
+
+def emit(store: Store, about: Object, kind: str, reason: str, message: str) -> None:
+    """Write an Event about a pod or a Job."""
+    meta, stamp = about["metadata"], now()
+    store.create(
+        RESOURCES["events"],
+        {
+            "apiVersion": "v1", "kind": "Event", "type": kind, "reason": reason, "message": message, "count": 1,
+            "metadata": {"name": f"{meta['name']}.{suffix()}{suffix()}", "namespace": meta["namespace"]},
+            "firstTimestamp": stamp, "lastTimestamp": stamp, "source": {"component": "fake"},
+            "involvedObject": {"kind": about["kind"], **{k: meta[k] for k in ("namespace", "name", "uid")}},
+        },
+    )  # fmt: skip
 
 
 def _gone(item: Object) -> bool:

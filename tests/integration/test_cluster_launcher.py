@@ -234,7 +234,9 @@ def test_a_job_of_workers_that_have_done_their_part_may_be_collected(world: Worl
 def test_too_many_failed_workers(world: World) -> None:
     world.program(aggregator="exec sleep 60", worker="test $INDEX = 1 && exec sleep 60; echo error: no memory; exit 7")
     launcher = world.launcher(world.federation(retries=1))
-    with pytest.raises(WorkerLostError, match="workers failed for good: 0") as error:
+    with pytest.raises(
+        WorkerLostError, match=r"1 of 2 workers failed for good .index 0., and cluster.max_failed_workers allows 0"
+    ) as error:
         launcher.run()
     assert "no memory" in str(error.value)
     failed = [pod for pod in world.cluster.pods() if "-worker-0-" in pod["metadata"]["name"]]
@@ -387,13 +389,94 @@ def test_credentials_that_are_not_accepted(world: World, monkeypatch: pytest.Mon
     assert world.cluster.url in str(error.value)
 
 
-def test_a_quota_on_jobs(world: World) -> None:
-    words = 'jobs.batch "fl" is forbidden: exceeded quota: few, requested: count/jobs.batch=1, used: 4, limited: 4'
-    world.cluster.fail("create", "jobs", 403, "Forbidden", words)
-    with pytest.raises(RefusedError, match="exceeded quota: few") as error:
-        world.launcher().run()
-    assert "kubectl describe quota" in str(error.value)
+@pytest.mark.parametrize("kind", ["count/jobs.batch", "count/services", "services"])
+def test_a_full_quota_does_not_keep_a_launcher_from_adopting(world: World, kind: str) -> None:
+    """The API server answers a create of what is there with 403 then, not 409."""
+    world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
+    world.cluster.add_quota("few", **{kind: "2" if "jobs" in kind else "1"})
+    world.launcher().ensure()  # and it is killed
+    before = {item["metadata"]["uid"] for plural in ("jobs", "services") for item in world.cluster.objects(plural)}
+    creates = [asked for asked in world.cluster.api.requests if asked[0] == "create"]
+    for _ in range(3):
+        world.launcher().ensure()
+    assert [asked for asked in world.cluster.api.requests if asked[0] == "create"] == creates  # each would be charged
+    ended = in_background(world.launcher().run)
+    (world.folder / "go").touch()
+    assert ended() is None
+    after = {item["metadata"]["uid"] for plural in ("jobs", "services") for item in world.cluster.objects(plural)}
+    assert after == before
+
+
+@pytest.mark.parametrize("resource", ["jobs", "services"])
+def test_what_is_refused_because_another_launcher_was_quicker_is_adopted(world: World, resource: str) -> None:
+    """Both have looked, and found nothing; the other has then made it, and taken up the quota."""
+    other = world.launcher()
+    mine = world.launcher()
+    read = mine._api.read
+
+    def late(kind: Any, name: str) -> Any:
+        found = read(kind, name)
+        if found is None and kind.lower() + "s" == resource:
+            other.ensure()
+            world.cluster.fail("create", resource, 403, "Forbidden", f'"{name}" is forbidden: exceeded quota: few')
+        return found
+
+    mine._api.read = late  # type: ignore[method-assign]
+    mine.ensure()
+    assert len(world.names("jobs")) == 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "code", "said"),
+    [
+        ("create", 403, 'jobs.batch "x" is forbidden: exceeded quota: few, requested: count/jobs.batch=1, used: 4'),
+        ("create", 403, 'admission webhook "policy.example" denied the request: no label team'),
+        ("create", 400, 'admission webhook "policy.example" denied the request: no label team'),
+        ("get", 403, 'jobs.batch "x" is forbidden: User "u" cannot get resource "jobs" in API group "batch"'),
+    ],
+)
+def test_what_a_launcher_has_neither_created_nor_adopted_it_does_not_remove(
+    world: World, verb: str, code: int, said: str
+) -> None:
+    world.launcher().ensure()
+    before = [job["metadata"]["uid"] for job in world.cluster.objects("jobs")]
+    world.cluster.fail("get", "jobs", 404, "NotFound", "not found")  # as if it was not there a moment ago
+    world.cluster.fail(verb, "jobs", code, "Forbidden", said, times=9)
+    if verb == "create":
+        world.cluster.fail("get", "jobs", 404, "NotFound", "not found")
+    late = world.launcher()
+    with pytest.raises(RefusedError):
+        late.ensure()
+    late.save_logs(world.folder / "logs")
+    late.remove(wait=True)
+    assert [job["metadata"]["uid"] for job in world.cluster.objects("jobs")] == before
+    assert all("deletionTimestamp" not in job["metadata"] for job in world.cluster.objects("jobs"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hard", "created", "setting"),
+    [
+        ("count/jobs.batch", "1", ["Job", "Service"], "fewer federations at once"),
+        ("count/services", "0", ["Job"], "fewer federations at once"),
+        ("pods", "1", ["Job", "Service", "Job"], "cluster.workers"),
+        ("limits.memory", "1Gi", ["Job", "Service", "Job"], "cluster.aggregator.limits.memory"),
+        ("requests.memory", "2Gi", ["Job", "Service", "Job"], "cluster.worker.requests.memory"),
+    ],
+)
+def test_a_quota_ends_with_4_and_names_the_setting(
+    world: World, kind: str, hard: str, created: list[str], setting: str
+) -> None:
+    world.cluster.add_quota("few", **{kind: hard})
+    world.program(aggregator="exec sleep 60")
+    launcher = world.launcher()
+    with pytest.raises(RefusedError) as error:
+        launcher.run()
+    assert [line.split()[1] for line in world.said if line.startswith("created")] == created
+    assert setting in str(error.value)
+    assert "few" in str(error.value)
     assert "rbac" not in str(error.value)
+    launcher.remove(wait=True)
+    assert world.nothing_left()
 
 
 def test_a_manifest_that_the_api_does_not_take(world: World) -> None:

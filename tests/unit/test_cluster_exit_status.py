@@ -80,10 +80,12 @@ TOO_MANY = End(False, "MaxFailedIndexesExceeded", "Job has exceeded the specifie
 
 
 def test_too_many_failed_workers() -> None:
-    job = {"status": {"failedIndexes": "0,2-3"}}
+    job = {"spec": {"completions": 5, "maxFailedIndexes": 2}, "status": {"failedIndexes": "0,2-3"}}
     error = workers_failure(job, TOO_MANY, [exited(137, "", "OOMKilled")])
     assert isinstance(error, WorkerLostError)
-    assert "workers failed for good: 0,2-3" in str(error)
+    assert "3 of 5 workers" in str(error)
+    assert "index 0,2-3" in str(error)
+    assert "cluster.max_failed_workers allows 2" in str(error)
     assert "cluster.worker.limits.memory" in str(error)
 
 

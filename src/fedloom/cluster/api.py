@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from fedloom.cluster.manifests import Manifest
+from fedloom.cluster.refusals import refusal
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
 
 log = logging.getLogger("fedloom.cluster")
@@ -98,9 +99,17 @@ class Api:
         found = self._call("GET", self._path(kind), query=[(key, value) for key, value in query if value])
         return [*(found.get("items") or ())], str(found.get("metadata", {}).get("resourceVersion", ""))
 
-    def delete(self, kind: Kind, name: str) -> None:
-        """Delete an object and, first, what it owns; that may take a while after this returns."""
-        body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+    def delete(self, kind: Kind, name: str, uid: str | None = None) -> None:
+        """Delete an object and, first, what it owns; that may take a while after this returns.
+
+        Parameters
+        ----------
+        uid
+            Delete it only if it is this one, and not another that has its name by now.
+        """
+        body: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
         try:
             self._call("DELETE", self._path(kind, name), body=body)
         except (_Absent, _Conflict):
@@ -239,8 +248,9 @@ class Api:
                 f"the Kubernetes API at {self.server} does not accept these credentials: {said}",
                 hint="log in again, or set KUBECONFIG to a kubeconfig that is valid",
             )
-        if error.status == 403 and "exceeded quota" in said:
-            return _Quota(f"{where}: {said}", hint=QUOTA_HINT)
+        if refused := refusal(said):
+            kind, hint = refused
+            return kind(f"{where}: {said}", hint=hint)
         if error.status == 403:
             return _Forbidden(f"{where}: {said}", hint=rights_hint(self.namespace))
         if error.status in (400, 422):
@@ -262,13 +272,6 @@ class _Invalid(ExperimentError):
 
 class _Forbidden(RefusedError):
     """403: the credentials are good, and do not allow it."""
-
-
-class _Quota(RefusedError):
-    """403: the namespace has used up what it may have."""
-
-
-QUOTA_HINT = "ask for less (workers, requests, limits), or have the quota raised: kubectl describe quota"
 
 
 def rights_hint(namespace: str) -> str:

@@ -111,8 +111,12 @@ def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) ->
         return None
     if end.reason == "DeadlineExceeded":
         return aggregator_failure(end, ())
-    which = status.get("failedIndexes")
-    text = f"workers failed for good: {which or end.message}, more than cluster.max_failed_workers allows"
+    spec = job.get("spec") or {}
+    if which := status.get("failedIndexes"):
+        text = f"{count_indexes(which)} of {spec.get('completions')} workers failed for good (index {which}), and "
+        text += f"cluster.max_failed_workers allows {spec.get('maxFailedIndexes')}"
+    else:
+        text = f"the workers failed: {end.reason}: {end.message}"
     if not failed:
         return WorkerLostError(text, hint=AGAIN)
     last = failed[-1]
@@ -122,6 +126,15 @@ def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) ->
     if last.code == KILLED and last.reason == "OOMKilled":
         message, hint = "it used more memory than it may", "raise cluster.worker.limits.memory"
     return kind(f"{text}; {last.pod} ended with code {last.code} ({name_of(last.code)}): {message}", hint=hint or AGAIN)
+
+
+def count_indexes(ranges: str) -> int:
+    """Count the indexes of a Job's status, such as ``0,2-4``."""
+    count = 0
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        count += int(last or first) - int(first) + 1
+    return count
 
 
 def name_of(code: int) -> str:

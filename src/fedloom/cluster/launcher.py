@@ -32,12 +32,14 @@ from fedloom.cluster.manifests import (
 )
 from fedloom.cluster.pod_diagnosis import PodDiagnosis
 from fedloom.cluster.progress_client import ProgressClient
-from fedloom.errors import ExperimentError, WorkerLostError
+from fedloom.errors import ExperimentError, RefusedError, WorkerLostError
 
 POLL_S = 3.0
 """How often pods are looked at while one of them does not run; a pod's trouble does not show in its Job."""
 SETTLED_POLL_S = 15.0
 GONE_WITHIN_S = 120.0
+REFUSED_PAUSE_S = 1.0
+"""After a refused create: a quota is charged a moment before what another launcher creates can be seen."""
 API_PATIENCE_S = 300.0
 KINDS: tuple[Kind, ...] = ("Job", "Service")
 
@@ -80,6 +82,7 @@ class Launcher:
             for component in (AGGREGATOR, WORKER)
         }
         self._told: set[str] = set()
+        self._own: set[str] = set()  # uids of what was created or adopted here; nothing else is ever removed
 
     def run(self) -> None:
         """Create or adopt the federation, and return when it has ended well.
@@ -117,7 +120,9 @@ class Launcher:
         """
         attempt = 1
         while True:
-            root = self._own(completed(aggregator_job(self._federation), self._digest, self._owners, attempt))
+            root = self._create_or_adopt(
+                completed(aggregator_job(self._federation), self._digest, self._owners, attempt)
+            )
             end = end_of(root)
             if end is None:
                 break
@@ -130,14 +135,14 @@ class Launcher:
             self._say(f"found a federation that has failed: {failure}\nstarting it again, attempt {attempt}")
             self.remove(wait=True)
         owners = [owner(root)]
-        found = self._own(completed(service(self._federation), self._digest, owners))
-        self._own(completed(worker_job(self._federation), self._digest, owners))
+        found = self._create_or_adopt(completed(service(self._federation), self._digest, owners))
+        self._create_or_adopt(completed(worker_job(self._federation), self._digest, owners))
         host = found.get("spec", {}).get("clusterIP") or f"{self._federation.name}.{self._federation.namespace}.svc"
         return f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
 
     def save_logs(self, folder: Path) -> None:
         """Write the logs of the aggregator's pods, and of workers that failed, to a folder, one file each."""
-        for pod in self._pods():
+        for pod in self._pods() if self._own else ():
             component = (pod["metadata"].get("labels") or {}).get(COMPONENT, "")
             if component == AGGREGATOR or (pod.get("status") or {}).get("phase") == "Failed":
                 log = self._api.log(pod["metadata"]["name"], component)
@@ -146,40 +151,61 @@ class Launcher:
                     (folder / f"{pod['metadata']['name']}.log").write_text(log)
 
     def remove(self, *, wait: bool = False) -> None:
-        """Delete the federation's objects; with ``wait``, return when they and their pods are gone.
+        """Delete what this launcher has created or adopted; with ``wait``, return when it and its pods are gone.
 
         Raises
         ------
         WorkerLostError
-            If they are still there after two minutes.
+            If something is still there after two minutes.
         """
-        delete(self._api, self._federation.selector)
+        # All are looked up first: with a Job may go what it owns.
+        for kind, found in self._own_objects(KINDS):
+            self._api.delete(kind, found["metadata"]["name"], found["metadata"]["uid"])
         until = time.monotonic() + GONE_WITHIN_S
-        while wait and (left := self._left()):
+        while wait and (left := self._own_objects((*KINDS, "Pod"))):
             if time.monotonic() > until:
+                names = ", ".join(f"{kind} {found['metadata']['name']}" for kind, found in left)
                 raise WorkerLostError(
-                    f"still there {GONE_WITHIN_S:.0f} s after being deleted: {', '.join(left)}",
+                    f"still there {GONE_WITHIN_S:.0f} s after being deleted: {names}",
                     hint="see why with kubectl describe, then start again with the same run id",
                 )
             time.sleep(0.5)
 
-    def _own(self, manifest: Manifest) -> Manifest:
-        """Create an object, or adopt the one of its name."""
+    def _create_or_adopt(self, manifest: Manifest) -> Manifest:
+        """Adopt the object of a name, or create it.
+
+        It is read first. Admission (quotas, webhooks) answers a create before the API server looks whether the name is
+        taken: at a quota's limit, creating what is there already is refused with 403 and not 409, and a quota stays
+        charged for what was refused.
+        """
         kind, name = cast(Kind, manifest["kind"]), manifest["metadata"]["name"]
         until = time.monotonic() + GONE_WITHIN_S
         while time.monotonic() < until:
-            made = self._api.create(manifest)
-            if made is not None:
-                self._say(f"created {kind} {name}")
-                return made
             found = self._api.read(kind, name)
-            if found is not None and not found["metadata"].get("deletionTimestamp"):
-                # What another Job owns is of an earlier attempt, and about to be collected.
-                if (kind == "Job" and name.endswith(AGGREGATOR)) or _uids(found) == _uids(manifest):
+            if found is None:
+                made = self._create(kind, manifest)
+                if made is not None:
+                    self._own.add(made["metadata"]["uid"])
+                    self._say(f"created {kind} {name}")
+                    return made
+            elif not found["metadata"].get("deletionTimestamp"):
+                if (kind == "Job" and name.endswith(AGGREGATOR)) or _owners(found) == _owners(manifest):
                     return self._adopted(found)
-                self._api.delete(kind, name)
+                if not _owners(found):
+                    raise Occupied(f"{kind} {name} is there already, and belongs to no federation")
+                # What another Job owned is of an earlier attempt, and about to be collected.
             time.sleep(0.5)
         raise WorkerLostError(f"{kind} {name} is being deleted, and is still there after {GONE_WITHIN_S:.0f} s")
+
+    def _create(self, kind: Kind, manifest: Manifest) -> Manifest | None:
+        """Create an object; None if another launcher was quicker."""
+        try:
+            return self._api.create(manifest)
+        except (RefusedError, ExperimentError):
+            time.sleep(REFUSED_PAUSE_S)
+            if self._api.read(kind, manifest["metadata"]["name"]) is not None:
+                return None
+            raise
 
     def _adopted(self, found: Manifest) -> Manifest:
         metadata, f = found["metadata"], self._federation
@@ -191,6 +217,7 @@ class Launcher:
                 hint=f"use another run id or task, or end it: kubectl delete jobs,services -n {f.namespace} "
                 f"-l {f.selector}",
             )
+        self._own.add(metadata["uid"])
         self._say(f"adopted {what}")
         return found
 
@@ -252,13 +279,16 @@ class Launcher:
     def _pods(self) -> list[Manifest]:
         return self._api.select("Pod", self._federation.selector)[0]
 
-    def _left(self) -> list[str]:
-        kinds: tuple[Kind, ...] = (*KINDS, "Pod")
-        return [
-            f"{kind} {found['metadata']['name']}"
-            for kind in kinds
-            for found in self._api.select(kind, self._federation.selector)[0]
-        ]
+    def _own_objects(self, kinds: Sequence[Kind]) -> list[tuple[Kind, Manifest]]:
+        """What this launcher has created or adopted, and what that owns, as far as it is there."""
+        own = []
+        for kind in kinds:
+            for found in self._api.select(kind, self._federation.selector)[0]:
+                uid = found["metadata"]["uid"]
+                if uid in self._own or _owners(found) & self._own:
+                    self._own.add(uid)
+                    own.append((kind, found))
+        return own
 
 
 def delete(api: Api, selector: str) -> list[str]:
@@ -276,5 +306,5 @@ def delete(api: Api, selector: str) -> list[str]:
     return [f"{kind} {name}" for kind, name in there]
 
 
-def _uids(found: Any) -> set[str]:
+def _owners(found: Any) -> set[str]:
     return {reference["uid"] for reference in found["metadata"].get("ownerReferences") or ()}

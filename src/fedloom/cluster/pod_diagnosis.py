@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from fedloom.cluster.api import QUOTA_HINT
-from fedloom.errors import ExperimentError, FedloomError, QuorumError, RefusedError
+from fedloom.cluster.exit_status import count_indexes
+from fedloom.cluster.refusals import refusal
+from fedloom.errors import ExperimentError, FedloomError, QuorumError
 
 
 class Verdict(Enum):
@@ -19,7 +20,7 @@ class Verdict(Enum):
     WAIT = "wait"
     """It needs something that others may give back: a node, a GPU."""
     FAIL = "fail"
-    """Only a person can mend it."""
+    """Only a person can fix it."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Trouble:
             return ExperimentError(
                 text, hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... (docs/cluster.md)"
             )
-        if "exceeded quota" in self.message:
-            return RefusedError(text, hint=QUOTA_HINT)
+        if refused := refusal(self.message):
+            kind, hint = refused
+            return kind(text, hint=hint)
         return ExperimentError(text, hint="change the cluster setting that it names (docs/cluster.md)")
 
 
@@ -102,10 +104,7 @@ def lacking(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
     if spec.get("suspend"):
         return 0
     live = sum((pod.get("status") or {}).get("phase", "Pending") not in ("Succeeded", "Failed") for pod in pods)
-    given_up = 0
-    for part in filter(None, str(status.get("failedIndexes") or "").split(",")):
-        first, _, last = part.partition("-")
-        given_up += int(last or first) - int(first) + 1
+    given_up = count_indexes(str(status.get("failedIndexes") or ""))
     return max(0, int(spec.get("completions") or 1) - live - int(status.get("succeeded") or 0) - given_up)
 
 

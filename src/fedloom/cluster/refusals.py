@@ -1,0 +1,80 @@
+"""What a cluster does not admit (quotas, limit ranges, pod security, webhooks), and which setting answers it. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from fedloom.errors import ExperimentError, FedloomError, RefusedError
+
+EXCEEDED = re.compile(r"exceeded quota: (?P<quota>[^\s,]+)(?:, requested: (?P<requested>.+?), used: )?")
+UNSPECIFIED = re.compile(r"failed quota: (?P<quota>[^\s:]+): must specify (?P<needed>.+)")
+FOR = re.compile(r"(?P<resources>[a-z0-9./-]+(?:,[a-z0-9./-]+)*) for: (?P<containers>[a-z0-9-]+(?:,[a-z0-9-]+)*)")
+WEBHOOK = re.compile(r'admission webhook "(?P<name>[^"]+)" denied the request')
+UNAUTHORIZED = re.compile(r'User "[^"]*" cannot ')
+"""A right is missing: that is no refusal of what was asked for."""
+
+
+def refusal(said: str) -> tuple[type[FedloomError], str] | None:
+    """Return the class of a refusal by an admission controller, and what to do about it.
+
+    Parameters
+    ----------
+    said
+        The API server's words, from its answer or from an event.
+
+    Returns
+    -------
+    tuple or None
+        Class of failure and hint; None if these words are no such refusal.
+    """
+    if found := UNSPECIFIED.search(said):
+        return RefusedError, f"set {_settings(found['needed'])}, which quota {found['quota']} asks for"
+    if found := EXCEEDED.search(said):
+        asked = _asked(found["requested"] or "", said)
+        return RefusedError, f"ask for less ({asked}), or have it raised: kubectl describe quota {found['quota']}"
+    if found := WEBHOOK.search(said):
+        return (
+            RefusedError,
+            f"change the cluster setting that it names, or ask who runs {found['name']}",
+        )
+    if "violates PodSecurity" in said:
+        return (
+            RefusedError,
+            "change the cluster setting that it names, or cluster.namespace",
+        )
+    if "no PriorityClass with name" in said:
+        return ExperimentError, "change cluster.priority_class: kubectl get priorityclasses"
+    if "error looking up service account" in said:
+        return ExperimentError, "change cluster.service_account: kubectl get serviceaccounts"
+    if " per Container " in said or " per Pod " in said or "limit to request ratio" in said:
+        return RefusedError, f"change {_asked('', said)}: kubectl describe limitrange"
+    if "is forbidden" in said and not UNAUTHORIZED.search(said):
+        return RefusedError, "change the cluster setting that it names (docs/cluster.md)"
+    return None
+
+
+def _settings(needed: str) -> str:
+    """``limits.memory for: aggregator`` as the settings that say so."""
+    return ", ".join(
+        f"cluster.{container}.{resource if '.' in resource else f'requests.{resource}'}"
+        for found in FOR.finditer(needed)
+        for container in found["containers"].split(",")
+        for resource in found["resources"].split(",")
+    )
+
+
+def _asked(requested: str, said: str) -> str:
+    """The settings behind what was asked for; all that could be where that is not known."""
+    component = next((name for name in ("aggregator", "worker") if f"-{name}-" in said), None)
+    components = [component] if component else ["aggregator", "worker"]
+    named = []
+    for resource in re.findall(r"(?:^|,)([a-z0-9./-]+)=", requested):
+        if resource.removeprefix("count/") in ("jobs.batch", "services"):
+            named.append("fewer federations at once")
+        elif resource.removeprefix("count/") == "pods":
+            named.append("cluster.workers")
+        else:
+            kind = resource if "." in resource else f"requests.{resource}"
+            named += [f"cluster.{component}.{kind}" for component in components]
+    fallback = ["cluster.workers", *(f"cluster.{one}.{kind}" for one in components for kind in ("requests", "limits"))]
+    return ", ".join(dict.fromkeys(named or fallback))

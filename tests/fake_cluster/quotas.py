@@ -1,0 +1,91 @@
+"""Quotas of objects and of pods' resources, charged when something is created, before its name is looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fake_cluster.resources import RESOURCES, Resource, quantity
+from fake_cluster.store import ApiError, Object, Store
+
+COMPUTE = ("requests.cpu", "requests.memory", "limits.cpu", "limits.memory")
+
+
+@dataclass
+class Quota:
+    """A ResourceQuota: what a namespace may have, and what it is charged for."""
+
+    name: str
+    hard: dict[str, str]
+    used: dict[str, float] = field(default_factory=dict)
+    recalculated_at: int = -1
+    """How many objects had been deleted when ``used`` was last counted: until then refused creates stay charged."""
+
+
+class Quotas:
+    """All of a cluster."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.all: list[Quota] = []
+
+    def charge(self, resource: Resource, item: Object) -> None:
+        """Charge every quota for an object, whether it can then be created or not.
+
+        Raises
+        ------
+        ApiError
+            403, in the words of the API, if a quota does not allow it.
+        """
+        for quota in self.all:
+            if quota.recalculated_at != self._store.deletions:
+                quota.used = self._count(quota)
+                quota.recalculated_at = self._store.deletions
+            forbidden = f'{resource.qualified} "{item["metadata"]["name"]}" is forbidden: '
+            if resource.kind == "Pod" and (lacking := _unspecified(quota.hard, item)):
+                raise ApiError(403, "Forbidden", f"{forbidden}failed quota: {quota.name}: must specify {lacking}")
+            asked = {kind: amount for kind, amount in usage(resource, item).items() if kind in quota.hard}
+            over = [k for k, v in asked.items() if quota.used.get(k, 0.0) + v > quantity(quota.hard[k])]
+            if over:
+                limits = {kind: quantity(quota.hard[kind]) for kind in over}
+                told = [",".join(f"{kind}={of[kind]:g}" for kind in over) for of in (asked, quota.used, limits)]
+                words = "exceeded quota: {}, requested: {}, used: {}, limited: {}".format(quota.name, *told)
+                raise ApiError(403, "Forbidden", forbidden + words)
+            for kind, amount in asked.items():
+                quota.used[kind] = quota.used.get(kind, 0.0) + amount
+
+    def _count(self, quota: Quota) -> dict[str, float]:
+        used = dict.fromkeys(quota.hard, 0.0)
+        for resource in RESOURCES.values():
+            for item in self._store.list(resource)[0]:
+                if resource.kind == "Pod" and item["status"]["phase"] in ("Succeeded", "Failed"):
+                    continue
+                for kind, amount in usage(resource, item).items():
+                    used[kind] = used.get(kind, 0.0) + amount
+        return used
+
+
+def usage(resource: Resource, item: Object) -> dict[str, float]:
+    """What an object counts for."""
+    counted: dict[str, float] = {f"count/{resource.qualified}": 1.0}
+    if not resource.group:
+        counted[resource.plural] = 1.0
+    if resource.kind == "Pod":
+        for kind in COMPUTE:
+            counted[kind] = sum(quantity(_specified(container, kind) or 0) for container in item["spec"]["containers"])
+    return counted
+
+
+def _specified(container: Object, kind: str) -> Any:
+    part, _, name = kind.partition(".")
+    return ((container.get("resources") or {}).get(part) or {}).get(name)
+
+
+def _unspecified(hard: dict[str, str], pod: Object) -> str:
+    """``limits.memory for: main``, or nothing if every container says what a quota counts."""
+    lacking = {
+        kind: [container["name"] for container in pod["spec"]["containers"] if _specified(container, kind) is None]
+        for kind in COMPUTE
+        if kind in hard
+    }
+    return "; ".join(f"{kind} for: {','.join(names)}" for kind, names in lacking.items() if names)
