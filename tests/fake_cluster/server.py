@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from fake_cluster.kubelet import Kubelet
 from fake_cluster.network import Network
+from fake_cluster.portforward import accept, forward
 from fake_cluster.quotas import Quotas
 from fake_cluster.resources import RESOURCES, VERSION, Invalid, Resource, admit, selects, validate
 from fake_cluster.store import ApiError, Object, Store, now
@@ -108,7 +109,8 @@ class Api:
             For everything but success.
         """
         self.requests.append((request.verb, request.qualified))
-        if not identity.may(request.verb, request.resource.group, request.qualified):
+        needed = {request.verb, *(["create"] if request.sub == "portforward" else [])}  # as newer API servers have it
+        if not all(identity.may(verb, request.resource.group, request.qualified) for verb in needed):
             raise ApiError(403, "Forbidden", self._forbidden(request, identity))
         for failure in self.failures:
             if (failure.verb, failure.resource) == (request.verb, request.qualified) and failure.times > 0:
@@ -289,6 +291,11 @@ class Api:
         kind = (request.resource.kind, request.sub, request.verb)
         if kind == ("Pod", "log", "get"):
             return self._log(request)
+        if kind == ("Pod", "portforward", "get"):
+            pod = self.store.get(*self._named(request))
+            if pod["status"]["phase"] != "Running":
+                raise ApiError(400, "BadRequest", f"pod is not running. Current status={pod['status']['phase']}")
+            return f"{pod['status']['podIP']}:{request.query['ports']}"
         if kind == ("Pod", "eviction", "create"):
             return self._evict(request)
         if request.sub == "status" and request.verb == "get":
@@ -424,6 +431,9 @@ class Handler(BaseHTTPRequestHandler):
     def _do(self) -> None:
         try:
             answer = self._answer()
+            if self.headers.get("Upgrade", "").lower() == "websocket":
+                self._forward(str(answer))
+                return
         except ApiError as error:
             answer, code = error.status(), error.code
         else:
@@ -469,6 +479,17 @@ class Handler(BaseHTTPRequestHandler):
         }[self.command]  # fmt: skip
         media = (self.headers.get("Content-Type") or "").partition(";")[0]
         return Request(verb, resource, found["namespace"] or "", found["name"], found["sub"], query, body, media)
+
+    def _forward(self, address: str) -> None:
+        self.send_response(101)
+        self.send_header("Upgrade", "websocket")
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Sec-WebSocket-Accept", accept(self.headers["Sec-WebSocket-Key"]))
+        self.send_header("Sec-WebSocket-Protocol", "v4.channel.k8s.io")
+        self.end_headers()
+        self.close_connection = True
+        host, _, port = address.rpartition(":")
+        forward(self.connection, self.rfile, host, int(port))
 
     def _send(self, code: int, media: str, body: bytes) -> None:
         self.send_response(code)

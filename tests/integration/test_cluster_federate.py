@@ -121,7 +121,7 @@ def test_a_launcher_is_killed_and_the_run_is_whole_all_the_same(place: Place, sm
     out = place.federate(**changes)
     assert any("attempt 2" in line for line in place.said)
     assert scores(out) == scores(small_run[1])
-    assert place.cluster.api.requests.count(("create", "jobs")) == 5  # two, then one that is there already, and two
+    assert place.cluster.api.requests.count(("create", "jobs")) == 4  # two, and two
     until(place.nothing_left, "the end of all objects")
     assert any(line.startswith("after round 4: pooled test accuracy seen") for line in place.said)
     logs = [path.name for path in (out / "logs").iterdir()]
@@ -223,6 +223,31 @@ def test_rights_are_looked_at_before_the_partition_is_published(place: Place, mo
         place.federate()
     assert place.nothing_was_created()
     assert list(open_store(place.storage).entries()) == []
+
+
+def test_a_launcher_that_cannot_show_that_it_is_there_is_refused_orphans_that_end(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [
+        {"apiGroups": ["", "batch"], "resources": ["services", "jobs", "pods", "pods/log"], "verbs": ["*"]},
+    ]
+    monkeypatch.setenv("KUBECONFIG", str(place.cluster.kubeconfig_for(rules)))
+    with pytest.raises(RefusedError, match=r"cluster\.orphan_after_s: found 5(.|\n)*pods/portforward(.|\n)*rbac\.yaml"):
+        place.federate(orphan_after_s=5)
+    assert place.nothing_was_created()
+
+
+def test_a_run_without_a_report_says_how_to_make_one(place: Place) -> None:
+    """As when the image of the aggregator is that of a worker, without matplotlib."""
+    run = open_store(place.storage).under(f"runs/{place.experiment().name}-{identity('run', 'federate')}")
+    run.write("experiment.yaml", place.experiment().resolved_yaml().encode())
+    run.write("summary.json", b"{}")
+    out = place.federate()
+    assert any("has no report" in line and f"fedloom report {out}" in line for line in place.said)
+    run.write("report.html", b"page")
+    place.said.clear()
+    place.federate(out="again")
+    assert not any("has no report" in line for line in place.said)
 
 
 def test_an_end_without_a_result_is_no_success(place: Place) -> None:

@@ -7,6 +7,9 @@ it says. Whole federations are in ``test_cluster_federate.py`` and in ``tests/e2
 from __future__ import annotations
 
 import dataclasses
+import random
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +22,10 @@ from fake_cluster import FakeCluster
 
 from fedloom.cluster.api import Api, Unreachable
 from fedloom.cluster.federate import _owners, cleanup
-from fedloom.cluster.launcher import Launcher
-from fedloom.cluster.manifests import ATTEMPT, Federation, aggregator_job, completed
+from fedloom.cluster.launcher import Launcher, aggregator_pod
+from fedloom.cluster.manifests import ATTEMPT, PORT, Federation, aggregator_job, completed
 from fedloom.cluster.settings import ClusterSettings, TaskConfig
+from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import (
     AbandonedError,
     ExperimentError,
@@ -357,6 +361,97 @@ def test_pods_that_cannot_start(
     assert [word for word in words if word not in str(error.value)] == []
     launcher.remove(wait=True)
     assert world.nothing_left()
+
+
+AGGREGATOR = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import grpc
+from fedloom.transport.progress import Progress, to_wire
+from fedloom.transport.stream import OBSERVATION, WATCH
+from fedloom.transport.wire import federation_pb2 as wire
+
+def watch(request, context):
+    yield to_wire(Progress("small", "training", 1, 4, 2, 0))
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.05)
+    measured = {"round": 4, "seen": {"accuracy_pooled": 0.5}, "unseen": None, "global": None}
+    yield to_wire(Progress("small", "finished", 4, 4, 2, 0, measured))
+
+handler = grpc.unary_stream_rpc_method_handler(watch, wire.WatchRequest.FromString, wire.Progress.SerializeToString)
+server = grpc.server(ThreadPoolExecutor(4))
+server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(OBSERVATION, {WATCH: handler})])
+server.add_insecure_port(sys.argv[sys.argv.index("--listen") + 1])
+server.start()
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+time.sleep(1)
+"""
+"""An aggregator of which only the progress is real."""
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_progress_is_shown_inside_and_outside_of_the_cluster(world: World, inside: bool) -> None:
+    script, go = world.folder / "aggregator.py", world.folder / "go"
+    script.write_text(AGGREGATOR)
+    world.program(aggregator=f'exec {sys.executable} {script} {go} "$@"')
+    ended = in_background(world.launcher(inside=inside).run)
+    until(lambda: any(line.startswith("training: round 1/4, workers: 2") for line in world.said), "progress")
+    (running,) = [i for i, line in enumerate(world.said) if line.startswith("aggregator: running")][-1:]
+    assert running < world.said.index("training: round 1/4, workers: 2")  # pods are told of before
+    go.touch()
+    assert ended() is None
+    assert any(line.startswith("after round 4") for line in world.said)
+    assert (("get", "pods/portforward") in world.cluster.api.requests) is not inside
+
+
+def test_without_the_right_to_forward_a_port_there_is_no_progress_and_that_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [rule for rule in RULES if "pods/portforward" not in rule["resources"]]
+    monkeypatch.setenv("KUBECONFIG", str(world.cluster.kubeconfig_for(rules)))
+    world.launcher().run()
+    assert any("get pods/portforward, create pods/portforward" in line for line in world.said)
+
+
+def test_a_tunnel_leads_to_the_pod_of_the_moment_or_nowhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.program(aggregator=f'exec {sys.executable} {world.folder}/echo.py "$@"')
+    (world.folder / "echo.py").write_text(
+        "import socket, sys, os\nhost, port = sys.argv[sys.argv.index('--listen') + 1].split(':')\n"
+        "listener = socket.create_server((host, int(port)))\nwhile True:\n    peer, _ = listener.accept()\n"
+        "    while data := peer.recv(1 << 16): peer.sendall(data)\n    peer.close()\n"
+    )
+    launcher = world.launcher(world.federation(retries=3))
+    launcher.ensure()
+    api = Api()
+    pods = lambda: [pod for pod in world.cluster.pods() if "-aggregator-" in pod["metadata"]["name"]]  # noqa: E731
+
+    def echoed(address: str, text: bytes) -> bytes:
+        host, _, port = address.partition(":")
+        found = b""
+        with socket.create_connection((host, int(port)), timeout=10) as peer:
+            try:
+                threading.Thread(target=peer.sendall, args=(text,), daemon=True).start()
+                while len(found) < len(text) and (data := peer.recv(1 << 16)):
+                    found += data
+            except OSError:
+                pass
+        return found
+
+    text = random.Random(0).randbytes(300_000)
+    with Tunnel(api, lambda: aggregator_pod(pods()), PORT) as tunnel:
+        until(lambda: echoed(tunnel.address, text) == text, "an echo")
+        first = aggregator_pod(pods())
+        assert first is not None
+        world.cluster.kill(first)
+        until(lambda: aggregator_pod(pods()) not in (None, first), "another pod")
+        until(lambda: echoed(tunnel.address, text) == text, "an echo of the next")
+        launcher.remove(wait=True)
+        assert echoed(tunnel.address, b"hello") == b""
+    monkeypatch.setenv("KUBECONFIG", str(world.cluster.kubeconfig_for([])))
+    with Tunnel(Api(), lambda: "any", PORT) as tunnel:
+        assert echoed(tunnel.address, b"hello") == b""
 
 
 def test_rights_that_are_missing_are_named_with_the_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

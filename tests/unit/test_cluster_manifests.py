@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from fedloom.cluster.api import NEEDED
+from fedloom.cluster.api import FORWARDING, NEEDED
 from fedloom.cluster.manifests import (
     Federation,
     aggregator_job,
@@ -104,7 +104,8 @@ def test_the_role_is_valid_and_allows_what_a_launcher_needs_and_events_and_no_mo
     for manifest in (role, binding):
         kubernetes_validate.validate(manifest, version, strict=True)
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert all(subject["namespace"] for subject in binding["subjects"])
+    # Without one, the subject is a service account of whatever namespace this is applied in.
+    assert not any("namespace" in item for item in (role["metadata"], binding["metadata"], *binding["subjects"]))
     allowed = {
         (verb, group, resource)
         for rule in role["rules"]
@@ -112,7 +113,7 @@ def test_the_role_is_valid_and_allows_what_a_launcher_needs_and_events_and_no_mo
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
-    assert allowed == {*NEEDED, ("list", "", "events")}
+    assert allowed == {*NEEDED, *FORWARDING, ("list", "", "events")}
 
 
 @pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])

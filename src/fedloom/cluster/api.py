@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -31,6 +31,8 @@ NEEDED = (
     ("get", "", "pods/log"),
 )
 """Verb, API group and resource of everything a launcher does; components/federate/rbac.yaml allows it, and events."""
+FORWARDING = (("get", "", "pods/portforward"), ("create", "", "pods/portforward"))
+"""What shows progress outside of the cluster. A connection begins with a GET; newer API servers ask for create, too."""
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONNECT_S, READ_S = 10.0, 30.0
@@ -131,6 +133,21 @@ class Api:
             return []
         return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
+    def forward(self, pod: str, port: int) -> Any:
+        """Return a connection (``websocket.WebSocket``) to a port of a pod; its messages begin with a channel's number.
+
+        Raises
+        ------
+        Exception
+            Of the libraries below, if there is no way there.
+        """
+        from kubernetes.stream.ws_client import create_websocket, get_websocket_url
+
+        configuration = self._client.configuration
+        token = configuration.auth_settings().get("BearerToken", {}).get("value")
+        url = get_websocket_url(f"{self.server}{self._path('Pod', pod)}/portforward", [("ports", str(port))])
+        return create_websocket(configuration, url, {"authorization": token} if token else {})
+
     def wait_for_change(self, kind: Kind, labels: str, version: str, wait_s: float) -> None:
         """Return when a selected object has changed since a version, or after some time; look yourself what it was."""
         from kubernetes.watch.watch import iter_resp_lines
@@ -156,10 +173,10 @@ class Api:
         # A watch that fails at once must not become a busy loop.
         time.sleep(max(0.0, min(1.0, wait_s) - (time.monotonic() - began)))
 
-    def missing_rights(self) -> list[str]:
-        """Return what a launcher needs and these credentials do not allow, such as ``create jobs``."""
+    def missing_rights(self, needed: Sequence[tuple[str, str, str]] = NEEDED) -> list[str]:
+        """Return what is needed and these credentials do not allow, such as ``create jobs``."""
         missing = []
-        for verb, group, name in NEEDED:
+        for verb, group, name in needed:
             resource, _, sub = name.partition("/")
             asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
             asked |= {"subresource": sub} if sub else {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.cluster import local
-from fedloom.cluster.api import Api, Unreachable, in_cluster, own_pod, rights_hint
+from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_pod, rights_hint
 from fedloom.cluster.manifests import INSTANCE, RUN_ID, Federation, Manifest, identity, label, owners_of_pod
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError
@@ -154,7 +154,7 @@ def _on_kubernetes(
     store.check()
     if _finished(run, experiment):
         say(f"this federation has ended before: fetching {run.url}")
-        _collect(run, out)
+        _collect(run, out, say)
         try:  # what its launcher had not come to
             delete(Api(cluster.namespace), f"{INSTANCE}=fl-{identity(run_id, task)}")
         except FedloomError as error:
@@ -166,6 +166,12 @@ def _on_kubernetes(
         raise RefusedError(
             f"Kubernetes, namespace {api.namespace}: these credentials do not allow: {', '.join(missing)}",
             hint=rights_hint(api.namespace),
+        )
+    if cluster.orphan_after_s is not None and not in_cluster() and (missing := api.missing_rights(FORWARDING)):
+        raise RefusedError(
+            f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and a launcher outside of the cluster that "
+            f"cannot show the aggregator that it is there: these credentials do not allow: {', '.join(missing)}",
+            hint=f"leave it out, or: {rights_hint(api.namespace)}",
         )
     shards = store.under(f"partitions/{manifest.fingerprint}")
     federation = Federation(
@@ -187,14 +193,14 @@ def _on_kubernetes(
     say(f"federation {federation.name} in namespace {api.namespace}, {federation.workers} workers; run {run.url}")
     publish(partition, shards)
     _publish_experiment(run, experiment)
-    launcher = Launcher(federation, api, say, owners=_owners(api))
+    launcher = Launcher(federation, api, say, owners=_owners(api), inside=in_cluster())
     keep = f"the federation runs on: start again with run id {run_id} to adopt it, or delete it: " + (
         f"kubectl delete jobs,services -n {api.namespace} -l {federation.selector}"
     )
     try:
         with _terminable(say, "" if cluster.delete_on_interrupt else keep):
             launcher.run()
-            _collect(run, out)
+            _collect(run, out, say)
     except (Occupied, Unreachable):  # what runs there is not ours to end, or runs on without us
         raise
     except (_Stopped, KeyboardInterrupt):
@@ -205,7 +211,6 @@ def _on_kubernetes(
         _put_away(launcher, out, say)
         raise
     _put_away(launcher, out, say)
-    say(f"the run is in {out}")
 
 
 def check(experiment: Experiment, cluster: ClusterSettings, task_config: TaskConfig) -> None:
@@ -277,8 +282,8 @@ def _publish_experiment(run: Store, experiment: Experiment) -> None:
             ) from None
 
 
-def _collect(run: Store, out: Path) -> None:
-    """Fetch a finished run's folder.
+def _collect(run: Store, out: Path, say: Say) -> None:
+    """Fetch a finished run's folder, and say where it is.
 
     Raises
     ------
@@ -292,6 +297,9 @@ def _collect(run: Store, out: Path) -> None:
         raise DataError(f"{run.url}: the federation has ended, and there is no {SUMMARY}")
     for name in sorted(names, key=lambda name: name == SUMMARY):
         run.download(name, out / name)
+    say(f"the run is in {out}")
+    if "report.html" not in names:  # its pod has said so, in a log that is soon gone
+        say(f"it has no report, as the aggregator's image cannot make one; make it here: fedloom report {out}")
 
 
 def _put_away(launcher: Launcher, out: Path, say: Say) -> None:

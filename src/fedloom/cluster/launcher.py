@@ -8,11 +8,12 @@ to live, and an aggregator that nobody follows ends by itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from fedloom.cluster.api import Api, Kind
+from fedloom.cluster.api import FORWARDING, Api, Kind
 from fedloom.cluster.exit_status import Exit, aggregator_failure, end_of, exits, name_of, workers_failure
 from fedloom.cluster.manifests import (
     AGGREGATOR,
@@ -32,6 +33,7 @@ from fedloom.cluster.manifests import (
 )
 from fedloom.cluster.pod_diagnosis import PodDiagnosis
 from fedloom.cluster.progress_client import ProgressClient
+from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import ExperimentError, RefusedError, WorkerLostError
 
 POLL_S = 3.0
@@ -61,6 +63,8 @@ class Launcher:
         Told lines for a person.
     owners
         References to what the federation belongs to: it is deleted with them.
+    inside
+        Whether this is a pod of the cluster, which reaches Services.
     """
 
     def __init__(
@@ -70,11 +74,13 @@ class Launcher:
         say: Callable[[str], None],
         *,
         owners: Sequence[Manifest] = (),
+        inside: bool = False,
     ) -> None:
         self._federation = federation
         self._api = api
         self._say = say
         self._owners = owners
+        self._inside = inside
         self._digest = federation.digest()
         s = federation.settings
         self._pending = {
@@ -82,6 +88,7 @@ class Launcher:
             for component in (AGGREGATOR, WORKER)
         }
         self._told: set[str] = set()
+        self._said_last = ""
         self._own: set[str] = set()  # uids of what was created or adopted here; nothing else is ever removed
 
     def run(self) -> None:
@@ -95,13 +102,26 @@ class Launcher:
         address = self.ensure()
         if address is None:
             return
-        follower = ProgressClient(address, self._say)
         patience_s, self._api.patience_s = self._api.patience_s, API_PATIENCE_S
         try:
-            with follower.following():
-                self._watch(follower)
+            with self._reached(address) as reached:
+                client = ProgressClient(reached, self._say, orphan_after_s=self._federation.orphan_after_s)
+                with client.following():
+                    self._watch(client)
         finally:
             self._api.patience_s = patience_s
+
+    @contextmanager
+    def _reached(self, address: str) -> Iterator[str]:
+        """Where the aggregator is reached from here: at its Service in the cluster, else through the API."""
+        if self._inside:
+            yield address
+        elif missing := self._api.missing_rights(FORWARDING):
+            self._say(f"progress is not shown: these credentials do not allow {', '.join(missing)}")
+            yield address
+        else:
+            with Tunnel(self._api, lambda: aggregator_pod(self._pods()), PORT) as tunnel:
+                yield tunnel.address
 
     def ensure(self) -> str | None:
         """Create what is not there, adopt what is.
@@ -221,7 +241,7 @@ class Launcher:
         self._say(f"adopted {what}")
         return found
 
-    def _watch(self, follower: ProgressClient) -> None:
+    def _watch(self, client: ProgressClient) -> None:
         ended: Manifest | None = None  # the workers' Job, once it has ended in a way that is no failure
         while True:
             jobs, version = self._api.select("Job", self._federation.selector)
@@ -229,23 +249,25 @@ class Launcher:
             aggregator = self._present(by_name.get(f"{self._federation.name}-{AGGREGATOR}"), AGGREGATOR)
             pods = self._pods()
             self._tell_of(pods)
+            if not client.under_way:
+                self._tell_phases(pods)
             if end := end_of(aggregator):
                 if end.complete:
                     return
                 raise aggregator_failure(end, exits(pods, AGGREGATOR))
             # A Job that has ended is removed after cluster.ttl_s, and the aggregator may take longer than that.
             workers = ended or self._present(by_name.get(f"{self._federation.name}-{WORKER}"), WORKER)
-            finished = follower.latest is not None and follower.latest.state == "finished"
+            finished = client.latest is not None and client.latest.state == "finished"
             if ended is None and (end := end_of(workers)):
                 failure = None if finished else workers_failure(workers, end, exits(pods, WORKER))
                 if failure is not None:
                     raise failure
                 ended = workers
-            settled = self._check_pending(aggregator, workers, pods, follower)
+            settled = self._check_pending(aggregator, workers, pods, client)
             self._api.wait_for_change("Job", self._federation.selector, version, SETTLED_POLL_S if settled else POLL_S)
 
     def _check_pending(
-        self, aggregator: Manifest, workers: Manifest, pods: Sequence[Manifest], follower: ProgressClient
+        self, aggregator: Manifest, workers: Manifest, pods: Sequence[Manifest], client: ProgressClient
     ) -> bool:
         settled = True
         for component, job in ((AGGREGATOR, aggregator), (WORKER, workers)):
@@ -255,7 +277,7 @@ class Launcher:
             quiet, error = self._pending[component].check(job, own, time.monotonic())
             settled = settled and quiet
             # Once the rounds have begun, a worker that cannot run is one that is lost: the quorum decides.
-            if error is not None and (component == AGGREGATOR or not follower.under_way):
+            if error is not None and (component == AGGREGATOR or not client.under_way):
                 raise error
         return settled
 
@@ -275,6 +297,20 @@ class Launcher:
                 self._told.add(one.pod)
                 reason = f", {one.reason}" if one.reason not in ("", "Error") else ""
                 self._say(f"{one.pod} ended with code {one.code} ({name_of(one.code)}{reason}): {one.words}")
+
+    def _tell_phases(self, pods: Sequence[Manifest]) -> None:
+        """Say how far the pods are, whenever that changes: all there is to see before the aggregator answers."""
+        phases: dict[str, list[str]] = {AGGREGATOR: [], WORKER: []}
+        for pod in pods:
+            component = (pod["metadata"].get("labels") or {}).get(COMPONENT)
+            if component in phases and not pod["metadata"].get("deletionTimestamp"):
+                phases[component].append((pod.get("status") or {}).get("phase", "Pending"))
+        (*_, aggregator) = ("not created", *phases[AGGREGATOR])
+        line = f"aggregator: {aggregator.lower()}, workers running: {phases[WORKER].count('Running')} "
+        line += f"of {self._federation.workers}"
+        if line != self._said_last:
+            self._said_last = line
+            self._say(line)
 
     def _pods(self) -> list[Manifest]:
         return self._api.select("Pod", self._federation.selector)[0]
@@ -304,6 +340,19 @@ def delete(api: Api, selector: str) -> list[str]:
     for kind, name in there:
         api.delete(kind, name)
     return [f"{kind} {name}" for kind, name in there]
+
+
+def aggregator_pod(pods: Sequence[Manifest]) -> str | None:
+    """Return the name of the aggregator's pod that runs, the newest; None if none does."""
+    running = [
+        pod["metadata"]
+        for pod in pods
+        if (pod["metadata"].get("labels") or {}).get(COMPONENT) == AGGREGATOR
+        and (pod.get("status") or {}).get("phase") == "Running"
+        and not pod["metadata"].get("deletionTimestamp")
+    ]
+    newest = max(running, key=lambda found: str(found.get("creationTimestamp")), default=None)
+    return None if newest is None else str(newest["name"])
 
 
 def _owners(found: Any) -> set[str]:

@@ -25,6 +25,8 @@ class ProgressClient:
         ``host:port`` of the aggregator.
     say
         Told lines for a person.
+    orphan_after_s
+        Seconds without anyone watching after which the aggregator ends; None is never.
 
     Attributes
     ----------
@@ -32,8 +34,10 @@ class ProgressClient:
         What the aggregator told last; None before it has told anything.
     """
 
-    def __init__(self, address: str, say: Callable[[str], None]) -> None:
+    def __init__(self, address: str, say: Callable[[str], None], *, orphan_after_s: float | None = None) -> None:
         self.latest: Progress | None = None
+        self._orphan_after_s = orphan_after_s
+        self._doubt_after_s = min(DOUBT_AFTER_S, (orphan_after_s or 2 * DOUBT_AFTER_S) / 2)
         self._address = address
         self._say = say
         self._stopping = threading.Event()
@@ -62,19 +66,27 @@ class ProgressClient:
                 for progress in follow(self._address, connect_s=CONNECT_S):
                     if self._stopping.is_set():
                         return
-                    self._heard_at = time.monotonic()
+                    self._heard_at, self._doubted = time.monotonic(), False
                     self._tell(progress)
                     self.latest = progress
                 if self.latest is not None and self.latest.state == "finished":
                     return
             except RefusedError as error:
-                self._say(f"progress is not shown: {error}")
+                self._say(f"progress is not shown: {error}{self._warning()}")
                 return
             except ConnectionError as error:  # not there yet, or about to be replaced
-                if self.latest is None and not self._doubted and time.monotonic() - self._heard_at > DOUBT_AFTER_S:
+                if not self._doubted and time.monotonic() - self._heard_at > self._doubt_after_s:
                     self._doubted = True
-                    self._say(f"no progress is shown yet: {error}")
+                    self._say(f"no progress is shown: {error}{self._warning()}")
             self._stopping.wait(AGAIN_S)
+
+    def _warning(self) -> str:
+        if self._orphan_after_s is None:
+            return ""
+        return (
+            f"\nan aggregator that runs and is not watched ends after {self._orphan_after_s:g} s "
+            "(cluster.orphan_after_s)"
+        )
 
     def _tell(self, now: Progress) -> None:
         before = self.latest

@@ -142,9 +142,8 @@ def run_experiment(order: Order) -> None:
                 _remove(folder, "published.json")
 
         stop_request = StopRequest(watch.say)
-        watch.say(
-            f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {len(dataset.manifest.clients)} clients, {folder.path}"
-        )
+        where = folder.path if url is None or order.listen is None else url
+        watch.say(f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {len(dataset.manifest.clients)} clients, {where}")
         with ExitStack() as serves:
             if order.listen is None and e.runtime.workers == 0:
                 prepare()
@@ -180,7 +179,7 @@ def run_experiment(order: Order) -> None:
                 final = loop.run()
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
             summary = assemble.conclude(parts, loop, final, before + time.perf_counter() - started)
-            _report(folder, watch.say)
+            reported = _report(folder, watch.say)
             if published is not None:
                 published.finish()
                 folder.write_json("published.json", {"url": url, "finished": True})
@@ -188,7 +187,9 @@ def run_experiment(order: Order) -> None:
         from rich.console import Console
 
         Console().print(results(summary))
-        typer.echo(f"report: {folder.path / 'report.html'}")
+        if reported:  # a folder in a pod is gone before anyone looks at it
+            where = url if url is not None and order.listen is not None else folder.path
+            typer.echo(f"report: {where}/report.html")
 
 
 def _published_at(order: Order, e: Experiment, folder: RunFolder) -> str | None:
@@ -255,10 +256,13 @@ def _remove(folder: RunFolder, name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _report(folder: RunFolder, say: Callable[[str], None]) -> None:
+def _report(folder: RunFolder, say: Callable[[str], None]) -> bool:
+    """Write the report; whether there is one now."""
     from fedloom.reporting.report import write_report
 
     try:
         write_report(folder.path)
     except ExperimentError as error:  # what it needs is not installed, and the run is whole without
         say(f"no report: {error}")
+        return False
+    return True
