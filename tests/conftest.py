@@ -14,7 +14,7 @@ from s3_support import S3Server, serving, weed
 
 from fedloom.data import sources
 from fedloom.data.folders import data_root
-from fedloom.data.sources.base import Source, SourceFile, Way
+from fedloom.data.sources.base import Fetcher, Source, SourceFile
 from fedloom.data.sources.mnist import read
 from fedloom.errors import DataError
 from fedloom.storage import Store, open_store
@@ -50,9 +50,9 @@ def tiny_files() -> dict[str, bytes]:
 
 @pytest.fixture
 def tiny_source(tiny_files: dict[str, bytes]) -> Callable[..., Source]:
-    """Make a source of the tiny files that is fetched in the ways given."""
+    """Make a source of the tiny files with these fetchers."""
 
-    def make(*ways: Way) -> Source:
+    def make(*fetchers: Fetcher) -> Source:
         return Source(
             name="tiny",
             title="Tiny",
@@ -63,7 +63,7 @@ def tiny_source(tiny_files: dict[str, bytes]) -> Callable[..., Source]:
                 SourceFile(name, len(content), hashlib.sha256(content).hexdigest())
                 for name, content in tiny_files.items()
             ),
-            ways=ways,
+            fetchers=fetchers,
             read=read,
         )
 

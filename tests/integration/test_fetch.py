@@ -1,4 +1,4 @@
-"""Fetching: every way over real sockets, tools and processes; whole files or none, whatever happens."""
+"""Fetching: every fetcher over real sockets, tools and processes; whole files or none, whatever happens."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 
 from fedloom.data import sources
-from fedloom.data.sources import ways
+from fedloom.data.sources import fetchers
 from fedloom.data.sources.base import Official, Owners, OwnFiles, Pool, Progress, Source, SourceFile
-from fedloom.data.sources.ways import Copy, DebianPackage, Download, DownloadArchive, NpmPackage, SourcePackage
+from fedloom.data.sources.fetchers import Copy, DebianPackage, Download, DownloadArchive, NpmPackage, SourcePackage
 from fedloom.errors import DataError, ExitCode
 
 MakeSource = Callable[..., Source]
@@ -141,7 +141,7 @@ def test_what_is_there_is_not_fetched_again(tmp_path: Path, server: Server, tiny
     assert len(server.asked) == 4
 
 
-def test_ways_are_tried_in_order_until_one_works(
+def test_fetchers_are_tried_in_order_until_one_works(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     wrong = put(tmp_path / "wrong", tiny_files | {"t10k-labels-idx1-ubyte": b"something else"})
@@ -149,11 +149,11 @@ def test_ways_are_tried_in_order_until_one_works(
     source = tiny_source(Copy(tmp_path / "nowhere"), Copy(wrong), Download(server.base), Download("http://127.0.0.1:1"))
     sources.fetch(source, tmp_path / "root", on_progress=told.append)
     assert stored(tmp_path / "root") == tiny_files
-    titles = [way.title for way in source.ways]
+    titles = [fetcher.title for fetcher in source.fetchers]
     assert [p.doing for p in told if p.doing in titles] == titles[:3]
 
 
-def test_when_nothing_works_every_way_is_named_and_nothing_is_left(
+def test_when_nothing_works_every_fetcher_is_named_and_nothing_is_left(
     tmp_path: Path,
     server: Server,
     tiny_files: dict[str, bytes],
@@ -234,7 +234,7 @@ def test_a_connection_that_ends_early_is_noticed(tmp_path: Path, server: Server,
 def test_a_silent_server_is_given_up(
     tmp_path: Path, server: Server, tiny_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "CONNECT_S", 0.3)
+    monkeypatch.setattr(fetchers, "CONNECT_S", 0.3)
     server.stall = "/train-images-idx3-ubyte.gz"
     start = time.monotonic()
     with pytest.raises(DataError, match=r"no answer within 0 s|timed out"):
@@ -366,7 +366,7 @@ import json, sys
 from fedloom.data import sources
 from fedloom.data.sources.base import Source, SourceFile
 from fedloom.data.sources.mnist import read
-from fedloom.data.sources.ways import Download
+from fedloom.data.sources.fetchers import Download
 base, root, files = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 files = tuple(SourceFile(*file) for file in files)
 source = Source("tiny", "Tiny", tuple("abcde"), (1, 6, 6), "none", files, (Download(base),), read)
@@ -544,7 +544,7 @@ def test_files_of_the_users_own_that_cannot_be_read_change_nothing(
 def test_official_files_and_the_users_own_take_each_others_place(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    source = dataclasses.replace(own_source(tiny_source, official=True), ways=(Download(server.base),))
+    source = dataclasses.replace(own_source(tiny_source, official=True), fetchers=(Download(server.base),))
     root = tmp_path / "root"
     sources.fetch(source, root)
     assert stored(root) == tiny_files

@@ -140,7 +140,7 @@ def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[K
             input_shape=MAKERS[kind][1],
             licence="none",
             files=(SourceFile("data", len(content), hashlib.sha256(content).hexdigest()),),
-            ways=(),
+            fetchers=(),
             read=lambda contents: whole,
             kind=kind,
         )

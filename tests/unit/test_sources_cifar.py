@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from fedloom.data.sources.base import Progress, Report, WayFailed
+from fedloom.data.sources.base import FetchFailed, Progress, Report
 from fedloom.data.sources.cifar10 import CIFAR10, PngPackage, decoded, pool, records
 from fedloom.data.sources.cifar100 import CIFAR100
 from fedloom.errors import DataError, ExitCode
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_named(content: bytes, words: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Shelf:
-    """A way that has its files at hand."""
+    """A fetcher that has its files at hand."""
 
     files: dict[str, bytes]
     title: str = "a shelf"
@@ -95,12 +95,12 @@ def test_pictures_and_lists_become_the_official_files_again() -> None:
         lists[name.split("_")[0].replace("data", "train")] += labels.tolist()
     files |= {f"{part}_lables.json": json.dumps(labels).encode() for part, labels in lists.items()}
     told: list[Progress] = []
-    way = PngPackage(Shelf(files))  # type: ignore[arg-type]
-    assert dict(way.contents([file.name for file in CIFAR10.files], told.append)) == official
+    fetcher = PngPackage(Shelf(files))  # type: ignore[arg-type]
+    assert dict(fetcher.contents([file.name for file in CIFAR10.files], told.append)) == official
     assert told[-1].doing == "converting test_batch.bin"
 
 
 def test_a_picture_that_is_none() -> None:
     pytest.importorskip("PIL.Image")
-    with pytest.raises(WayFailed, match=r"the picture of data_batch_1\.bin is damaged"):
+    with pytest.raises(FetchFailed, match=r"the picture of data_batch_1\.bin is damaged"):
         decoded(b"no picture", "data_batch_1.bin")

@@ -113,12 +113,12 @@ Report: TypeAlias = Callable[[Progress], None]
 """Is told how far a fetch is."""
 
 
-class WayFailed(Exception):
-    """A way to get the files did not work out; the message says why, in one line."""
+class FetchFailed(Exception):
+    """A fetcher did not get the files; the message says why, in one line."""
 
 
-class Way(Protocol):
-    """A way to get a source's files."""
+class Fetcher(Protocol):
+    """One way to get a source's files."""
 
     @property
     def title(self) -> str:
@@ -129,8 +129,8 @@ class Way(Protocol):
 
         Raises
         ------
-        WayFailed
-            If a file cannot be had this way.
+        FetchFailed
+            If a file cannot be had.
         """
 
 
@@ -164,7 +164,7 @@ class Source:
         Of the data.
     files
         The official files, as they are stored; empty where there are none.
-    ways
+    fetchers
         How to get them, in the order tried.
     read
         Contents by file name -> the examples. A content is read from disk each time that it is asked for.
@@ -185,7 +185,7 @@ class Source:
     input_shape: tuple[int, ...]
     licence: str
     files: tuple[SourceFile, ...]
-    ways: tuple[Way, ...]
+    fetchers: tuple[Fetcher, ...]
     read: Callable[[Mapping[str, bytes]], Official]
     kind: Kind = "pixels"
     needs: tuple[Source, ...] = ()

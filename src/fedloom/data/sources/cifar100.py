@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from fedloom.data.sources.base import Official, Source, SourceFile
 from fedloom.data.sources.cifar10 import SHAPE, pool
-from fedloom.data.sources.ways import DownloadArchive
+from fedloom.data.sources.fetchers import DownloadArchive
 
 # fmt: off
 FINE = (
@@ -44,6 +44,6 @@ CIFAR100 = Source(
         SourceFile("train.bin", 153700000, "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29"),
         SourceFile("test.bin", 30740000, "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a"),
     ),
-    ways=(DownloadArchive("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "cifar-100-binary"),),
+    fetchers=(DownloadArchive("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "cifar-100-binary"),),
     read=read,
 )

