@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedloom.data.dealing import Dealing, deal_examples
+from fedloom.data.assignment import PartitionSettings, assign_examples
 from fedloom.data.schemes import ClassesScheme, DirichletScheme, MixScheme
 from fedloom.data.sources import Official, Pool
 
@@ -39,7 +39,7 @@ def theirs(partitioner: Any) -> NDArray[np.int64]:
 def ours(scheme: MixScheme, seed: int = 1) -> NDArray[np.int64]:
     """The same from FedLoom: the train splits."""
     pool = Pool(np.zeros((len(LABELS), 1, 1, 1), dtype=np.uint8), LABELS)
-    dealt = deal_examples(Official(pool, pool), CLASSES, Dealing(scheme, seed, 0.0, 0.01))
+    dealt = assign_examples(Official(pool, pool), CLASSES, PartitionSettings(scheme, seed, 0.0, 0.01))
     return np.stack([np.bincount(LABELS[hand], minlength=CLASSES) for hand in dealt.examples["train"]])
 
 

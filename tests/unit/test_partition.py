@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedloom.data import partition as partitioning
 from fedloom.data import sources
 from fedloom.data.apportion import largest_remainders, quotas, stratified
-from fedloom.data.dealing import Deal, Dealing, deal_examples
+from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.data.manifest import Normalization
 from fedloom.data.partition import normalization
@@ -51,11 +51,11 @@ def official(train: NDArray[np.int64], test: NDArray[np.int64]) -> Official:
     return Official(*(Pool(np.zeros((len(pool), 1, 1, 1), dtype=np.uint8), pool) for pool in (train, test)))
 
 
-def dealing(scheme: Scheme, seed: int = 1, unseen: float = 0.25, validation: float = 1 / 6) -> Dealing:
-    return Dealing(scheme, seed, unseen, validation)
+def settings_of(scheme: Scheme, seed: int = 1, unseen: float = 0.25, validation: float = 1 / 6) -> PartitionSettings:
+    return PartitionSettings(scheme, seed, unseen, validation)
 
 
-def class_counts(deal: Deal, split: str, whole: Official, classes: int) -> NDArray[np.int64]:
+def class_counts(deal: Assignment, split: str, whole: Official, classes: int) -> NDArray[np.int64]:
     """How many examples of each class each client got, ``[n, C]``."""
     labels = np.concatenate([whole.train.labels, whole.test.labels])
     return np.stack([np.bincount(labels[hand], minlength=classes) for hand in deal.examples[split]])
@@ -101,26 +101,30 @@ def schemes(draw: st.DrawFn, classes: int) -> MixScheme:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Dealing]:
+def problems(draw: st.DrawFn) -> tuple[list[int], list[int], PartitionSettings]:
     classes = draw(st.integers(1, 5))
     train = draw(st.lists(st.integers(30, 90), min_size=classes, max_size=classes))
     test = draw(st.lists(st.integers(5, 25), min_size=classes, max_size=classes))
     scheme = draw(schemes(classes))
-    return train, test, Dealing(scheme, draw(SEEDS), draw(st.floats(0, 0.9)), draw(st.floats(0.1, 0.5)))
+    return train, test, PartitionSettings(scheme, draw(SEEDS), draw(st.floats(0, 0.9)), draw(st.floats(0.1, 0.5)))
 
 
-def dealt(train: list[int], test: list[int], how: Dealing) -> Deal | None:
+def dealt(train: list[int], test: list[int], how: PartitionSettings) -> Assignment | None:
     """What is dealt; None where the scheme says that it cannot be met."""
     try:
-        return deal_examples(official(labels(train), labels(test)), len(train), how)
+        return assign_examples(official(labels(train), labels(test)), len(train), how)
     except ExperimentError:
         return None
 
 
 @given(problems())
-@example(([30, 30, 68, 74, 83], [5] * 5, Dealing(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.1)))  # 28.5 of 285
+@example(
+    ([30, 30, 68, 74, 83], [5] * 5, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.1))
+)  # 28.5 of 285
 @settings(max_examples=300, deadline=None)
-def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(problem: tuple[list[int], list[int], Dealing]) -> None:
+def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(
+    problem: tuple[list[int], list[int], PartitionSettings],
+) -> None:
     train, test, how = problem
     deal = dealt(train, test, how)
     if deal is None:
@@ -147,7 +151,7 @@ def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(problem: tuple[l
 @given(problems())
 @settings(max_examples=300, deadline=None)
 def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
-    problem: tuple[list[int], list[int], Dealing],
+    problem: tuple[list[int], list[int], PartitionSettings],
 ) -> None:
     train, test, how = problem
     whole = official(labels(train), labels(test))
@@ -172,12 +176,12 @@ def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
 
 @given(problems())
 @settings(max_examples=60, deadline=None)
-def test_the_same_inputs_deal_the_same(problem: tuple[list[int], list[int], Dealing]) -> None:
+def test_the_same_inputs_deal_the_same(problem: tuple[list[int], list[int], PartitionSettings]) -> None:
     train, test, how = problem
 
     def outcome() -> list[list[int]] | str:
         try:
-            deal = deal_examples(official(labels(train), labels(test)), len(train), how)
+            deal = assign_examples(official(labels(train), labels(test)), len(train), how)
         except ExperimentError as error:
             return str(error)
         return [deal.seen.tolist(), *(hand.tolist() for split in SPLITS for hand in deal.examples[split])]
@@ -203,16 +207,16 @@ def test_classes_never_fails_where_each_place_has_an_example(n: int, classes: in
     k = min(k, classes)
     # Two examples for each of the ⌈nk/C⌉ places of a class are enough in every split.
     places = -(-n * k // classes)
-    how = dealing(ClassesScheme(clients=n, classes_per_client=k), seed, validation=0.5)
+    how = settings_of(ClassesScheme(clients=n, classes_per_client=k), seed, validation=0.5)
     whole = official(labels([4 * places] * classes), labels([2 * places] * classes))
-    counts = class_counts(deal_examples(whole, classes, how), "train", whole, classes)
+    counts = class_counts(assign_examples(whole, classes, how), "train", whole, classes)
     assert np.all((counts > 0).sum(1) == k)
 
 
 def test_the_protocol_of_the_papers_gives_every_client_500_100_100() -> None:
-    how = dealing(ClassesScheme(clients=100, classes_per_client=2), unseen=0.1)
+    how = settings_of(ClassesScheme(clients=100, classes_per_client=2), unseen=0.1)
     whole = official(labels([6000] * 10), labels([1000] * 10))
-    deal = deal_examples(whole, 10, how)
+    deal = assign_examples(whole, 10, how)
     for split, size in (("train", 500), ("validation", 100), ("test", 100)):
         counts = class_counts(deal, split, whole, 10)
         assert np.all(np.sort(counts, axis=1)[:, -2:] == size // 2)
@@ -221,8 +225,8 @@ def test_the_protocol_of_the_papers_gives_every_client_500_100_100() -> None:
 
 
 def test_three_of_ten_classes_for_a_hundred_clients_use_every_example() -> None:
-    how = dealing(ClassesScheme(clients=100, classes_per_client=3))
-    deal = deal_examples(official(labels([600] * 10), labels([100] * 10)), 10, how)
+    how = settings_of(ClassesScheme(clients=100, classes_per_client=3))
+    deal = assign_examples(official(labels([600] * 10), labels([100] * 10)), 10, how)
     assert [len(hand) for hand in deal.examples["train"]] == [50] * 100
     assert [len(hand) for hand in deal.examples["test"]] == [10] * 100
 
@@ -245,7 +249,7 @@ def test_blocks_of_clients_do_not_cover_the_classes() -> None:
 def test_unseen_clients_are_drawn_and_not_the_last() -> None:
     whole = official(labels([60] * 5), labels([30] * 5))
     drawn = {
-        tuple(np.flatnonzero(~deal_examples(whole, 5, dealing(IidScheme(clients=10), seed, 0.2)).seen).tolist())
+        tuple(np.flatnonzero(~assign_examples(whole, 5, settings_of(IidScheme(clients=10), seed, 0.2)).seen).tolist())
         for seed in range(30)
     }
     assert len(drawn) > 10
@@ -262,7 +266,7 @@ def test_a_new_seed_changes_everything() -> None:
         FixedScheme(clients=20, train_per_class=10, test_per_class=5, labels_per_client=2),
         IidScheme(clients=20),
     ):
-        one, two = (deal_examples(whole, 5, dealing(scheme, seed)) for seed in (1, 2))
+        one, two = (assign_examples(whole, 5, settings_of(scheme, seed)) for seed in (1, 2))
         assert not np.array_equal(one.seen, two.seen)
         assert not np.array_equal(one.training_pool, two.training_pool)
         for split in SPLITS:
@@ -290,7 +294,9 @@ def test_dirichlet_mixes_have_the_moments_of_the_distribution() -> None:
 
 def test_dirichlet_clients_are_of_equal_size_and_the_class_in_demand_is_used_up() -> None:
     whole = official(labels([600] * 10), labels([100] * 10))
-    counts = class_counts(deal_examples(whole, 10, dealing(DirichletScheme(clients=40, alpha=0.1))), "train", whole, 10)
+    counts = class_counts(
+        assign_examples(whole, 10, settings_of(DirichletScheme(clients=40, alpha=0.1))), "train", whole, 10
+    )
     assert len(set(counts.sum(1).tolist())) == 1
     assert counts.sum(0).max() > 500 - 40
 
@@ -298,7 +304,7 @@ def test_dirichlet_clients_are_of_equal_size_and_the_class_in_demand_is_used_up(
 def test_shares_go_to_the_classes_in_the_order_drawn() -> None:
     scheme = ClassesScheme(clients=20, classes_per_client=3, shares=(0.7, 0.2, 0.1), train_per_client=10)
     whole = official(labels([300] * 6), labels([120] * 6))
-    counts = class_counts(deal_examples(whole, 6, dealing(scheme)), "train", whole, 6)
+    counts = class_counts(assign_examples(whole, 6, settings_of(scheme)), "train", whole, 6)
     assert np.all(np.sort(counts, axis=1)[:, -3:] == [1, 2, 7])
     held = deal_classes(20, 6, 3, 1)
     assert np.array_equal(counts.argmax(1), held[:, 0])
@@ -307,7 +313,7 @@ def test_shares_go_to_the_classes_in_the_order_drawn() -> None:
 def test_caps_keep_the_mix() -> None:
     whole = official(labels([600] * 10), labels([100] * 10))
     scheme = ClassesScheme(clients=10, classes_per_client=4, train_per_client=20, test_per_client=8)
-    deal = deal_examples(whole, 10, dealing(scheme))
+    deal = assign_examples(whole, 10, settings_of(scheme))
     assert np.all(np.sort(class_counts(deal, "train", whole, 10), axis=1)[:, -4:] == 5)
     assert np.all(np.sort(class_counts(deal, "test", whole, 10), axis=1)[:, -4:] == 2)
     assert min(len(hand) for hand in deal.examples["validation"]) > 80
@@ -421,7 +427,7 @@ GOLDEN = {
 def test_what_a_seed_deals_never_changes(scheme: Scheme) -> None:
     """If this fails on purpose, raise ``partition.DEALING``: cached partitions are no longer what would be dealt."""
     whole = official(labels([120, 90, 100, 110]), labels([40, 30, 35, 45]))
-    deal = deal_examples(whole, 4, dealing(scheme, seed=7))
+    deal = assign_examples(whole, 4, settings_of(scheme, seed=7))
     digest = hashlib.sha256(np.packbits(deal.seen).tobytes())
     for split in SPLITS:
         for hand in deal.examples[split]:
@@ -445,7 +451,7 @@ def test_a_keyed_generator_is_the_same_everywhere() -> None:
 )
 def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
-        dealing(scheme).check(sources.find("mnist"))
+        settings_of(scheme).check(sources.find("mnist"))
     assert error.value.exit_code == ExitCode.EXPERIMENT
     assert all(word in str(error.value) for word in words)
 
@@ -462,7 +468,7 @@ def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words:
 )
 def test_fractions_out_of_range_are_refused(unseen: float, validation: float, key: str) -> None:
     with pytest.raises(ExperimentError, match=key):
-        Dealing(IidScheme(clients=2), 1, unseen, validation).check(sources.find("mnist"))
+        PartitionSettings(IidScheme(clients=2), 1, unseen, validation).check(sources.find("mnist"))
 
 
 @pytest.mark.parametrize(
@@ -493,7 +499,7 @@ def test_clients_that_would_go_without_are_refused(
     train: list[int], test: list[int], scheme: Scheme, words: list[str]
 ) -> None:
     with pytest.raises(ExperimentError) as error:
-        deal_examples(official(labels(train), labels(test)), 2, dealing(scheme))
+        assign_examples(official(labels(train), labels(test)), 2, settings_of(scheme))
     for word in words:
         assert word in str(error.value)
 

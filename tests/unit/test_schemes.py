@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from fedloom.data import sources
-from fedloom.data.dealing import Deal, Dealing, deal_examples
+from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.schemes import DominantScheme, FixedScheme, ImbalancedScheme, MixScheme, Scheme, deal_classes
 from fedloom.data.sources import Official, Pool
 from fedloom.errors import ExperimentError
@@ -33,13 +33,13 @@ def deal(
     seed: int = 1,
     unseen: float = 0.0,
     validation: float = 1 / 6,
-) -> Deal:
+) -> Assignment:
     train, test = (np.repeat(np.arange(len(part)), part) for part in counts)
     official = Official(*(Pool(np.zeros((len(y), 1, 1, 1), dtype=np.uint8), y) for y in (train, test)))
-    return deal_examples(official, len(counts[0]), Dealing(scheme, seed, unseen, validation))
+    return assign_examples(official, len(counts[0]), PartitionSettings(scheme, seed, unseen, validation))
 
 
-def classes_of(dealt: Deal, split: str, counts: tuple[list[int], list[int]]) -> NDArray[np.int64]:
+def classes_of(dealt: Assignment, split: str, counts: tuple[list[int], list[int]]) -> NDArray[np.int64]:
     """How many examples of each class each client got, ``[n, C]``."""
     labels = np.concatenate([np.repeat(np.arange(len(part)), part) for part in counts])
     return np.stack([np.bincount(labels[hand], minlength=len(counts[0])) for hand in dealt.examples[split]])
@@ -326,7 +326,7 @@ def test_validation_leaves_something_to_train_on() -> None:
 )
 def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
-        Dealing(scheme, 1, 0.1, 0.1).check(sources.find("mnist"))
+        PartitionSettings(scheme, 1, 0.1, 0.1).check(sources.find("mnist"))
     for word in words:
         assert word in str(error.value)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from fedloom.data.dealing import Deal, Dealing, deal_examples
+from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.schemes import IidScheme, NaturalScheme
 from fedloom.data.sources import Official, Owners, Pool
 from fedloom.errors import ExperimentError
@@ -33,8 +33,10 @@ def official(train: list[int], test: list[int], names: int, *, divided: bool, ov
     return Official(pool(train, 1), pool(test, 2), owners)
 
 
-def deal(whole: Official, scheme: NaturalScheme, seed: int = 1, unseen: float = 0.25, validation: float = 0.2) -> Deal:
-    return deal_examples(whole, CLASSES, Dealing(scheme, seed, unseen, validation))
+def deal(
+    whole: Official, scheme: NaturalScheme, seed: int = 1, unseen: float = 0.25, validation: float = 0.2
+) -> Assignment:
+    return assign_examples(whole, CLASSES, PartitionSettings(scheme, seed, unseen, validation))
 
 
 def mixed(counts: list[int]) -> list[int]:
@@ -43,7 +45,7 @@ def mixed(counts: list[int]) -> list[int]:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Official, NaturalScheme, Dealing]:
+def problems(draw: st.DrawFn) -> tuple[Official, NaturalScheme, PartitionSettings]:
     names = draw(st.integers(1, 8))
     train = mixed(draw(st.lists(st.integers(0, 60), min_size=names, max_size=names)))
     test = mixed(draw(st.lists(st.integers(0, 30), min_size=names, max_size=names)))
@@ -58,19 +60,21 @@ def problems(draw: st.DrawFn) -> tuple[Official, NaturalScheme, Dealing]:
     return (
         whole,
         scheme,
-        Dealing(scheme, draw(st.integers(0, 2**63)), draw(st.floats(0, 0.9)), draw(st.floats(0.05, 0.6))),
+        PartitionSettings(scheme, draw(st.integers(0, 2**63)), draw(st.floats(0, 0.9)), draw(st.floats(0.05, 0.6))),
     )
 
 
 @given(problems())
 @settings(max_examples=250, deadline=None)
-def test_every_client_has_examples_of_its_owner_alone(problem: tuple[Official, NaturalScheme, Dealing]) -> None:
+def test_every_client_has_examples_of_its_owner_alone(
+    problem: tuple[Official, NaturalScheme, PartitionSettings],
+) -> None:
     whole, scheme, how = problem
     assert whole.owners is not None
     assert whole.train.owners is not None
     assert whole.test.owners is not None
     try:
-        dealt = deal_examples(whole, CLASSES, how)
+        dealt = assign_examples(whole, CLASSES, how)
     except ExperimentError:
         return
     n = len(dealt.seen)
@@ -107,12 +111,12 @@ def test_every_client_has_examples_of_its_owner_alone(problem: tuple[Official, N
 
 @given(problems())
 @settings(max_examples=60, deadline=None)
-def test_the_same_inputs_deal_the_same(problem: tuple[Official, NaturalScheme, Dealing]) -> None:
+def test_the_same_inputs_deal_the_same(problem: tuple[Official, NaturalScheme, PartitionSettings]) -> None:
     whole, _, how = problem
 
     def outcome() -> list[Any] | str:
         try:
-            dealt = deal_examples(whole, CLASSES, how)
+            dealt = assign_examples(whole, CLASSES, how)
         except ExperimentError as error:
             return str(error)
         return [dealt.owners, dealt.seen.tolist(), *(h.tolist() for split in SPLITS for h in dealt.examples[split])]
@@ -175,7 +179,7 @@ def test_held_out_text_shares_no_character_with_training_text(test_fraction: flo
     length = 8
     text = np.arange(250, dtype=np.uint8)  # each character is its own place
     whole = windows(text, length, [140, 110])
-    dealt = deal_examples(whole, 256, Dealing(NaturalScheme(test_fraction=test_fraction), 1, 0.0, 0.2))
+    dealt = assign_examples(whole, 256, PartitionSettings(NaturalScheme(test_fraction=test_fraction), 1, 0.0, 0.2))
     inputs = np.concatenate([whole.train.inputs, whole.test.inputs])
     labels = np.concatenate([whole.train.labels, whole.test.labels])
     for client in range(2):
@@ -270,17 +274,19 @@ def test_text_too_short_for_the_gap_does_not_qualify() -> None:
 
 def test_data_without_owners_are_refused() -> None:
     bare = Pool(np.zeros((20, 1), dtype=np.float32), np.arange(20) % CLASSES)
-    how = Dealing(NaturalScheme(), 1, 0.1, 0.1)
+    how = PartitionSettings(NaturalScheme(), 1, 0.1, 0.1)
     with pytest.raises(
         ExperimentError, match=r"data\.partition\.scheme: found natural, .* of bare are; allowed: classes,"
     ):
-        deal_examples(Official(bare, bare), CLASSES, how, "bare")
+        assign_examples(Official(bare, bare), CLASSES, how, "bare")
 
 
 def test_other_schemes_ignore_the_owners() -> None:
     whole = official(mixed([40] * 3), mixed([40] * 3), 3, divided=True)
     bare = Official(Pool(whole.train.inputs, whole.train.labels), Pool(whole.test.inputs, whole.test.labels))
-    one, two = (deal_examples(of, CLASSES, Dealing(IidScheme(clients=4), 1, 0.25, 0.2)) for of in (whole, bare))
+    one, two = (
+        assign_examples(of, CLASSES, PartitionSettings(IidScheme(clients=4), 1, 0.25, 0.2)) for of in (whole, bare)
+    )
     assert one.owners == (None,) * 4
     for split in SPLITS:
         assert all(np.array_equal(a, b) for a, b in zip(one.examples[split], two.examples[split], strict=True))

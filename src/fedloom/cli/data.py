@@ -133,13 +133,13 @@ def partition(
         ),
     ] = None,
 ) -> None:
-    """Deal an experiment's data out to its clients, and mend a damaged partition."""
+    """Make the partition of an experiment, or fix a damaged one."""
     import shutil
 
     from fedloom.cli import reading
     from fedloom.data.federated import FederatedDataset
     from fedloom.data.folders import published
-    from fedloom.data.partition import partition as deal
+    from fedloom.data.partition import partition as make_partition
     from fedloom.data.remote import publish
     from fedloom.errors import ExperimentError
     from fedloom.storage import is_url, open_store
@@ -151,7 +151,7 @@ def partition(
     elif out is not None and Path(out).exists():
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
     data = settings.data
-    folder = deal(
+    folder = make_partition(
         data.dataset,
         data.partition,
         seed=settings.seed,

@@ -40,7 +40,7 @@ def quotas(
     """Round N_i π_i to whole examples by largest remainders, ``[n, C]``; no class exceeds ``available``.
 
     Each client first gets ⌊N_i π_ic⌋ of each class; the N_i - Σ_c ⌊N_i π_ic⌋ left over go to its classes of largest
-    remainder that have examples to spare, clients choosing in random order. Where a pool is dealt out to its last
+    remainder that have examples to spare, clients choosing in random order. Where a pool is used up to its last
     examples, the last to choose may find none to spare in their classes: then another client gives one up and takes
     one of another class. Where no exchange is left either, a client goes without (fewer than C examples).
     """

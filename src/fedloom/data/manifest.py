@@ -53,7 +53,7 @@ class ClientEntry:
     sha256
         Of the shard file, hex.
     owner
-        What its natural owner is called in the source; None where examples were dealt.
+        What its natural owner is called in the source; None where examples were drawn without regard to owners.
     """
 
     id: str
@@ -92,7 +92,7 @@ class Manifest:
     dataset, classes, class_names, input_shape, kind
         The source: its name, C, what the classes are called, shape of one input, and what an input is.
     scheme, seed, unseen_fraction, validation_fraction
-        The settings it was dealt with.
+        The settings it was made with.
     normalization
         To apply to every input.
     source_sha256

@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.dealing import Deal, Dealing, draw_seen
+from fedloom.data.assignment import Assignment, PartitionSettings, draw_seen
 from fedloom.data.keyed import keyed_generator
 from fedloom.data.schemes import MeansScheme
 from fedloom.data.sources import Official, Pool, Source
@@ -25,29 +25,29 @@ def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDA
     return means
 
 
-def draw_means(source: Source, scheme: MeansScheme, dealing: Dealing) -> tuple[Source, Official, Deal]:
-    """Draw examples and deal them; also returns the source with the shape that the examples have.
+def draw_means(source: Source, scheme: MeansScheme, settings: PartitionSettings) -> tuple[Source, Official, Assignment]:
+    """Draw examples and assign them; also returns the source with the shape that the examples have.
 
     A client's validation examples are the last ``validation_fraction`` of those it does not test on.
     """
-    seen = draw_seen(scheme.clients, dealing.unseen_fraction, dealing.seed)
-    means = client_means(scheme, seen, dealing.seed)
+    seen = draw_seen(scheme.clients, settings.unseen_fraction, settings.seed)
+    means = client_means(scheme, seen, settings.seed)
     pools = {}
     for split, size in (("train", scheme.train_per_client), ("test", scheme.test_per_client)):
         examples = [
-            mean + scheme.noise * _normals(dealing.seed, (size, scheme.dimension), "examples", split, client)
+            mean + scheme.noise * _normals(settings.seed, (size, scheme.dimension), "examples", split, client)
             for client, mean in enumerate(means)
         ]
         inputs = np.concatenate(examples).astype(np.float32)
         pools[split] = Pool(inputs, np.zeros(len(inputs), dtype=np.int64))
-    held_out = min(max(1, round(dealing.validation_fraction * scheme.train_per_client)), scheme.train_per_client - 1)
+    held_out = min(max(1, round(settings.validation_fraction * scheme.train_per_client)), scheme.train_per_client - 1)
     positions = np.arange(len(pools["train"])).reshape(scheme.clients, -1)
     cut = scheme.train_per_client - held_out
     test = len(pools["train"]) + np.arange(len(pools["test"])).reshape(scheme.clients, -1)
     split_positions = {"train": list(positions[:, :cut]), "validation": list(positions[:, cut:]), "test": list(test)}
-    deal = Deal(seen, split_positions, np.sort(positions[:, :cut].reshape(-1)), (None,) * scheme.clients)
+    assignment = Assignment(seen, split_positions, np.sort(positions[:, :cut].reshape(-1)), (None,) * scheme.clients)
     shaped = dataclasses.replace(source, input_shape=(scheme.dimension,))
-    return shaped, Official(pools["train"], pools["test"]), deal
+    return shaped, Official(pools["train"], pools["test"]), assignment
 
 
 def _normals(seed: int, shape: tuple[int, ...], *purpose: str | int) -> NDArray[np.float64]:

@@ -27,14 +27,14 @@ TEST_FRACTION = 0.2
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """What the owners that became clients hold; see :class:`~fedloom.data.dealing.Deal`."""
+    """What the owners that became clients hold; see :class:`~fedloom.data.assignment.Assignment`."""
 
     owners: tuple[str, ...]
     examples: Mapping[str, list[NDArray[np.int64]]]
     training_pool: NDArray[np.int64]
 
 
-def deal_owners(
+def assign_owners(
     official: Official, scheme: NaturalScheme, validation_fraction: float, seed: int, dataset: str
 ) -> Owned:
     """Divide every owner's examples, and draw the owners that become clients.

@@ -1,4 +1,4 @@
-"""Partition: a source's examples dealt to clients (``fedloom.data.dealing``), as a folder on disk."""
+"""Partition: a source's examples assigned to clients (``fedloom.data.assignment``), as a folder on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedloom.data import sources
-from fedloom.data.dealing import Deal, Dealing, deal_examples
+from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.folders import data_root, locked, published, sync, write_durably
 from fedloom.data.manifest import (
     SPLITS,
@@ -34,8 +34,8 @@ from fedloom.errors import DataError
 
 log = logging.getLogger("fedloom.data")
 
-DEALING = 1
-"""Version of the way examples are dealt: to be raised with every change that deals other examples."""
+ASSIGNMENT = 1
+"""Version of how examples are assigned: to be raised with every change that assigns other examples."""
 
 CHUNK = 4096
 """Examples taken at once where a pass over a whole pool is made: pools may be views that are far larger than memory."""
@@ -76,24 +76,24 @@ def partition(
         If the data set is missing or damaged.
     """
     source = sources.find(dataset)
-    dealing = Dealing(scheme, seed, float(unseen_fraction), float(validation_fraction))
-    dealing.check(source)
+    settings = PartitionSettings(scheme, seed, float(unseen_fraction), float(validation_fraction))
+    settings.check(source)
     checksums = sources.checksums(source, root)
-    folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, dealing)}"
+    folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
     if folder.exists() and not mend:
         return folder
     with locked(folder):
         if folder.exists() and not (mend and _damaged(folder)):
             return folder
         if isinstance(scheme, MeansScheme):
-            source, official, deal = draw_means(source, scheme, dealing)
+            source, official, assignment = draw_means(source, scheme, settings)
         else:
             official = sources.load(source, root)
             for name, pool in (("train", official.train), ("test", official.test)):
                 check_pool(source, name, pool)
-            deal = deal_examples(official, source.classes, dealing, source.name)
+            assignment = assign_examples(official, source.classes, settings, source.name)
         with published(folder) as staging:
-            write(staging, source, checksums, official, dealing, deal)
+            write(staging, source, checksums, official, settings, assignment)
     return folder
 
 
@@ -143,7 +143,12 @@ def take(
 
 
 def write(
-    folder: Path, source: Source, checksums: Mapping[str, str], official: Official, dealing: Dealing, deal: Deal
+    folder: Path,
+    source: Source,
+    checksums: Mapping[str, str],
+    official: Official,
+    settings: PartitionSettings,
+    assignment: Assignment,
 ) -> Manifest:
     """Write a manifest and one shard per client into an empty folder, and return the manifest.
 
@@ -157,13 +162,13 @@ def write(
     """
     shards = folder / "shards"
     shards.mkdir()
-    width = max(4, len(str(len(deal.seen) - 1)))
+    width = max(4, len(str(len(assignment.seen) - 1)))
     entries = []
-    for client, (is_seen, owner) in enumerate(zip(deal.seen, deal.owners, strict=True)):
+    for client, (is_seen, owner) in enumerate(zip(assignment.seen, assignment.owners, strict=True)):
         tensors: dict[str, NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.int64]] = {}
         counts: dict[str, tuple[int, ...]] = {}
         for split in SPLITS:
-            inputs, labels = take(official, deal.examples[split][client])
+            inputs, labels = take(official, assignment.examples[split][client])
             tensors[f"{split}_x"], counts[split] = inputs, ()
             if source.classes:
                 tensors[f"{split}_y"] = labels
@@ -174,10 +179,10 @@ def write(
         # No wait for the disk: a shard that a power cut leaves short does not have its hash, and is found out.
         shard_path(folder, name).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
-        train_size, validation_size, test_size = (len(deal.examples[split][client]) for split in SPLITS)
+        train_size, validation_size, test_size = (len(assignment.examples[split][client]) for split in SPLITS)
         entries.append(ClientEntry(name, bool(is_seen), train_size, validation_size, test_size, counts, digest, owner))
     sync(shards)
-    pool = deal.training_pool
+    pool = assignment.training_pool
     manifest = Manifest(
         version=VERSION,
         dataset=source.name,
@@ -185,10 +190,10 @@ def write(
         class_names=source.class_names,
         input_shape=source.input_shape,
         kind=source.kind,
-        scheme=dealing.scheme.model_dump(mode="json"),
-        seed=dealing.seed,
-        unseen_fraction=dealing.unseen_fraction,
-        validation_fraction=dealing.validation_fraction,
+        scheme=settings.scheme.model_dump(mode="json"),
+        seed=settings.seed,
+        unseen_fraction=settings.unseen_fraction,
+        validation_fraction=settings.validation_fraction,
         normalization=_as_they_are(source) if source.synthetic else normalization(official, source.kind, pool),
         source_sha256=dict(checksums),
         clients=tuple(entries),
@@ -246,16 +251,16 @@ def _feature_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[
     return moments
 
 
-def _key(source: Source, checksums: Mapping[str, str], dealing: Dealing) -> str:
+def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettings) -> str:
     """Hash of everything that decides the content of a partition, 12 hex digits."""
     inputs = {
         "version": VERSION,
-        "dealing": DEALING,
+        "dealing": ASSIGNMENT,
         "source": [source.name, dict(checksums)],
-        "scheme": dealing.scheme.model_dump(mode="json"),
-        "seed": dealing.seed,
-        "unseen_fraction": dealing.unseen_fraction,
-        "validation_fraction": dealing.validation_fraction,
+        "scheme": settings.scheme.model_dump(mode="json"),
+        "seed": settings.seed,
+        "unseen_fraction": settings.unseen_fraction,
+        "validation_fraction": settings.validation_fraction,
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
 

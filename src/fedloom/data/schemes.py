@@ -1,7 +1,7 @@
 """Partition schemes: what each client gets of a data set, as settings and as the draw itself.
 
-Six schemes deal pools of examples to clients by class. Such a scheme says one row π_i per client, the fractions of its
-examples that come from each class; the shared rule of ``fedloom.data.dealing`` does the rest. A scheme may also say
+Six schemes assign examples to clients by class. Such a scheme says one row π_i per client, the fractions of its
+examples that come from each class; the shared rule of ``fedloom.data.assignment`` does the rest. A scheme may also say
 how large clients are (``imbalanced``) or which examples make the pools (``fixed``). The seventh, ``natural``, deals
 nothing: whose the examples are is known (``fedloom.data.natural``). The last, ``means``, draws examples
 (``fedloom.data.means``).
@@ -85,7 +85,7 @@ class MixScheme(_Scheme):
         return feasible_sizes(mixes, available, self.cap(split))
 
     def pools(self, train: ByClass, test: ByClass, validation_fraction: float, seed: int) -> Mapping[str, ByClass]:
-        """Return the disjoint pools that the three splits are dealt from.
+        """Return the disjoint pools that the three splits are drawn from.
 
         Test is the official test set; ``validation_fraction`` of each class of the official train set is held out.
 
@@ -149,7 +149,7 @@ class ClassesScheme(_CappedScheme):
         _check_classes("classes_per_client", self.classes_per_client, classes)
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
-        """Deal k distinct classes to each client and give them their shares, in the order drawn."""
+        """Give each client k distinct classes with their shares, in the order drawn."""
         held = deal_classes(self.clients, len(available), self.classes_per_client, seed)
         shares = np.asarray(self.shares or [1.0] * self.classes_per_client)
         return _shared_out(held, len(available), shares / shares.sum())
@@ -451,7 +451,7 @@ def unseen_count(clients: int, unseen_fraction: float) -> int:
 
 
 def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDArray[np.int64]:
-    """Deal k distinct classes to every client, each class as often as any other (±1); ``[n, k]``, in the order drawn.
+    """Give k distinct classes to every client, each class as often as any other (±1); ``[n, k]``, in the order drawn.
 
     Each of the C classes gets ⌊nk/C⌋ or ⌈nk/C⌉ places, at random where they are not equal. Clients choose in
     random order. With R clients still to choose, a class that has R places left must go to every one of them; the

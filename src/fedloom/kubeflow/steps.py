@@ -151,7 +151,7 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     from fedloom.data.manifest import read_manifest
-    from fedloom.data.partition import partition as deal
+    from fedloom.data.partition import partition as make_partition
     from fedloom.data.schemes import Scheme
 
     settings = json.loads(data)
@@ -159,7 +159,7 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as root:
         (Path(root) / "datasets").symlink_to((files / "datasets").resolve())
-        deal(settings.pop("dataset"), scheme, root=root, **settings).replace(out)
+        make_partition(settings.pop("dataset"), scheme, root=root, **settings).replace(out)
     manifest = read_manifest(out)
     return {
         "fingerprint": manifest.fingerprint,

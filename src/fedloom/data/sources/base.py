@@ -16,7 +16,7 @@ from fedloom.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Examples not yet dealt out.
+    """Examples not yet assigned to clients.
 
     Attributes
     ----------

@@ -18,7 +18,7 @@ def read(contents: Mapping[str, bytes]) -> Official:
     """
     del contents
     raise DataError(
-        "gaussian has no files: its examples are drawn when they are dealt", hint="fedloom partition EXPERIMENT"
+        "gaussian has no files: its examples are drawn when a partition is made", hint="fedloom partition EXPERIMENT"
     )
 
 

@@ -1,6 +1,6 @@
-"""Dealing: who gets which example.
+"""Assignment: who gets which example.
 
-The schemes but ``natural`` deal by class mix. The mixes π_i of a scheme (``fedloom.data.schemes``) become example
+All schemes but ``natural`` assign by class mix. The mixes π_i of a scheme (``fedloom.data.schemes``) become example
 counts by one rule, applied to the train, the validation and the test pool with the same π_i, so that a client's splits
 have one class mix:
 
@@ -9,7 +9,7 @@ have one class mix:
    N_i π_ic ≤ p_c π_ic / Σ_j π_jc, no class runs out, whatever was drawn, and nothing is ever drawn again. A
    scheme that wants sizes of its own gets them exactly, or is refused.
 2. *Counts* (:func:`~fedloom.data.apportion.quotas`). N_i π_i is rounded to whole examples by largest remainders.
-3. *Examples*. Each class of each pool is shuffled and dealt out by these counts, so that none is dealt twice.
+3. *Examples*. Each class of each pool is shuffled and handed out by these counts, so that no example is assigned twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fedloom.data.apportion import Mixes, quotas
 from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.data.manifest import SPLITS
-from fedloom.data.natural import deal_owners
+from fedloom.data.natural import assign_owners
 from fedloom.data.schemes import (
     ByClass,
     ClassesScheme,
@@ -39,8 +39,8 @@ from fedloom.errors import ExperimentError
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """Everything that decides who gets what."""
+class PartitionSettings:
+    """Everything that decides who gets which example of a source."""
 
     scheme: Scheme
     seed: int
@@ -65,7 +65,7 @@ class Dealing:
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class Assignment:
     """Who gets what. Positions are in the official examples, those of the train set first, then those of the test set.
 
     Attributes
@@ -75,7 +75,7 @@ class Deal:
     examples
         For each split, one array of positions per client, ascending.
     training_pool
-        Positions that training examples were dealt from, ascending.
+        Positions that training examples were drawn from, ascending.
     owners
         For each client, the name of its natural owner; None if it has none.
     """
@@ -86,8 +86,10 @@ class Deal:
     owners: tuple[str | None, ...]
 
 
-def deal_examples(official: Official, classes: int, dealing: Dealing, dataset: str = "the data set") -> Deal:
-    """Deal the examples of a source to clients.
+def assign_examples(
+    official: Official, classes: int, settings: PartitionSettings, dataset: str = "the data set"
+) -> Assignment:
+    """Assign the examples of a source to clients.
 
     Parameters
     ----------
@@ -100,18 +102,18 @@ def deal_examples(official: Official, classes: int, dealing: Dealing, dataset: s
     ------
     ExperimentError
         If the scheme cannot be met, or a client would go without a train, validation or test example, or without one
-        of the classes that its scheme deals it.
+        of the classes that its scheme gives it.
     """
-    scheme, seed = dealing.scheme, dealing.seed
+    scheme, seed = settings.scheme, settings.seed
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
     if isinstance(scheme, NaturalScheme):
-        owned = deal_owners(official, scheme, dealing.validation_fraction, seed, dataset)
-        seen = draw_seen(len(owned.owners), dealing.unseen_fraction, seed)
-        return Deal(seen, owned.examples, owned.training_pool, owned.owners)
-    seen = draw_seen(scheme.clients, dealing.unseen_fraction, seed)
+        owned = assign_owners(official, scheme, settings.validation_fraction, seed, dataset)
+        seen = draw_seen(len(owned.owners), settings.unseen_fraction, seed)
+        return Assignment(seen, owned.examples, owned.training_pool, owned.owners)
+    seen = draw_seen(scheme.clients, settings.unseen_fraction, seed)
     train = _by_class(official.train.labels, classes)
     test = [members + len(official.train) for members in _by_class(official.test.labels, classes)]
-    pools = scheme.pools(train, test, dealing.validation_fraction, seed)
+    pools = scheme.pools(train, test, settings.validation_fraction, seed)
     available = {split: np.array([len(members) for members in pools[split]]) for split in SPLITS}
     mixes = scheme.mixes(available["train"], seen, seed)
     examples = {}
@@ -120,7 +122,7 @@ def deal_examples(official: Official, classes: int, dealing: Dealing, dataset: s
         counts = quotas(mixes, size, available[split], seed, split)
         _refuse_shortfall(counts, size, mixes, split, scheme, available[split])
         examples[split] = _hand_out(pools[split], counts, seed, split)
-    return Deal(seen, examples, np.sort(np.concatenate(pools["train"])), (None,) * scheme.clients)
+    return Assignment(seen, examples, np.sort(np.concatenate(pools["train"])), (None,) * scheme.clients)
 
 
 def draw_seen(clients: int, unseen_fraction: float, seed: int) -> NDArray[np.bool_]:
@@ -137,7 +139,7 @@ def _by_class(labels: NDArray[np.int64], classes: int) -> list[NDArray[np.int64]
 
 
 def _hand_out(members: ByClass, counts: NDArray[np.int64], seed: int, split: str) -> list[NDArray[np.int64]]:
-    """Deal each class out in a random order: ``counts`` [n, C] -> for each client, ascending positions."""
+    """Hand each class out in a random order: ``counts`` [n, C] -> for each client, ascending positions."""
     hands: list[list[NDArray[np.int64]]] = [[] for _ in range(len(counts))]
     for c, positions in enumerate(members):
         order = positions[shuffled(keyed_generator(seed, "deal", split, c), len(positions))]
@@ -154,7 +156,7 @@ def _refuse_shortfall(
     scheme: MixScheme,
     available: NDArray[np.int64],
 ) -> None:
-    """Refuse a split in which a client has nothing, lacks a class it was dealt, or is short of an exact size."""
+    """Refuse a split in which a client has nothing, lacks a class it was given, or is short of an exact size."""
     empty = counts.sum(1) == 0
     if empty.any():
         remedy = "fewer clients, or a larger data.validation_fraction" if split == "validation" else "fewer clients"
@@ -178,6 +180,6 @@ def _refuse_shortfall(
     if isinstance(scheme, ImbalancedScheme) and split == "train" and not np.array_equal(counts.sum(1), size):
         raise ExperimentError(
             f"data.partition.large_size: found {scheme.large_size} (small_size {scheme.small_size}); of "
-            f"{available.sum():,} training examples nearly all would be dealt, and the mixes cannot be met in whole "
+            f"{available.sum():,} training examples nearly all would be used, and the mixes cannot be met in whole "
             "examples; allowed: smaller clients, or fewer"
         )
