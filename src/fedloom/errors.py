@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
 class FedloomError(Exception):
     """A failure with a class of its own.
 
-    The message says what was found and what is allowed; ``hint`` is the command or change that mends it.
+    The message says what was found and what is allowed; ``hint`` is the command or change that fixes it.
     Subclasses fix ``exit_code``; a bare ``FedloomError`` is never raised.
     """
 

@@ -340,7 +340,7 @@ def test_a_debian_package_is_unpacked_with_fresh_lists_where_those_of_the_machin
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
-def test_a_damaged_copy_is_an_error_and_fetching_mends_it(
+def test_a_damaged_copy_is_an_error_and_fetching_fixes_it(
     damage: str, tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     source = tiny_source(Download(server.base))

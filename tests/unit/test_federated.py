@@ -153,7 +153,7 @@ def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[K
 
 def make_other(root: Path) -> Path:
     return partition(
-        "other", NaturalScheme(), seed=1, unseen_fraction=1 / 3, validation_fraction=0.25, root=root, mend=True
+        "other", NaturalScheme(), seed=1, unseen_fraction=1 / 3, validation_fraction=0.25, root=root, fix=True
     )
 
 
@@ -306,7 +306,7 @@ def test_a_damaged_shard_is_an_error_and_can_be_mended(
     assert error.value.exit_code == ExitCode.DATA
     for word in [*words, str(shard), "fedloom partition EXPERIMENT"]:
         assert word in str(error.value)
-    assert make(tiny_root, mend=True) == folder
+    assert make(tiny_root, fix=True) == folder
     assert shard.read_bytes() == intact
     FederatedDataset.open(folder).client("client-0003")
 
@@ -316,7 +316,7 @@ def test_a_missing_manifest_is_an_error_and_can_be_mended(folder: Path, tiny_roo
     (folder / "partition.json").unlink()
     with pytest.raises(DataError, match=r"expected its manifest in .*partition\.json\n.*fedloom partition"):
         FederatedDataset.open(folder)
-    make(tiny_root, mend=True)
+    make(tiny_root, fix=True)
     assert (folder / "partition.json").read_bytes() == intact
 
 

@@ -158,7 +158,7 @@ def partition(
         unseen_fraction=data.unseen_fraction,
         validation_fraction=data.validation_fraction,
         root=data.root,
-        mend=True,
+        fix=True,
     )
     manifest = FederatedDataset.open(folder).manifest
     where = out or str(folder)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.data.manifest import (
-    MEND,
+    FIX,
     SPLITS,
     ClientEntry,
     Kind,
@@ -165,7 +165,7 @@ class FederatedDataset:
         try:
             tensors = safetensors.torch.load(content)
         except SafetensorError as error:
-            raise DataError(f"the shard {path} is not a safetensors file: {error}", hint=MEND) from error
+            raise DataError(f"the shard {path} is not a safetensors file: {error}", hint=FIX) from error
         train, validation, test = (self._split(entry, name, tensors, path) for name in SPLITS)
         return ClientData(entry.id, train, validation, test, self.manifest.classes)
 
@@ -176,18 +176,18 @@ class FederatedDataset:
         dtype = torch.float32 if manifest.kind == "features" else torch.uint8
         if x is None or tuple(x.shape) != shape or x.dtype != dtype:
             found = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise DataError(f"{name}_x in {path}: expected {dtype} {shape}, found {found}", hint=MEND)
+            raise DataError(f"{name}_x in {path}: expected {dtype} {shape}, found {found}", hint=FIX)
         if manifest.kind == "features" and not bool(x.isfinite().all()):
-            raise DataError(f"{name}_x in {path}: expected finite features, found {x[~x.isfinite()][0]}", hint=MEND)
+            raise DataError(f"{name}_x in {path}: expected finite features, found {x[~x.isfinite()][0]}", hint=FIX)
         if manifest.kind == "tokens" and len(x) and int(x.max()) >= manifest.classes:
             raise DataError(
-                f"{name}_x in {path}: expected tokens in 0 ... {manifest.classes - 1}, found {int(x.max())}", hint=MEND
+                f"{name}_x in {path}: expected tokens in 0 ... {manifest.classes - 1}, found {int(x.max())}", hint=FIX
             )
         if y is not None:
             y = y.long()
             if tuple(y.shape) != shape[:1] or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < manifest.classes):
                 raise DataError(
-                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {manifest.classes - 1}", hint=MEND
+                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {manifest.classes - 1}", hint=FIX
                 )
         return Split(normalize(x, manifest.kind, manifest.normalization), y)
 

@@ -32,7 +32,7 @@ _AXES: Mapping[Kind, tuple[str, ...]] = {
 }
 
 VERSION = 2
-MEND = "make it again: fedloom partition EXPERIMENT"
+FIX = "make it again: fedloom partition EXPERIMENT"
 SPLITS = ("train", "validation", "test")
 
 
@@ -185,10 +185,10 @@ class Manifest:
                 raise DataError(f"{where} is of version {version}; this FedLoom reads version {VERSION}") from error
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "the whole text"
-            raise DataError(f"{where} is damaged: {key}: {first['msg']}", hint=MEND) from error
+            raise DataError(f"{where} is damaged: {key}: {first['msg']}", hint=FIX) from error
         fault = _contradiction(manifest)
         if fault is not None:
-            raise DataError(f"{where} is damaged: {fault}", hint=MEND)
+            raise DataError(f"{where} is damaged: {fault}", hint=FIX)
         return manifest
 
 
@@ -217,7 +217,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"no partition here: expected its manifest in {path}", hint=MEND) from None
+        raise DataError(f"no partition here: expected its manifest in {path}", hint=FIX) from None
     return Manifest.from_json(text, where=str(path))
 
 
@@ -238,10 +238,10 @@ def read_shard(folder: Path, entry: ClientEntry) -> bytes:
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"the shard of client {entry.id} is missing: expected {path}", hint=MEND) from None
+        raise DataError(f"the shard of client {entry.id} is missing: expected {path}", hint=FIX) from None
     found = hashlib.sha256(content).hexdigest()
     if found != entry.sha256:
-        raise DataError(f"the shard {path} is damaged: expected sha256 {entry.sha256}, found {found}", hint=MEND)
+        raise DataError(f"the shard {path} is damaged: expected sha256 {entry.sha256}, found {found}", hint=FIX)
     return content
 
 

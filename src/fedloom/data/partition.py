@@ -49,7 +49,7 @@ def partition(
     unseen_fraction: float,
     validation_fraction: float,
     root: Path | str | None = None,
-    mend: bool = False,
+    fix: bool = False,
 ) -> Path:
     """Return the folder of a partition, made now if no earlier call with the same inputs made it.
 
@@ -64,7 +64,7 @@ def partition(
         As in the experiment file.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
-    mend
+    fix
         Compare an existing folder with its hashes, and make it again if it is damaged. Without it an existing folder
         is returned as it is, and damage is an error where it is read.
 
@@ -80,10 +80,10 @@ def partition(
     settings.check(source)
     checksums = sources.checksums(source, root)
     folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
-    if folder.exists() and not mend:
+    if folder.exists() and not fix:
         return folder
     with locked(folder):
-        if folder.exists() and not (mend and _damaged(folder)):
+        if folder.exists() and not (fix and _damaged(folder)):
             return folder
         if isinstance(scheme, MeansScheme):
             source, official, assignment = draw_means(source, scheme, settings)

@@ -122,7 +122,7 @@ class Conversation:
         self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
         self._exchange += 1
         if len(answers) < self._rules.min_replies:
-            # Often all were lost for one reason, which is then the one to mend.
+            # Often all were lost for one reason, which is then the one to fix.
             why = "".join(f"; {loss.client} was lost: {loss.reason}" for loss in self._record.lost[-1:])
             raise TooFewReplies(
                 f"{len(answers)} of {len(self.clients)} clients answered {name}, federation.min_replies is "

@@ -329,7 +329,7 @@ class Loop:
             self._check_stop()
         raise QuorumError(
             f"round {t} failed {self.schedule.attempts} times, at last because {self.journal.attempts[-1].outcome}",
-            hint="mend the cause and go on with --resume",
+            hint="fix the cause and go on with --resume",
         )
 
     def _evaluation_due(self) -> bool:

@@ -67,7 +67,7 @@ def fetch(
     given = None if copy_from is None else Path(copy_from)
     own = () if given is None or source.own is None else source.own.names(given)
     if given is not None and not own and not source.files:
-        raise DataError(f"{source.title} is not in {given}", hint=mend(source))
+        raise DataError(f"{source.title} is not in {given}", hint=how_to_fix(source))
     with locked(folder):
         if given is not None and own:
             _store_own(source, folder, given, own, report)
@@ -138,19 +138,19 @@ class StoredFile:
         Raises
         ------
         DataError
-            If it is missing or not what it was: what was expected where, and the command that mends it.
+            If it is missing or not what it was: what was expected where, and the command that fixes it.
         """
         try:
             content = self.path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise DataError(
-                f"{self.source.title} is not here: expected {self.path} ({self.file})", hint=mend(self.source)
+                f"{self.source.title} is not here: expected {self.path} ({self.file})", hint=how_to_fix(self.source)
             ) from None
         digest = hashlib.sha256(content).hexdigest()
         if digest != self.file.sha256:
             raise DataError(
                 f"{self.path} is damaged: expected {self.file}, found {len(content)} bytes of sha256 {digest}",
-                hint=mend(self.source),
+                hint=how_to_fix(self.source),
             )
         return content
 
@@ -192,7 +192,7 @@ def stored(source: Source, root: Path) -> dict[str, StoredFile]:
     elif source.files:
         files = source.files
     else:
-        raise DataError(f"{source.title} is not here: expected {record}", hint=mend(source))
+        raise DataError(f"{source.title} is not here: expected {record}", hint=how_to_fix(source))
     of_needed = {name: file for needed in source.needs for name, file in stored(needed, root).items()}
     return of_needed | {file.name: StoredFile(source, folder / file.name, file) for file in files}
 
@@ -210,13 +210,14 @@ def recorded(record: Path, source: Source) -> tuple[SourceFile, ...]:
         found = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)*[^./][^/]*)", line)
         if found is None:
             raise DataError(
-                f"{record} is damaged: found the line {line!r}; expected a sha256 and a file name", hint=mend(source)
+                f"{record} is damaged: found the line {line!r}; expected a sha256 and a file name",
+                hint=how_to_fix(source),
             )
         files.append(SourceFile(found[2], None, found[1]))
     return tuple(files)
 
 
-def mend(source: Source) -> str:
+def how_to_fix(source: Source) -> str:
     """Return the command that puts a source's files where they belong."""
     if source.files:
         return f"fetch it: fedloom data fetch {source.name}"
@@ -240,7 +241,7 @@ def _intact(source: Source, root: Path) -> bool:
 def _store_official(source: Source, folder: Path, fetchers: Sequence[Fetcher], report: Report) -> None:
     """Store the files of the first fetcher that gives all of them."""
     if not source.files:
-        raise DataError(f"{source.title} has no official files to fetch", hint=mend(source))
+        raise DataError(f"{source.title} has no official files to fetch", hint=how_to_fix(source))
     tried = []
     for fetcher in fetchers:
         try:
