@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import logging
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,31 @@ from fedloom.data.sources.base import Fetcher, Source, SourceFile
 from fedloom.data.sources.mnist import read
 from fedloom.errors import DataError
 from fedloom.storage import Store, open_store
+
+
+@pytest.fixture
+def fedloom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run a command line in an empty folder; returns exit code, standard output and standard error."""
+    from fedloom.cli.main import main
+
+    logger = logging.getLogger("fedloom")
+    level = logger.level
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedloom", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(exited.value.code, int)
+        return int(exited.value.code), out, err
+
+    yield run
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,9 @@
 """Exchanges over real loopback sockets: answers, placement, reconnects, replays, deadlines, refusals."""
 
+import http.server
+import logging
 import random
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -345,6 +348,61 @@ def test_an_exchange_waits_for_a_worker_to_come(aggregator, worker, background):
     check(answers.result(10), call)
 
 
+def test_who_is_without_a_worker_and_until_when_is_said_at_once(worker, aggregator, background):
+    said: list[str] = []
+    ours = make_aggregator(say=said.append)
+    address = ours.start("127.0.0.1:0")
+    served = worker(address=address)
+    ours.wait_for(set(CLIENTS), 5)
+    busy, release = threading.Event(), threading.Event()
+
+    def hold(client, exchange):
+        busy.set()
+        release.wait(10)
+
+    served.before = hold
+    call = start_call(CLIENTS, d=10, deadline_s=15)
+    answers = background(ours.exchange, call)
+    assert busy.wait(10)
+    assert not said, "nothing while all is well"
+    served.stop.set()
+    release.set()
+    until(lambda: said)
+    assert "w1" in said[0], "who left"
+    assert "of 5 clients" in said[0]
+    assert "deadline_s" in said[0]
+    worker("w2", address=address)
+    check(answers.result(10), call)
+    assert len(said) == 2, said
+    ours.stop()
+
+
+def test_an_aggregator_that_is_not_there_is_told_once_and_then_seldom(worker, caplog, monkeypatch):
+    monkeypatch.setattr("fedloom.transport.worker.FIRST_NOTICE_S", 0.4)
+    with caplog.at_level(logging.INFO, "fedloom.transport.worker"):
+        alone = worker(address="127.0.0.1:1", reconnect_s=1.5)
+        alone.thread.join(10)
+    told = [record.getMessage() for record in caplog.records if "127.0.0.1:1" in record.getMessage()]
+    assert 2 <= len(told) <= 3, told
+    assert "still trying" in told[1]
+    for text in (*told, str(alone.error)):
+        assert not re.search("UNAVAILABLE|ipv4:|last error", text), text
+
+
+def test_what_is_no_aggregator_is_said_in_our_words(worker):
+    class Web(http.server.BaseHTTPRequestHandler):
+        """An HTTP server, which is not what the worker looks for."""
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Web)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    lost = worker(address=f"127.0.0.1:{server.server_port}", reconnect_s=0.3)
+    lost.thread.join(10)
+    assert isinstance(lost.error, AbandonedError)
+    assert "not a FedLoom aggregator" in str(lost.error)
+    server.shutdown()
+    server.server_close()
+
+
 def test_clients_that_nobody_serves_are_named(aggregator, worker):
     worker("w1", ("anna",))
     aggregator.wait_for({"anna"}, 5)
@@ -354,7 +412,7 @@ def test_clients_that_nobody_serves_are_named(aggregator, worker):
 
 def test_waiting_for_more_workers_than_come_and_while_stopping(aggregator, worker, background):
     worker("w1")
-    with pytest.raises(QuorumError, match="1 of 2 workers have joined"):
+    with pytest.raises(QuorumError, match="1 of 2 workers"):
         aggregator.wait_for(set(CLIENTS), 1, workers=2)
     waiting = background(aggregator.wait_for, {"nobody"}, 60)
     aggregator.stop()

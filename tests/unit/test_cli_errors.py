@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedloom import __version__
-from fedloom.cli.main import main
 from fedloom.errors import ExitCode
+
+Fedloom = Callable[..., tuple[int, str, str]]
 
 EXPERIMENT = """\
 name: small
@@ -28,29 +28,6 @@ model: {name: logistic}
 algorithm: {name: fedavg}
 federation: {rounds: 2}
 """
-
-Fedloom = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def fedloom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Fedloom]:
-    """Run a command line in an empty folder; returns exit code, standard output and standard error."""
-    logger = logging.getLogger("fedloom")
-    level = logger.level
-    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedloom", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(exited.value.code, int)
-        return int(exited.value.code), out, err
-
-    yield run
-    logger.setLevel(level)
 
 
 @pytest.fixture

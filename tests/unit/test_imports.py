@@ -13,13 +13,14 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"errors", "plugins", "settings"}
+COMMON = {"errors", "plugins", "settings", "words"}
 """Modules that every room may know."""
 
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
     "plugins": set(),
+    "words": set(),
     "messages": set(),
     "models": set(),
     "data": {"storage"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -78,6 +79,7 @@ def main() -> NoReturn:
     """
     # From the start, before imports that take seconds: the first process of a container has no default for it.
     signal.signal(signal.SIGTERM, _terminated)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to standard error what we say in our words
     try:
         app()
     except FedloomError as error:

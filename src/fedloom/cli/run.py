@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fedloom.words import counted
+
 ExperimentFile = Annotated[
     str, typer.Argument(help="The experiment file; also one in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
 ]
@@ -181,4 +183,4 @@ def _sweep(
     if len(failures) < len(points):
         sweep.conclude(folder)
     if failures:
-        raise QuorumError(f"{len(failures)} of {len(points)} runs failed; the first: {failures[0]}")
+        raise QuorumError(f"{len(failures)} of {counted(len(points), 'run')} failed; the first: {failures[0]}")

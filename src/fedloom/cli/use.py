@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedloom.words import counted
+
 if TYPE_CHECKING:
     from fedloom.data.federated import FederatedDataset
     from fedloom.evaluation.summary import Evaluation
@@ -80,7 +82,9 @@ def measured(run: Path, checkpoint: str = "last", partition: str | Path | None =
     if not evaluation.present.all():  # statistics of the others would be taken for those of all
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
         named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise QuorumError(f"{len(missing)} of {len(evaluation.clients)} clients could not be measured: {named}")
+        raise QuorumError(
+            f"{len(missing)} of {counted(len(evaluation.clients), 'client')} could not be measured: {named}"
+        )
     if not parts.task.same_clients:  # whatever their partition calls them, this training never saw them
         evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
     statistics = {
@@ -135,13 +139,13 @@ def personalize(
 
     loop.carrier = assemble.in_process(parts, dataset, loop.folder, save)
     lost = loop.personalize(wanted)
-    typer.echo(f"{len(saved)} models in {out}")
+    typer.echo(f"{counted(len(saved), 'model')} in {out}")
     for client, reason in lost.items():
         typer.echo(f"{client}: no model: {reason}", err=True)
     if lost:
         from fedloom.errors import QuorumError
 
-        raise QuorumError(f"{len(lost)} of {len(wanted)} clients got no model")
+        raise QuorumError(f"{len(lost)} of {counted(len(wanted), 'client')} got no model")
 
 
 def report(run: Run) -> None:

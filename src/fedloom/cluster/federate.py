@@ -17,6 +17,7 @@ from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_po
 from fedloom.cluster.manifests import INSTANCE, RUN_ID, Federation, Manifest, identity, label, owners_of_pod
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError
+from fedloom.words import counted
 
 if TYPE_CHECKING:
     from fedloom.cluster.launcher import Launcher
@@ -190,7 +191,8 @@ def _on_kubernetes(
         storage_environment=plain,
         orphan_after_s=cluster.orphan_after_s or (ORPHAN_AFTER_S if in_cluster() else None),
     )
-    say(f"federation {federation.name} in namespace {api.namespace}, {federation.workers} workers; run {run.url}")
+    workers = counted(federation.workers, "worker")
+    say(f"federation {federation.name} in namespace {api.namespace}, {workers}; run {run.url}")
     publish(partition, shards)
     _publish_experiment(run, experiment)
     launcher = Launcher(federation, api, say, owners=_owners(api), inside=in_cluster())

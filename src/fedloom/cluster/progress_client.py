@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from fedloom.errors import RefusedError
 from fedloom.transport.progress import Progress, follow
+from fedloom.words import counted
 
 LINE_EVERY_S = 10.0
 CONNECT_S = 10.0
@@ -98,7 +99,7 @@ class ProgressClient:
         if changed or urgent or (moved and time.monotonic() - self._said_at >= LINE_EVERY_S):
             self._said_at = time.monotonic()
             unserved = (
-                f", {now.clients_unserved} clients without a worker"
+                f", {counted(now.clients_unserved, 'client')} without a worker"
                 if now.clients_unserved and now.state == "waiting"
                 else ""
             )

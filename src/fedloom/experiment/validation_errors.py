@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
+from fedloom.words import counted
+
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys (and list positions) from the top of the file down."""
 
@@ -40,7 +42,7 @@ def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, 
     origins
         Where each key was written (``line 7``, ``--set``); a key that is not there takes its parent's.
     """
-    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+    count = counted(len(mistakes), "mistake")
     lines = [f"{source}: {count}"]
     for mistake in mistakes[:MOST_SHOWN]:
         origin = next((origins[p] for p in _upwards(mistake.path) if p in origins), None)

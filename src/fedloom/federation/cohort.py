@@ -19,6 +19,7 @@ from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_r
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Replies, stack
+from fedloom.words import counted
 
 
 class TooFewReplies(Exception):
@@ -221,7 +222,9 @@ class Attempting:
         n = len(self._roster)
         size = self._rules.clients_per_round if size is None else size
         if size > n and not replace:
-            raise ExperimentError(f"cohort of {size} clients: found a roster of {n}, allowed: at most as many")
+            raise ExperimentError(
+                f"cohort of {counted(size, 'client')}: found a roster of {n}, allowed: at most as many"
+            )
         random = generator(self._rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
         if always:
             if weights is not None or replace:

@@ -16,6 +16,7 @@ from fedloom import experiment
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.words import is_masked
+from fedloom.words import counted
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
@@ -151,10 +152,10 @@ def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
             )
         unfinished = [one for one in inside if not (one / "summary.json").exists()]
         if len(unfinished) == len(inside):
-            raise DataError(f"{path}: none of its {len(inside)} runs is finished", hint=RESUME)
+            raise DataError(f"{path}: found {counted(len(inside), 'run')}, none of them finished", hint=RESUME)
         if unfinished:
             names = ", ".join(one.name for one in unfinished)
-            notices.append(f"{path.resolve().name}: left out {len(unfinished)} unfinished run(s): {names}.")
+            notices.append(f"{path.resolve().name}: left out {counted(len(unfinished), 'unfinished run')}: {names}.")
         for one in inside:
             if one not in unfinished:
                 found.setdefault(one.resolve(), one)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fedloom.words import counted
 
-def counted(count: int, noun: str) -> str:
-    """A count with its noun, ``1 model``, ``2,000 models``: in the plural unless it is one."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+__all__ = ["counted", "human_bytes", "is_masked"]
 
 
 def human_bytes(count: int | None) -> str:

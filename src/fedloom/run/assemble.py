@@ -40,6 +40,7 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.storage import is_url, open_store
+from fedloom.words import counted
 
 DTYPE = torch.float32
 
@@ -163,7 +164,8 @@ def _check_cohort(experiment: Experiment, manifest: Manifest) -> None:
     if federation.rounds and federation.clients_per_round > len(manifest.roster):
         raise ExperimentError(
             f"federation.clients_per_round: found {federation.clients_per_round}; allowed: at most "
-            f"{len(manifest.roster)}, the seen clients of {manifest.dataset} ({len(manifest.clients)} clients)"
+            f"{len(manifest.roster)}, the seen clients of {manifest.dataset} "
+            f"({counted(len(manifest.clients), 'client')})"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,9 @@ class Serving:
 
 
 @contextmanager
-def serving(parts: Parts, listen: str, incarnation: str, grace_s: float) -> Iterator[Serving]:
+def serving(
+    parts: Parts, listen: str, incarnation: str, grace_s: float, say: Callable[[str], None]
+) -> Iterator[Serving]:
     """Serve from before the first worker until those who watch have read how the run ended.
 
     A run that was interrupted has not ended: whoever watches sees the connection break.
@@ -43,6 +45,8 @@ def serving(parts: Parts, listen: str, incarnation: str, grace_s: float) -> Iter
         Of this process.
     grace_s
         How long to wait for those who watch.
+    say
+        Shows a person a line, such as that clients have no worker.
 
     Raises
     ------
@@ -60,6 +64,7 @@ def serving(parts: Parts, listen: str, incarnation: str, grace_s: float) -> Iter
         algorithm=parts.algorithm.name,
         version=parts.algorithm.version,
         notices=notices,
+        say=say,
     )
     address = server.start(listen)
     try:

@@ -30,6 +30,7 @@ from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
+from fedloom.words import counted
 
 log = logging.getLogger("fedloom.run")
 
@@ -142,8 +143,11 @@ def run_experiment(order: Order) -> None:
                 _remove(folder, "published.json")
 
         stop_request = StopRequest(watch.say)
-        where = folder.path if url is None or order.listen is None else url
-        watch.say(f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {len(dataset.manifest.clients)} clients, {where}")
+        place = folder.path if url is None or order.listen is None else url
+        clients = counted(len(dataset.manifest.clients), "client")
+        watch.say(f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {clients}, {place}")
+        if order.resume and not resume:
+            watch.say(f"nothing to resume at {place}: starting at round 0")
         with ExitStack() as serves:
             if order.listen is None and e.runtime.workers == 0:
                 prepare()
@@ -153,7 +157,7 @@ def run_experiment(order: Order) -> None:
                 tell = None
             else:
                 listen = order.listen or "127.0.0.1:0"
-                at = serves.enter_context(serving(parts, listen, incarnation, order.finished_grace_s))
+                at = serves.enter_context(serving(parts, listen, incarnation, order.finished_grace_s, watch.say))
                 prepare()
                 carrier, observer, tell = at.server, Observers(watch, at.notices), at.notices.tell
                 where = order.partition or str(dataset.folder)
@@ -188,8 +192,7 @@ def run_experiment(order: Order) -> None:
 
         Console().print(results(summary))
         if reported:  # a folder in a pod is gone before anyone looks at it
-            where = url if url is not None and order.listen is not None else folder.path
-            typer.echo(f"report: {where}/report.html")
+            typer.echo(f"report: {place}/report.html")
 
 
 def _published_at(order: Order, e: Experiment, folder: RunFolder) -> str | None:

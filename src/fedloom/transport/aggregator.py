@@ -39,6 +39,7 @@ from fedloom.transport.notices import Notices
 from fedloom.transport.stream import METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
 from fedloom.transport.switchboard import STOPPED, Switchboard
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.words import counted
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -64,6 +65,8 @@ class Aggregator:
         What a worker must have to be let in.
     notices
         What those who watch the run are told; without, nobody can.
+    say
+        Shows a person a line, such as that clients have no worker; it is called on the event loop's thread.
 
     Examples
     --------
@@ -87,10 +90,12 @@ class Aggregator:
         algorithm: str,
         version: int,
         notices: Notices | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._algorithm = algorithm
         self._version = version
         self._notices = notices
+        self._say = say
         welcome = wire.Welcome(run=run, incarnation=incarnation, experiment=experiment)
         self._welcome = _frame(wire.AggregatorPart(welcome=welcome))
         if len(self._welcome) > FRAME_BYTES:
@@ -104,7 +109,7 @@ class Aggregator:
         self._stopped = False  # guarded by _joined
         self._joined = threading.Condition()
         self._workers: tuple[WorkerInfo, ...] = ()  # guarded by _joined
-        self._board = Switchboard(run, incarnation, vocabulary, dtype, self._publish)
+        self._board = Switchboard(run, incarnation, vocabulary, dtype, self._publish, self._tell)
 
     # ---- what the round loop uses, in its own thread
 
@@ -191,9 +196,9 @@ class Aggregator:
         connected = ", ".join(worker.name for worker in self._workers) or "none"
         if left:
             names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-            what = f"no worker serves {len(left)} of {len(clients)} clients: {names}"
+            what = f"no worker serves {len(left)} of {counted(len(clients), 'client')}: {names}"
         else:
-            what = f"{len(self._workers)} of {workers} workers have joined"
+            what = f"{len(self._workers)} of {counted(workers, 'worker')} joined"
         return QuorumError(
             f"after {timeout_s:g} s {what} (connected workers: {connected})",
             hint="start a `fedloom worker` that has their shards, or look at the workers' logs",
@@ -307,7 +312,7 @@ class Aggregator:
         for service in ("", *services):
             await state.set(service, health_pb2.HealthCheckResponse.SERVING)
         started.set_result(f"{host}:{bound}")
-        log.info("serving on %s:%d", host, bound)
+        log.debug("serving on %s:%d", host, bound)
         await self._stopping.wait()
         await state.enter_graceful_shutdown()
         await server.stop(1.0)
@@ -396,6 +401,13 @@ class Aggregator:
             self._joined.notify_all()
         if self._notices is not None:
             self._notices.workers(workers)
+
+    def _tell(self, text: str) -> None:
+        log.warning("%s", text)
+        if self._notices is not None:
+            self._notices.say(text)
+        if self._say is not None:
+            self._say(text)
 
     async def _read(self, link: Link, context: Any) -> None:
         """Take in a worker's frames until its stream ends.

@@ -83,6 +83,7 @@ class Exchange:
         self.outstanding = set(call.rows)
         self.sent: dict[int, Link] = {}  # whom each row was sent to and is awaited from
         self.missing: Counter[int] = Counter()
+        self.unserved: tuple[str, ...] = ()  # clients that were last said to have no worker
         self._position = {row: i for i, row in enumerate(call.rows)}
         self._blocks: dict[tuple[type[Message], str, torch.dtype], Tensor] = {}
 
@@ -105,6 +106,11 @@ class Exchange:
     def remaining_s(self) -> float | None:
         """Seconds left, not below zero; None without a deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def waiting(self) -> tuple[str, ...]:
+        """Return the clients that are awaited and that nobody works for, each once, in order."""
+        rows = sorted(row for row in self.outstanding if row not in self.sent)
+        return tuple(dict.fromkeys(self.client[row] for row in rows))
 
     def settle(self, row: int, outcome: Arrived | Lost) -> None:
         """Hand a row's outcome to the calling thread; whatever else comes for it is late."""

@@ -13,6 +13,7 @@ from fedloom.federation.journal import Attempt
 from fedloom.transport.exchanges import WorkerInfo
 from fedloom.transport.progress import ENDS, Progress, State, to_wire
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.words import counted
 
 EVERY_S = 0.2
 """How often a watcher is told what has changed: rounds may take milliseconds."""
@@ -49,6 +50,12 @@ class Notices:
                 round = self._now.round if round is None else round
                 self._now = replace(self._now, state=state, message=message, round=round)
 
+    def say(self, message: str) -> None:
+        """Change what a person should read, and nothing else."""
+        with self._lock:
+            if self._now.state not in ENDS:
+                self._now = replace(self._now, message=message)
+
     def workers(self, workers: Sequence[WorkerInfo]) -> None:
         """Other workers are connected than before."""
         served = frozenset[str]().union(*(worker.clients for worker in workers))
@@ -70,7 +77,7 @@ class Notices:
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
         """An evaluation has measured so many clients."""
-        self.tell("evaluating", f"{done} of {clients} clients measured", round=round)
+        self.tell("evaluating", f"{done} of {counted(clients, 'client')} measured", round=round)
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl has been written."""

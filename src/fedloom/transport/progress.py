@@ -10,6 +10,7 @@ from typing import Any, Literal
 import grpc
 
 from fedloom.errors import RefusedError
+from fedloom.transport.failures import described
 from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -109,12 +110,10 @@ def follow(address: str, *, connect_s: float) -> Iterator[Progress]:
             code, details = error.code(), error.details()
             if code in REFUSALS:
                 raise RefusedError(
-                    f"{address} does not let itself be watched: {code.name} {details}",
+                    f"{address} does not let itself be watched: {described(code, details)}",
                     hint="give the address of a `fedloom aggregator` of this version",
                 ) from error
-            raise ConnectionError(
-                f"the connection to the aggregator at {address} broke: {code.name} {details}"
-            ) from error
+            raise ConnectionError(f"watching the aggregator at {address}: {described(code, details)}") from error
         finally:
             call.cancel()
     if progress is None or progress.state not in ENDS:

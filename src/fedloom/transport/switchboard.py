@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
+from fedloom.federation.conversations import TRAIN
 from fedloom.federation.placement import deal
 from fedloom.federation.validation import mismatch
 from fedloom.messages import Message
@@ -33,6 +35,7 @@ from fedloom.transport.codec import (
 from fedloom.transport.exchanges import Arrival, Arrived, Conversation, Exchange, Link, WorkerInfo
 from fedloom.transport.stream import key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.words import counted
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -50,6 +53,8 @@ class Switchboard:
         As for ``Aggregator``.
     publish
         Called with the connected workers, by name, whenever they change.
+    say
+        Called with what a person should know at once: clients that are awaited and have no worker, and until when.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Switchboard:
         vocabulary: Mapping[str, type[Message]],
         dtype: torch.dtype,
         publish: Callable[[tuple[WorkerInfo, ...]], None],
+        say: Callable[[str], None],
     ) -> None:
         self.refusals = Refusals()
         self._counting = threading.Lock()
@@ -67,6 +73,7 @@ class Switchboard:
         self._vocabulary = dict(vocabulary)
         self._dtype = dtype
         self._publish = publish
+        self._say = say
         self._stopping = False
         self._finished = False
         self._links: dict[str, Link] = {}
@@ -88,7 +95,9 @@ class Switchboard:
         self._links[link.name] = link
         if self._stopping:
             self._end(link)
-        log.info("worker %s (%s, %d clients) joined", link.name, link.worker.device, len(link.worker.clients))
+        log.info(
+            "worker %s (%s, %s) joined", link.name, link.worker.device, counted(len(link.worker.clients), "client")
+        )
         self._publish(tuple(self._links[name].worker for name in sorted(self._links)))
         self._dispatch_all()
 
@@ -100,7 +109,7 @@ class Switchboard:
         log.info("worker %s left", link.name)
         self._publish(tuple(self._links[name].worker for name in sorted(self._links)))
         self._release(link)
-        self._dispatch_all()
+        self._dispatch_all(f"worker {link.name} left: ")
 
     def _release(self, link: Link) -> None:
         """Take back the rows that were awaited from this stream."""
@@ -189,12 +198,12 @@ class Switchboard:
                 link.outbox.drop(key)
                 link.outbox.put(key, _one(close))
 
-    def _dispatch_all(self) -> None:
+    def _dispatch_all(self, because: str = "") -> None:
         for conversation in self._conversations.values():
             if conversation.current is not None:
-                self._dispatch(conversation)
+                self._dispatch(conversation, because)
 
-    def _dispatch(self, conversation: Conversation) -> None:
+    def _dispatch(self, conversation: Conversation, because: str = "") -> None:
         """Send the outstanding rows that nobody is working on to a worker that may serve them, if there is one."""
         exchange = conversation.current
         assert exchange is not None
@@ -215,6 +224,27 @@ class Switchboard:
             shares.setdefault(name, []).extend(free[position] for position in positions)
         for name, rows in shares.items():
             self._send(conversation, exchange, self._links[name], sorted(rows))
+        self._say_unserved(exchange, because)
+
+    def _say_unserved(self, exchange: Exchange, because: str) -> None:
+        """Tell a person when other clients than before are without a worker."""
+        before, exchange.unserved = exchange.unserved, exchange.waiting()
+        if exchange.unserved == before or self._stopping:
+            return
+        if not exchange.unserved:
+            self._say("every client has a worker again")
+            return
+        names = ", ".join(exchange.unserved[:3])
+        more = f" and {len(exchange.unserved) - 3} more" if len(exchange.unserved) > 3 else ""
+        left = exchange.remaining_s()
+        until = "waiting for one"
+        if left is not None:
+            at = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+            until = f"waiting for one until {at}, {left:.0f} s (federation.deadline_s)"
+        key, asked = exchange.call.key, len(set(exchange.call.clients))
+        when = f"round {key.round}, attempt {key.attempt}" if key.purpose == TRAIN else f"after round {key.round}"
+        who = f"{len(exchange.unserved)} of {counted(asked, 'client')} ({names}{more})"
+        self._say(f"{because}{when}: no worker for {who}; {until}")
 
     def _send(self, conversation: Conversation, exchange: Exchange, link: Link, rows: list[int]) -> None:
         """Ask a worker for these rows; before that, tell it what was said so far, if it lacks that."""

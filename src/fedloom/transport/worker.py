@@ -39,6 +39,7 @@ from fedloom.transport.codec import (
     read_specs,
     serialize,
 )
+from fedloom.transport.failures import described
 from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
     METHOD,
@@ -56,6 +57,7 @@ log = logging.getLogger("fedloom.transport.worker")
 WELCOME_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 5.0
+FIRST_NOTICE_S = 5.0  # when to say that we still dial; again each time after twice as long
 NOTICE_S = 0.2  # how soon a stop event is noticed while there is nothing to do
 REQUEST_BYTES = 4 << 30  # the most that one request may take of a worker's memory
 
@@ -393,6 +395,8 @@ class _Connection:
         self._ready.set()
         last_seen = time.monotonic()
         attempt = 0
+        told: set[str] = set()  # why there is no connection, as far as that has been said
+        next_notice = FIRST_NOTICE_S
         while True:
             seen, reason = False, ""
             try:
@@ -404,11 +408,13 @@ class _Connection:
             except FedloomError as error:
                 self.events.put(error)
                 return
-            except (grpc.RpcError, TimeoutError, WireError) as error:
+            except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
                 reason = _describe(error)
             if seen or self._outbox is not None:
                 self._outbox, last_seen, attempt = None, time.monotonic(), 0
-            left = last_seen + self._reconnect_s - time.monotonic()
+                told, next_notice = set(), FIRST_NOTICE_S
+            gone_s = time.monotonic() - last_seen
+            left = self._reconnect_s - gone_s
             if left <= 0:
                 self.events.put(
                     AbandonedError(
@@ -417,8 +423,13 @@ class _Connection:
                     )
                 )
                 return
+            if reason not in told:
+                told.add(reason)
+                log.info("no aggregator at %s (%s), dialling for %.0f s", self._address, reason, left)
+            elif gone_s >= next_notice:
+                next_notice = 2 * gone_s
+                log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s)
             backoff = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**attempt)
-            log.info("no aggregator at %s (%s), dialling again", self._address, reason)
             attempt = min(attempt + 1, 16)
             await asyncio.sleep(min(left, backoff * random.uniform(0.5, 1.0)))
 
@@ -429,7 +440,7 @@ class _Connection:
         ------
         RefusedError
             If the aggregator does not let us in.
-        grpc.RpcError, TimeoutError, WireError
+        grpc.RpcError, ConnectionError, TimeoutError, WireError
             If there is none, it does not answer, or what it sends is no frame.
         """
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
@@ -464,8 +475,11 @@ class _Connection:
                 grpc.StatusCode.PERMISSION_DENIED,
                 grpc.StatusCode.UNIMPLEMENTED,
             ):
-                raise RefusedError(f"{self._address} refused the stream: {code.name} {await call.details()}")
-            raise WireError(Refusal.TRUNCATED, f"the stream ended: {code.name} {await call.details() or ''}".strip())
+                raise RefusedError(
+                    f"{self._address} refused the stream: {described(code, await call.details())}",
+                    hint="give the address of a `fedloom aggregator` of this version",
+                )
+            raise ConnectionError(described(code, await call.details()))
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -530,5 +544,8 @@ def _refused(address: str, refused: wire.Refused) -> RefusedError:
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        log.debug("gRPC says: %s %s", error.code().name, error.details())
+        return described(error.code(), error.details())
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
     return str(error) or type(error).__name__
