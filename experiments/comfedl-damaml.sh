@@ -2,7 +2,7 @@
 # papers/002, Experiment 2 and its sweeps. Every method gets the same grid of step sizes on seed 1, and two more seeds at
 # the step size of highest validation accuracy, with which it goes into the sweeps over ρ, τ and γ (seed 1), too. FedAvg
 # adapts by one step, as in the paper; FedMAML (eq. 7) is ComFedL-DAMAML at a γ so large that all clients weigh the same.
-# What came out, and the tables: docs/results/comfedl.md, experiments/comfedl_results.py. Interrupted, it goes on where
+# What came out, and the tables: docs/results/comfedl.md, experiments/results.py. Interrupted, it goes on where
 # it was.
 #
 #   experiments/comfedl-damaml.sh                      Fashion-MNIST, all parts: methods | seeds | rho | tau | gamma
@@ -41,7 +41,7 @@ sweep() { # folder, method, options...; runs that leave the finite range are res
 }
 
 chosen() { # method
-    .venv/bin/python experiments/comfedl_results.py chosen "$runs/methods/$1"
+    .venv/bin/python experiments/results.py chosen "$runs/methods/$1"
 }
 
 for part in $parts; do

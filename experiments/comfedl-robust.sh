@@ -2,7 +2,7 @@
 # papers/002, Experiment 1 and its sweeps. Every method gets the paper's grid of step sizes (§5.3) on three seeds, and the
 # step size of highest validation accuracy; seven more seeds at that step size are what methods are compared by. The
 # sweeps over γ and τ are at three step sizes each. What came out, and the tables: docs/results/comfedl.md,
-# experiments/comfedl_results.py. Interrupted, it goes on where it was.
+# experiments/results.py. Interrupted, it goes on where it was.
 #
 #   experiments/comfedl-robust.sh                       Fashion-MNIST, all parts
 #   experiments/comfedl-robust.sh mnist methods         one data set, one part: methods | fresh | literal | step | gamma | tau
@@ -53,7 +53,7 @@ for part in $parts; do
         fresh) # the chosen step sizes on seeds that had no part in choosing them
             for mix in $mixes; do
                 for method in $methods; do
-                    rate=$(.venv/bin/python experiments/comfedl_results.py chosen "$runs/$mix/$method")
+                    rate=$(.venv/bin/python experiments/results.py chosen "$runs/$mix/$method")
                     sweep "$mix-fresh/$method" --seeds "$fresh" --set "$(partition $mix)" --set "$(method "$method")" \
                         --set "algorithm.local.lr=$rate"
                 done

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pages_comfedl
 import pages_pefll
 import pages_small
 from matplotlib.figure import Figure
@@ -42,6 +43,7 @@ class Page:
 
 
 PAGES = {
+    "comfedl": Page(pages_comfedl.tables, pages_comfedl.FIGURES, pages_comfedl.COLUMNS, pages_comfedl.WHOLE),
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
     "vowel": Page(pages_small.vowel, columns=pages_small.VOWEL_COLUMNS),
     "wga": Page(pages_small.wga, {"losses": pages_small.losses}, pages_small.WGA_COLUMNS),

@@ -17,24 +17,6 @@ import results  # noqa: E402
 import summaries  # noqa: E402
 
 NOT_KEPT = {
-    "comfedl": [
-        "clients' classes | method",
-        "two classes | 0.001",
-        "half of one class | 0.001",
-        "all alike | 0.001",
-        "γ | step size 0.01",
-        "τ | step size 0.01",
-        "γ | 0.001",
-        "clients' classes | method",
-        "γ | 0.01",
-        "| 0.001",
-        "validation, seed 1 | 0.05",
-        "method | step size",
-        "| mean | worst client",
-        "inner step | FedMAML",
-        "| 0.01",
-        "method | mean",
-    ],
     "natural": ["| seen | worst decile", "| seen | unseen"],
     "pefll-cifar10": ["after | 1 round | 101 rounds"],
     "pefll-fashion-mnist": ["n | seed"],
