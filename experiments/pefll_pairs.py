@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from fedloom.cli.use import measured
 from fedloom.data.federated import Manifest
 from fedloom.evaluation.measure import CORRECT, SPLITS, TOTAL
 from fedloom.federation.folder import RunFolder
+from fedloom.run.trained import evaluate
 
 MOST = 3
 """Class sets of this many seen clients or more are shown together."""
@@ -43,7 +43,7 @@ def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, l
     found: dict[int, list[tuple[float, ...]]] = defaultdict(list)
     for folder in partitions:
         held = class_sets(Manifest.from_json((folder / "partition.json").read_text(), where=str(folder)))
-        evaluation = measured(run, partition=folder).evaluation
+        evaluation = evaluate(run, partition=folder).evaluation
         counts = evaluation.counts[:, evaluation.predictors.index("personal"), SPLITS.index(split)]  # [n, readings, 3]
         for client, both in zip(evaluation.clients, counts[..., CORRECT] / counts[..., TOTAL], strict=True):
             found[min(known[held[client]], MOST)].append(tuple(100 * both.double()))

@@ -1,5 +1,6 @@
 """Failure classes and exit codes: the one table that every command, component and pod shares (docs/exit-codes.md)."""
 
+import errno
 from enum import IntEnum
 
 
@@ -82,3 +83,18 @@ class InterruptedRun(FedloomError):
     """The user or the system asked the run to stop; it can be resumed."""
 
     exit_code = ExitCode.INTERRUPTED
+
+
+STORAGE_FAILURES = {
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT,
+    errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.ESTALE,
+}  # fmt: skip
+"""What the operating system says when a file cannot be written or read; other errors are bugs and keep their trace."""
+
+
+def as_storage_error(error: OSError) -> StorageError:
+    """Name the file and what the operating system said of it; the cause is kept."""
+    where = f"{error.filename}: " if error.filename else ""
+    failure = StorageError(f"{where}{(error.strerror or str(error)).lower()}")
+    failure.__cause__ = error
+    return failure

@@ -13,6 +13,7 @@ from fedloom.errors import ExitCode, ExperimentError
 from fedloom.experiment import load
 from fedloom.federation.folder import RunFolder
 from fedloom.run import sweep
+from fedloom.run.observer import RunObserver
 from fedloom.run.resume import check_folder, check_states
 from fedloom.run.run_experiment import _report
 
@@ -61,7 +62,12 @@ def test_a_run_is_finished_when_all_of_it_is_there(run: RunFolder) -> None:
 def test_a_run_without_the_packages_of_reports_is_whole(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     said: list[str] = []
-    _report(run, said.append)
+
+    class Listener(RunObserver):
+        def notice(self, text: str) -> None:
+            said.append(text)
+
+    _report(run, Listener())
     assert said[0].startswith("no report: a report needs the package jinja2")
     assert not (run.path / "report.html").exists()
 

@@ -10,7 +10,16 @@ import time
 import pytest
 
 from fedloom.errors import AbandonedError, ExitCode
+from fedloom.run.observer import RunObserver
 from fedloom.run.stop_request import StopRequest
+
+
+class Listener(RunObserver):
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def stopping(self, *, after_round: bool) -> None:
+        self.said.append("after this round" if after_round else "at once")
 
 
 @pytest.fixture
@@ -26,20 +35,20 @@ def counted(stop_request: StopRequest) -> threading.Event:
 
 
 def test_while_waiting_a_signal_aborts_at_once(said: list[str]) -> None:
-    stop_request = StopRequest(said.append)
+    stop_request = StopRequest(Listener(said))
     aborted = counted(stop_request)
     before = signal.getsignal(signal.SIGTERM)
     with stop_request.signals():
         os.kill(os.getpid(), signal.SIGTERM)
         assert aborted.wait(30)
         assert stop_request.event.is_set()
-    assert said == ["stopping"]
+    assert said == ["at once"]
     assert stop_request.reason is None
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_in_training_the_round_at_hand_may_end_and_a_second_signal_ends_it_at_once(said: list[str]) -> None:
-    stop_request = StopRequest(said.append)
+    stop_request = StopRequest(Listener(said))
     aborted = counted(stop_request)
     stop_request.training = True
     with stop_request.signals():
@@ -50,11 +59,11 @@ def test_in_training_the_round_at_hand_may_end_and_a_second_signal_ends_it_at_on
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(30)
         assert aborted.wait(30)
-    assert said == ["stopping after this round (again to stop at once)"]
+    assert said == ["after this round"]
 
 
 def test_a_round_that_ends_in_time_is_not_aborted_afterwards(said: list[str]) -> None:
-    stop_request = StopRequest(said.append)
+    stop_request = StopRequest(Listener(said))
     aborted = counted(stop_request)
     stop_request.training = True
     with stop_request.signals():
@@ -65,7 +74,7 @@ def test_a_round_that_ends_in_time_is_not_aborted_afterwards(said: list[str]) ->
 
 
 def test_nobody_watches(said: list[str]) -> None:
-    stop_request = StopRequest(said.append)
+    stop_request = StopRequest(Listener(said))
     aborted = counted(stop_request)
     unwatched = 0.0
     with stop_request.when_unwatched(lambda: unwatched, 0.2):
@@ -80,7 +89,7 @@ def test_nobody_watches(said: list[str]) -> None:
 
 
 def test_a_run_that_need_not_be_watched(said: list[str]) -> None:
-    stop_request = StopRequest(said.append)
+    stop_request = StopRequest(Listener(said))
     with stop_request.when_unwatched(lambda: 1e9, None):
         assert not any(thread.name == "orphan" for thread in threading.enumerate())
     assert not stop_request.event.is_set()

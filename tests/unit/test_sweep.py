@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment import as_yaml, grid_values, load
-from fedloom.run.sweep import LONGEST_NAME, Point, points
+from fedloom.experiment import Point, as_yaml, grid_values, load, points
+from fedloom.experiment.grids import LONGEST_NAME
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 

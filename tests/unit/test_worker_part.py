@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.cli.worker import chosen
 from fedloom.errors import ExperimentError
+from fedloom.run.worker import select_clients
 
 
 @given(n=st.integers(1, 60), data=st.data())
 def test_blocks_are_equal_to_one_and_hold_everyone_once_in_order(n: int, data: st.DataObject) -> None:
     everyone = [f"client-{i}" for i in range(data.draw(st.integers(n, 200)))]
-    blocks = [chosen(everyone, None, f"{i}/{n}") for i in range(n)]
+    blocks = [select_clients(everyone, None, f"{i}/{n}") for i in range(n)]
     assert [*itertools.chain(*blocks)] == everyone
     sizes = {len(block) for block in blocks}
     assert max(sizes) - min(sizes) <= 1
@@ -23,24 +23,24 @@ def test_blocks_are_equal_to_one_and_hold_everyone_once_in_order(n: int, data: s
 
 
 def test_everyone_and_those_named() -> None:
-    assert chosen(["a", "b"], None, None) == ["a", "b"]
-    assert chosen(["a", "b"], "b, c,", None) == ["b", "c"]
+    assert select_clients(["a", "b"], None, None) == ["a", "b"]
+    assert select_clients(["a", "b"], "b, c,", None) == ["b", "c"]
 
 
 @pytest.mark.parametrize("part", ["2/2", "0/4", "0/0", "-1/2", "1", "1/2/3", "a/b", "", "1 /2", "٣/٤"])
 def test_what_is_no_part(part: str) -> None:
     with pytest.raises(ExperimentError) as refused:
-        chosen(["a", "b", "c"], None, part)
+        select_clients(["a", "b", "c"], None, part)
     assert f"--part: found {part}; allowed: I/N" in str(refused.value)
     assert "N at most 3" in str(refused.value)
 
 
 def test_a_part_of_those_named() -> None:
     with pytest.raises(ExperimentError, match="--part: found 0/2 with --clients"):
-        chosen(["a", "b"], "a", "0/2")
+        select_clients(["a", "b"], "a", "0/2")
 
 
 @pytest.mark.parametrize("clients", ["", ",", " , "])
 def test_nobody(clients: str) -> None:
     with pytest.raises(ExperimentError, match="allowed: ids of the partition's 2 clients, such as a, separated"):
-        chosen(["a", "b"], clients, None)
+        select_clients(["a", "b"], clients, None)

@@ -136,7 +136,7 @@ def partition(
     """Make the partition of an experiment, or fix a damaged one."""
     import shutil
 
-    from fedloom.cli import reading
+    from fedloom import experiment as experiments
     from fedloom.data.federated import FederatedDataset
     from fedloom.data.folders import published
     from fedloom.data.partition import partition as make_partition
@@ -144,7 +144,7 @@ def partition(
     from fedloom.errors import ExperimentError
     from fedloom.storage import is_url, open_store
 
-    settings = reading.experiment(experiment, set_ or ())
+    settings = experiments.load(experiment, set_ or ())
     store = open_store(out) if out is not None and is_url(out) else None
     if store is not None:
         store.check()

@@ -6,7 +6,6 @@ import torch, gRPC and the rooms of FedLoom inside the functions, never at the t
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ import typer
 
 import fedloom
 from fedloom.cli import data, pipeline, run, schema, use, worker
-from fedloom.errors import FedloomError, InterruptedRun, StorageError
+from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
 
 app = typer.Typer(
     name="fedloom",
@@ -45,12 +44,6 @@ data_app.command("fetch")(data.fetch)
 data_app.command("list")(data.list_)
 app.add_typer(data_app, name="data")
 app.add_typer(pipeline.app, name="pipeline")
-
-STORAGE_FAILURES = {
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT,
-    errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.ESTALE,
-}  # fmt: skip
-"""What the operating system says when a file cannot be written or read; other errors are bugs and keep their trace."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -93,14 +86,6 @@ def main() -> NoReturn:
 
 def _terminated(number: int, frame: object) -> NoReturn:
     raise InterruptedRun("asked to stop")
-
-
-def as_storage_error(error: OSError) -> StorageError:
-    """Name the file and what the operating system said of it; the cause is kept."""
-    where = f"{error.filename}: " if error.filename else ""
-    failure = StorageError(f"{where}{(error.strerror or str(error)).lower()}")
-    failure.__cause__ = error
-    return failure
 
 
 def _fail(error: FedloomError) -> NoReturn:

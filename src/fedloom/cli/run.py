@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.words import counted
+if TYPE_CHECKING:
+    from fedloom.experiment import Experiment
+    from fedloom.run.options import RunOptions
 
 ExperimentFile = Annotated[
     str, typer.Argument(help="The experiment file; also one in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
@@ -39,8 +40,6 @@ Publish = Annotated[
     ),
 ]
 
-WORKERS_COME_S = 60.0
-
 
 def run(
     experiment: ExperimentFile,
@@ -60,27 +59,23 @@ def run(
     ] = None,
 ) -> None:
     """Run an experiment on this machine; with --seeds or --grid, at every point, and compare."""
+    from fedloom import experiment as experiments
     from fedloom.errors import ExperimentError
-    from fedloom.run.run_experiment import Order, run_experiment
+    from fedloom.run.options import RunOptions
 
     overrides = [*(set_ or ()), *([f"runtime.workers={workers}"] if workers is not None else ())]
+    options = RunOptions(out, resume, replay, partition, publish, signals=True)
     if seeds is None and not grid:
-        run_experiment(
-            Order(
-                experiment,
-                tuple(overrides),
-                out,
-                resume,
-                replay,
-                partition=partition,
-                publish=publish,
-                wait_s=WORKERS_COME_S,
-            )
-        )
+        _run(experiments.load(experiment, overrides), options)
         return
     if replay is not None:
         raise ExperimentError("--replay: found with --seeds or --grid; allowed: with a single run")
-    _sweep(experiment, overrides, out, resume, partition, publish, seeds, grid or ())
+    points = experiments.points(experiment, overrides, seeds, grid or ())
+    from fedloom.cli.sweep import SweepWatch, show_sweep
+    from fedloom.run.sweep import run_sweep
+
+    folder = out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
+    run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), ended=show_sweep)
 
 
 def aggregator(
@@ -104,83 +99,35 @@ def aggregator(
     ] = 5.0,
 ) -> None:
     """Run an experiment's rounds with workers that connect (`fedloom worker`)."""
-    from fedloom.run.run_experiment import Order, run_experiment
+    from fedloom import experiment as experiments
+    from fedloom.run.options import RunOptions
     from fedloom.transport.address import split_address
 
     split_address(listen, what="--listen", lowest=0)
-    run_experiment(
-        Order(
-            experiment,
-            tuple(set_ or ()),
-            out,
-            resume,
-            replay,
-            partition=partition,
-            publish=publish,
-            listen=listen,
-            wait_s=wait,
-            orphan_after_s=orphan_after,
-            finished_grace_s=finished_grace,
-        )
+    options = RunOptions(
+        out,
+        resume,
+        replay,
+        partition,
+        publish,
+        listen=listen,
+        wait_s=wait,
+        orphan_after_s=orphan_after,
+        finished_grace_s=finished_grace,
+        signals=True,
     )
+    _run(experiments.load(experiment, set_ or ()), options)
 
 
-def _sweep(
-    experiment: str,
-    overrides: Sequence[str],
-    out: Path | None,
-    resume: bool,
-    partition: str | None,
-    publish: str | None,
-    seeds: str | None,
-    grid: Sequence[str],
-) -> None:
-    """Run every point that is not finished yet; one that fails does not keep the others from running."""
-    from fedloom.errors import ExperimentError, InterruptedRun, QuorumError
-    from fedloom.federation.folder import RunFolder
-    from fedloom.run import sweep
-    from fedloom.run.resume import check_folder
-    from fedloom.run.run_experiment import Order, run_experiment
+def _run(experiment: Experiment, options: RunOptions) -> None:
+    """Run, and show the results."""
+    from rich.console import Console
 
-    points = sweep.points(experiment, overrides, seeds, grid)
-    first = points[0].experiment
-    folder = out or first.runs / f"{first.name}-sweep"
-    if (folder / "experiment.yaml").exists():
-        raise ExperimentError(f"--out: found {folder}, which is a run; allowed: a sweep's folder, or a new one")
-    if not resume and folder.is_dir() and any(folder.iterdir()):
-        raise ExperimentError(
-            f"{folder}: found a sweep there already", hint="go on with --resume, or choose another folder with --out"
-        )
-    for point in points:  # all folders fit before anything runs
-        check_folder(RunFolder(folder / point.name), point.experiment, resume)
-    failures: list[QuorumError] = []
-    for number, point in enumerate(points, start=1):
-        where = f"run {number} of {len(points)}, {point.name}"
-        if sweep.finished(folder / point.name, point.experiment):
-            typer.echo(f"{where}: finished before", err=True)
-            continue
-        typer.echo(f"{where}", err=True)
-        try:
-            run_experiment(
-                Order(
-                    experiment,
-                    point.overrides,
-                    folder / point.name,
-                    resume,
-                    partition=partition,
-                    publish=f"{publish.rstrip('/')}/{point.name}" if publish else None,
-                    name=f"{folder.name}/{point.name}",
-                    wait_s=WORKERS_COME_S,
-                    table=False,
-                    choosing=bool(grid),
-                )
-            )
-        except QuorumError as error:  # as after a step size that is too large: a result, too
-            typer.echo(f"{where}: failed: {error}", err=True)
-            failures.append(error)
-        except InterruptedRun as error:
-            raise InterruptedRun(f"{error} ({where}; {number - 1} done)") from error
-    if len(failures) < len(points):
-        sweep.conclude(folder)
-    if failures:
-        raise QuorumError(f"{len(failures)} of {counted(len(points), 'run')} failed; the first: {failures[0]}")
+    from fedloom.cli.tables import results
+    from fedloom.cli.watch import Watch
+    from fedloom.run.run_experiment import run_experiment
+
+    found = run_experiment(experiment, options, Watch())
+    Console().print(results(found.summary))
+    if found.report is not None:
+        typer.echo(f"report: {found.report}")

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from fedloom.federation.journal import Attempt
+from fedloom.run.observer import RunObserver
+from fedloom.words import counted
 
 if TYPE_CHECKING:
-    from fedloom.federation.loop import Observer
+    from fedloom.experiment import Experiment
+    from fedloom.federation.journal import Attempt
 
 LINE_EVERY_S = 10.0
 
 
-class Watch:
-    """Tells a person how the run goes (``federation.loop.Observer``); everything goes to standard error.
+class Watch(RunObserver):
+    """Tells a person how the run goes; everything goes to standard error.
 
     Parameters
     ----------
-    rounds, done
-        In all, and before this start.
     choosing
         Whether settings are being chosen: then evaluations show validation accuracy, and none on test data.
     """
 
-    def __init__(self, rounds: int, done: int = 0, *, choosing: bool = False) -> None:
+    def __init__(self, *, choosing: bool = False) -> None:
         self._choosing = choosing
         self._console = Console(stderr=True, highlight=False)
-        self._rounds = rounds
         self._seconds: list[float] = []
         self._phases: dict[str, float] = {}
         self._bar: Progress | None = None
@@ -51,19 +43,36 @@ class Watch:
                 TimeElapsedColumn(),
                 console=self._console,
             )
-            self._train = self._bar.add_task("", total=rounds, completed=done, what="rounds", note="")
+            self._train = self._bar.add_task("", total=None, what="rounds", note="")
             self._measure = self._bar.add_task("", total=1, what="clients measured", note="", visible=False)
 
-    def __enter__(self) -> Self:
-        """Start showing."""
+    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+        """Show the bar, and what is run."""
         if self._bar is not None:
+            self._bar.update(self._train, total=experiment.federation.rounds)
             self._bar.start()
-        return self
+        e, count = experiment, counted(clients, "client")
+        self.say(f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {count}, {where}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop showing."""
+    def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
+        """Show the command of a worker."""
+        kept = "" if states is None else f" --states {states}"
+        self.say(f"waiting for: fedloom worker --aggregator {address} --partition {partition}{kept}")
+
+    def resumed(self, round: int) -> None:
+        """Say after which round training goes on."""
+        self.say(f"resuming after round {round}")
+
+    def stopping(self, *, after_round: bool) -> None:
+        """Say when the run stops."""
+        self.say("stopping after this round (again to stop at once)" if after_round else "stopping")
+
+    def notice(self, text: str) -> None:
+        """Show it."""
+        self.say(text)
+
+    def ended(self) -> None:
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -120,101 +129,8 @@ class Watch:
         return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in self._phases.items())
 
 
-class Observers:
-    """Several who are told how the run goes."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def round_done(self, attempt: Attempt, rounds: int) -> None:
-        """A round has ended."""
-        for observer in self._observers:
-            observer.round_done(attempt, rounds)
-
-    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """An attempt came to nothing."""
-        for observer in self._observers:
-            observer.attempt_failed(attempt, attempts)
-
-    def evaluating(self, round: int, done: int, clients: int) -> None:
-        """An evaluation has measured so many clients."""
-        for observer in self._observers:
-            observer.evaluating(round, done, clients)
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl has been written."""
-        for observer in self._observers:
-            observer.evaluated(line)
-
-
-def results(summary: dict[str, Any]) -> Table:
-    """The table that a run ends with."""
-    headings = ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss")
-    table = narrow(f"{summary['name']} · {summary['algorithm']} · seed {summary['seed']}", headings)
-    for label, group in (("seen", "seen"), ("unseen", "unseen"), ("global model", "global")):
-        row = summary[group]
-        if row is not None:
-            table.add_row(
-                label,
-                str(row["clients"]),
-                *_accuracies(row),
-                f"{row['loss_mean']:.4f}",
-            )
-    return table
-
-
-def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Four cells of :func:`results`; dashes for data without classes."""
-    if row["accuracy_mean"] is None:
-        return ("–",) * 4
-    mean = f"{row['accuracy_mean']:.4f} ± {row['accuracy_std']:.4f}"
-    return (mean, *(f"{row[f'accuracy_{key}']:.4f}" for key in ("worst_decile", "worst", "pooled")))
-
-
-def narrow(title: str, headings: Sequence[str]) -> Table:
-    """A table whose first column is text and whose headings, not cells, wrap: it fits eighty columns."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for i, heading in enumerate(headings):
-        heading = heading.replace(" ", "\n") if i and "±" not in heading else heading
-        table.add_column(heading, justify="right" if i else "left", no_wrap=True, vertical="bottom")
-    return table
-
-
 def clock(seconds: float) -> str:
     """Seconds as h:mm:ss or m:ss."""
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-class JsonLines(logging.Formatter):
-    """A log record as one JSON object."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """``time``, ``level``, ``logger``, ``message``, and ``trace`` where there is one."""
-        line = {
-            "time": round(record.created, 3),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
-
-
-@contextmanager
-def logged_to(path: Path, *, alone: bool = False) -> Iterator[None]:
-    """Write FedLoom's log to a file of JSON lines too, or to it alone."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("fedloom")
-    propagated = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = propagated and not alone
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagated
-        handler.close()

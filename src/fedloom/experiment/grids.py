@@ -1,9 +1,30 @@
-"""Grids of settings, ``key=v1,v2,...``."""
+"""Grids of settings, ``key=v1,v2,...``, and the experiment at each of their points."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 from fedloom.errors import ExperimentError
+from fedloom.experiment.loading import load
+from fedloom.experiment.sections import Experiment
 from fedloom.experiment.yaml_reader import as_yaml, parse
+
+LONGEST_NAME = 120
+"""Of a run's folder, in characters."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its folder's name, the overrides that make it, and the experiment they give."""
+
+    name: str
+    overrides: tuple[str, ...]
+    experiment: Experiment
 
 
 def grid_values(text: str) -> tuple[str, list[str]]:
@@ -37,3 +58,100 @@ def grid_values(text: str) -> tuple[str, list[str]]:
     if twice:
         raise ExperimentError(f"--grid {text}: found {twice[0]} twice; allowed: each value once")
     return key.strip(), found
+
+
+def points(path: str | Path, overrides: Sequence[str], seeds: str | None, grid: Sequence[str]) -> list[Point]:
+    """Every run of a sweep, the seeds of one setting next to each other.
+
+    Parameters
+    ----------
+    path
+        The experiment file, or its URL.
+    overrides
+        ``key=value`` for every run.
+    seeds
+        ``1,2,3`` or ``1-3``; None keeps the experiment's.
+    grid
+        ``key=v1,v2`` each; the runs are the product.
+
+    Raises
+    ------
+    ExperimentError
+        If the grid cannot be read, or an experiment in it is not allowed; before anything runs.
+    """
+    axes = [grid_values(text) for text in grid]
+    keys = [key for key, _ in axes]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ExperimentError(f"--grid {key}: found twice; allowed: each key once, with all its values")
+    if seeds is not None:
+        if "seed" in keys:
+            raise ExperimentError("--grid seed: found with --seeds; allowed: one of them")
+        axes.append(("seed", [str(seed) for seed in seeds_of(seeds)]))
+    labels = _labels([key for key, _ in axes])
+    found: list[Point] = []
+    for values in itertools.product(*(values for _, values in axes)):
+        settings = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
+        try:
+            experiment = load(path, [*overrides, *settings])
+        except ExperimentError as error:
+            raise ExperimentError(f"at {', '.join(settings)}: {error}") from error
+        name = _folder_name([f"{label}={_short(value)}" for label, value in zip(labels, values, strict=True)], settings)
+        found.append(Point(name, (*overrides, *settings), experiment))
+    return found
+
+
+def seeds_of(text: str) -> list[int]:
+    """Return the seeds that ``1,2,3`` or ``1-3`` stands for.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot be read, or a seed occurs twice.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        span = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if span is None:
+            raise ExperimentError(
+                f"--seeds: found {text!r}; allowed: numbers separated by commas, such as 1,2,3 or 1-3"
+            )
+        seeds += range(int(span[1]), int(span[2] or span[1]) + 1)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ExperimentError(f"--seeds: found {text!r}; allowed: at least one, each once")
+    return seeds
+
+
+def _labels(keys: Sequence[str]) -> list[str]:
+    """The shortest ends of dotted keys that tell them apart."""
+
+    def end(key: str, steps: int) -> str:
+        return ".".join(key.split(".")[-steps:])
+
+    labels = []
+    for key in keys:
+        others = [other for other in keys if other != key]
+        steps = 1
+        while any(end(key, steps) == end(other, steps) for other in others):
+            steps += 1
+        labels.append(end(key, steps))
+    return labels
+
+
+def _short(value: str) -> str:
+    """A YAML value as part of a name; of a mapping, the name in it."""
+    import yaml
+
+    parsed = yaml.safe_load(value)
+    named = (parsed.get("name") or parsed.get("scheme")) if isinstance(parsed, dict) else None
+    return f"{{{named}}}" if named else value
+
+
+def _folder_name(parts: Sequence[str], settings: Sequence[str]) -> str:
+    """A folder's name that says the settings; where it cannot say them all, a hash of them tells it apart."""
+    plain = ",".join(parts)
+    name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", plain)
+    if name == plain and len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 9]}-{digest}"

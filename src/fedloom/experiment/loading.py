@@ -16,6 +16,7 @@ from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
 from fedloom.experiment.validation_errors import KeyPath, dotted, explain, listing, shown
 from fedloom.experiment.yaml_reader import parse
+from fedloom.storage import is_url, open_store
 
 Overrides = Sequence[str]
 """Of the form ``data.partition.clients=20``: dotted key, then a YAML value."""
@@ -27,7 +28,7 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
     Parameters
     ----------
     path
-        The file.
+        The file: its path, or its URL, ``s3://bucket/prefix/name``.
     overrides
         ``key=value`` each: a dotted key, and a YAML value that replaces what the file has there.
 
@@ -35,9 +36,16 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
     ------
     ExperimentError
         If the file cannot be read, or anything in it, or in a combination of its keys, is not allowed.
+    StorageError, RefusedError
+        If the store of a URL cannot be used.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        if is_url(path):
+            place, _, name = str(path).rpartition("/")
+            content = open_store(place).read(name)
+        else:
+            content = Path(path).read_bytes()
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
     except OSError as error:

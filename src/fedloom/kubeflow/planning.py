@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from fedloom import experiment as experiments
 from fedloom.errors import ExperimentError
-from fedloom.experiment import Experiment
-from fedloom.run.sweep import seeds_of
+from fedloom.experiment import Experiment, seeds_of
 
 
 class Plan(NamedTuple):

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from fedloom.cli.main import STORAGE_FAILURES, as_storage_error
-from fedloom.errors import DataError, ExperimentError, FedloomError
+from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.planning import Plan
@@ -264,12 +263,12 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
         The statistics, as ``fedloom evaluate --out`` writes them, and ``confusion``: ``class_names``, and ``rows``, one
         for each true class, over all clients; None for data without classes.
     """
-    from fedloom.cli.use import measured
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import summary
     from fedloom.federation.folder import RunFolder
+    from fedloom.run import trained
 
-    found = measured(model, checkpoint, shards)
+    found = trained.evaluate(model, checkpoint, shards)
     mask = found.parts.experiment.evaluation.label_mask
     manifest, evaluation = read_manifest(shards), found.evaluation
     shutil.copytree(model, out, ignore=WITHOUT, dirs_exist_ok=True)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fedloom.errors import AbandonedError, FedloomError
+from fedloom.run.observer import RunObserver
 
 STOP_GRACE_S = 15.0
 
@@ -18,8 +19,8 @@ class StopRequest:
 
     Parameters
     ----------
-    say
-        Shows a person a line.
+    observer
+        Is told by :meth:`signals` when a signal came.
 
     Attributes
     ----------
@@ -33,12 +34,12 @@ class StopRequest:
         Loses what the round loop waits for, so that it sees the event.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, observer: RunObserver | None = None) -> None:
         self.event = threading.Event()
         self.reason: FedloomError | None = None
         self.training = False
         self.abort: Callable[[], None] = lambda: None
-        self._say = say
+        self._observer = observer or RunObserver()
         self._timers: list[threading.Timer] = []
 
     def ask(self, reason: FedloomError | None = None) -> None:
@@ -64,7 +65,7 @@ class StopRequest:
             self.ask()
             if again:
                 raise KeyboardInterrupt
-            self._say("stopping after this round (again to stop at once)" if self.training else "stopping")
+            self._observer.stopping(after_round=self.training)
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

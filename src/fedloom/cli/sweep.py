@@ -1,0 +1,75 @@
+"""What ``fedloom run --seeds ... --grid ...`` shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from fedloom.cli.tables import narrow
+from fedloom.cli.use import show_comparison
+from fedloom.cli.watch import Watch
+from fedloom.errors import QuorumError
+from fedloom.experiment import Point
+from fedloom.reporting.compare import compare
+from fedloom.run.observer import RunObserver
+from fedloom.run.sweep import SweepObserver
+
+
+class SweepWatch(SweepObserver):
+    """Tells a person how a sweep goes.
+
+    Parameters
+    ----------
+    choosing
+        Whether settings are being chosen: then evaluations show validation accuracy, and none on test data.
+    """
+
+    def __init__(self, *, choosing: bool) -> None:
+        self._choosing = choosing
+
+    def begins(self, number: int, points: int, point: Point) -> RunObserver:
+        """Say which run begins, and show how it goes."""
+        self._say(number, points, point)
+        return Watch(choosing=self._choosing)
+
+    def finished_before(self, number: int, points: int, point: Point) -> None:
+        """Say so."""
+        self._say(number, points, point, ": finished before")
+
+    def failed(self, number: int, points: int, point: Point, error: QuorumError) -> None:
+        """Say why."""
+        self._say(number, points, point, f": failed: {error}")
+
+    def _say(self, number: int, points: int, point: Point, what: str = "") -> None:
+        typer.echo(f"run {number} of {points}, {point.name}{what}", err=True)
+
+
+def show_sweep(folder: Path) -> None:
+    """Show and write what the sweep found.
+
+    Where settings were tried, test accuracy is shown only of those that validation chooses: looking at it for all
+    would be choosing by it. `fedloom compare SWEEP` shows everything.
+    """
+    comparison = compare([folder])
+    tried = {
+        (comparison.rows[choice.row].block, comparison.rows[choice.row].runs[0].method) for choice in comparison.chosen
+    }
+    chosen = {run.path for choice in comparison.chosen for run in comparison.rows[choice.row].runs}
+    shown: dict[Path, None] = {}
+    title = f"Validation {comparison.scale.words} (seen clients, pooled)"
+    table = narrow(title, ("", "last round", "best round"))
+    for row in comparison.rows:
+        paths = [run.path for run in row.runs]
+        candidate = (row.block, row.runs[0].method) in tried
+        personal = [r for r in comparison.rows if r.runs == row.runs and r.predictor == "personal"]
+        if candidate and (row in personal or not personal):  # without fine-tuning the global model is everybody's own
+            mark = "  <- chosen" if chosen.issuperset(paths) else ""
+            table.add_row(row.label + mark, *(row.scale.shown(row.validation(best=best)) for best in (False, True)))
+        if not candidate or chosen.issuperset(paths):
+            shown |= dict.fromkeys(paths)
+    if comparison.chosen:
+        Console().print(table)
+    show_comparison(list(shown), folder / "comparison")
+    typer.echo(f"comparison: {folder / 'comparison' / 'compare.html'}")

@@ -1,0 +1,49 @@
+"""How a run is carried out, as whoever starts it wants it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is carried out; none of it changes a number.
+
+    Attributes
+    ----------
+    out
+        The run's folder; None: one named after the experiment.
+    resume
+        Go on with what the folder holds, or with what is published.
+    replay
+        A run whose journal is repeated.
+    partition
+        Folder or URL of the partition; None: the experiment's is made here.
+    publish
+        URL to publish the run at; None: below ``storage``, where that is a store.
+    name
+        What the run is called there; None: as its folder.
+    listen
+        ``host:port`` where workers may come; None: the run has workers of its own.
+    wait_s
+        Seconds until every client must be served.
+    orphan_after_s
+        Seconds without a watcher after which the run stops; None: it need not be watched.
+    finished_grace_s
+        Seconds to wait at the end until watchers have been told.
+    signals
+        SIGINT and SIGTERM stop the run after the round at hand; a second one, at once.
+    """
+
+    out: Path | None = None
+    resume: bool = False
+    replay: Path | None = None
+    partition: str | None = None
+    publish: str | None = None
+    name: str | None = None
+    listen: str | None = None
+    wait_s: float = 60.0
+    orphan_after_s: float | None = None
+    finished_grace_s: float = 5.0
+    signals: bool = False

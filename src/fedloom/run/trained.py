@@ -1,0 +1,184 @@
+"""What is done with the model of a run, finished or not: measured again, and made each client's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import Group, Predictors
+from fedloom.data.federated import FederatedDataset, Manifest
+from fedloom.errors import DataError, ExperimentError, QuorumError
+from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.summary import Evaluation, groups
+from fedloom.federation.checkpoint import check_fits
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import Journal
+from fedloom.federation.loop import Loop
+from fedloom.messages import Message
+from fedloom.run import assemble
+from fedloom.run.assemble import Parts
+from fedloom.run.observer import RunObserver
+from fedloom.run.worker import select_clients
+from fedloom.storage import is_url
+from fedloom.storage.folder import write_atomically
+from fedloom.words import counted
+
+
+@dataclass(frozen=True)
+class CheckpointEvaluation:
+    """What an evaluation of a checkpoint found, and of what."""
+
+    statistics: dict[str, Any]
+    evaluation: Evaluation
+    parts: Parts
+
+
+def evaluate(run: Path, checkpoint: str = "last", partition: str | Path | None = None) -> CheckpointEvaluation:
+    """Measure a checkpoint of a run on the run's clients, or on those of another partition, who are all unseen.
+
+    Raises
+    ------
+    ExperimentError
+        If ``checkpoint`` is none of last, best and a number.
+    DataError
+        If the folder is not that of a run, has no such checkpoint, or the partition is of another kind of data,
+        incomplete or damaged.
+    QuorumError
+        If clients could not be measured.
+    """
+    parts, loop, dataset = restore(run, checkpoint, partition)
+    evaluation = loop.evaluate()
+    if not evaluation.present.all():  # statistics of the others would be taken for those of all
+        missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
+        named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        everyone = counted(len(evaluation.clients), "client")
+        raise QuorumError(f"{len(missing)} of {everyone} could not be measured: {named}")
+    if not parts.task.same_clients:  # whatever their partition calls them, this training never saw them
+        evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
+    statistics = {
+        "name": parts.experiment.name,
+        "algorithm": parts.algorithm.name,
+        "seed": parts.experiment.seed,
+        "round": loop.round,
+        "partition": dataset.manifest.fingerprint,
+        **groups(evaluation, label_mask=parts.experiment.evaluation.label_mask),
+        **loop.extra(evaluation),
+    }
+    return CheckpointEvaluation(statistics, evaluation, parts)
+
+
+@dataclass(frozen=True)
+class Personalized:
+    """Whose models are saved, and who got none, with the reason."""
+
+    saved: Sequence[str]
+    lost: Mapping[str, str]
+
+
+def personalize(
+    run: Path,
+    out: Path,
+    checkpoint: str = "last",
+    partition: str | Path | None = None,
+    clients: str | None = None,
+) -> Personalized:
+    """Give clients, seen or never seen, their own models, and save each as ``ID.safetensors``.
+
+    Parameters
+    ----------
+    out
+        A new folder.
+    clients
+        Ids, separated by commas; None: all of the partition.
+
+    Raises
+    ------
+    ExperimentError
+        If ``out`` exists, or ``checkpoint`` is none of last, best and a number.
+    DataError
+        As of :func:`restore`; and if the partition has no such client.
+    """
+    if out.exists():
+        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+    saved: list[str] = []
+    parts, loop, dataset = restore(run, checkpoint, partition)
+    wanted = select_clients([entry.id for entry in dataset.manifest.clients], clients)
+    for client in wanted:
+        dataset.manifest.entry(client)
+    out.mkdir(parents=True)
+
+    def save(predictors: Predictors, group: Group) -> Message:
+        for named, client in zip(predictors, group.clients, strict=True):
+            tensors = {f"{name}.{key}": t for name, p in named.items() for key, t in p.tensors().items()}
+            layout = [[name, list(shape)] for name, shape in parts.task.model.layout.entries]
+            about = json.dumps({"client": client.id, "round": loop.round, "layout": layout}, sort_keys=True)
+            contiguous = {key: t.contiguous().clone() for key, t in tensors.items()}
+            content = safetensors.torch.save(contiguous, metadata={"fedloom": about})
+            write_atomically(out / f"{client.id}.safetensors", content)
+            saved.append(client.id)
+        return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
+
+    loop.carrier = assemble.in_process(parts, dataset, loop.folder, save)
+    lost = loop.personalize(wanted)
+    return Personalized(saved, lost)
+
+
+def restore(
+    run: Path, checkpoint: str = "last", partition: str | Path | None = None
+) -> tuple[Parts, Loop, FederatedDataset]:
+    """Return a run's server at a checkpoint, with clients in this process, and their data.
+
+    Raises
+    ------
+    ExperimentError
+        If ``checkpoint`` is none of last, best and a number.
+    DataError
+        If the folder is not that of a run, has no such checkpoint, or the partition is of another kind of data,
+        incomplete or damaged.
+    """
+    if checkpoint not in ("last", "best") and not checkpoint.isdecimal():
+        raise ExperimentError(f"--checkpoint: found {checkpoint!r}, allowed: last, best or a round")
+    folder = RunFolder(run)
+    text = folder.read("partition.json")
+    if text is None or folder.read("experiment.yaml") is None:
+        raise DataError(
+            f"{run}: not a run's folder (no experiment.yaml or partition.json)", hint="fedloom run EXPERIMENT"
+        )
+    e = experiments.load(run / "experiment.yaml")
+    trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
+    dataset = assemble.make_partition(e) if partition is None else FederatedDataset.open(partition)
+    for what in ("dataset", "classes", "input_shape"):
+        found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
+        if found != needed:
+            raise DataError(f"{dataset.folder}: {what} is {found}, the run was trained with {needed}")
+    if partition is not None and not is_url(partition):  # a store's shards are checked as they come
+        dataset.verify()
+    # The models have learned inputs as the training partition normalizes them.
+    manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
+    dataset = FederatedDataset(dataset.folder, manifest, dataset.source)
+    assemble.use_device("cpu", e.runtime.threads)
+    parts = assemble.make_parts(e, dataset.manifest, trained_on)
+    loop = assemble.loop(
+        parts,
+        assemble.in_process(parts, dataset, folder),
+        folder,
+        RunObserver(),
+        threading.Event(),
+        keep_descriptors=False,
+    )
+    loaded = loop.checkpoints.load(int(checkpoint) if checkpoint.isdecimal() else checkpoint)
+    check_fits(loaded, loop.server.state(), parts.algorithm.name, parts.algorithm.version)
+    loop.server.load(loaded.state)
+    loop.round = loaded.round
+    if parts.task.same_clients:  # a client of another partition is another client, whatever its name
+        loop.journal = Journal.read(folder)
+    return parts, loop, dataset

@@ -1,0 +1,175 @@
+"""A worker: a process that serves clients of a partition to an aggregator until the run is over."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import available, find
+from fedloom.data.federated import FederatedDataset
+from fedloom.errors import DataError, ExperimentError
+from fedloom.federation.conversations import Conversations
+from fedloom.run import assemble
+from fedloom.storage import is_url
+from fedloom.transport.address import split_address
+from fedloom.transport.worker import Identity, Joined, serve
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker serves, and how.
+
+    Attributes
+    ----------
+    partition
+        Folder or URL of the partition.
+    clients, part
+        As of :func:`select_clients`.
+    device
+        What it computes on.
+    threads
+        Torch threads; the aggregator must use as many.
+    clients_at_once
+        Clients vectorized together on a GPU.
+    reconnect_s
+        Seconds to go on dialling an aggregator that is gone.
+    states
+        Folder or URL of the clients' states, for methods that keep any.
+    verify
+        Check the shards before serving, of a folder or of clients whom nobody else serves.
+    """
+
+    partition: str
+    clients: str | None = None
+    part: str | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: int = 1
+    clients_at_once: int = 1
+    reconnect_s: float = 60.0
+    states: str | None = None
+    verify: bool = True
+
+
+class Worker:
+    """Serves clients to an aggregator. Making it checks everything that can be checked before it dials.
+
+    Parameters
+    ----------
+    aggregator
+        ``host:port``.
+    name
+        Of this worker; unique in the run.
+    options
+        What it serves, and how.
+
+    Raises
+    ------
+    ExperimentError
+        If an option is not allowed.
+    DataError
+        If the partition, or a shard of it, is missing or damaged.
+    """
+
+    def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
+        if options.device == "cpu" and options.clients_at_once > 1:
+            raise ExperimentError(f"--clients-at-once: found {options.clients_at_once} on cpu, allowed: 1")
+        split_address(aggregator, what="--aggregator", lowest=1)
+        self._aggregator = aggregator
+        self._options = options
+        self._dataset = FederatedDataset.open(options.partition)
+        everyone = [entry.id for entry in self._dataset.manifest.clients]
+        served = select_clients(everyone, options.clients, options.part)
+        for client in served:
+            self._dataset.manifest.entry(client)
+        # Of a store, only shards that nobody else serves are fetched now; others when their client comes here.
+        if options.verify and (served != everyone or not is_url(options.partition)):
+            self._dataset.verify(served)
+        self._device = assemble.use_device(options.device, options.threads)
+        self._identity = Identity(
+            worker=name,
+            clients=served,
+            algorithms={known: find(known).version for known in available()},
+            device=options.device,
+        )
+
+    def serve(self, stop: threading.Event) -> bool:
+        """Serve until the run is over, or ``stop`` is set; return whether it is over.
+
+        Raises
+        ------
+        DataError
+            If the aggregator's partition is another.
+        RefusedError
+            If the aggregator refuses the worker.
+        AbandonedError
+            If the aggregator is gone for too long.
+        """
+        gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
+        return serve(
+            self._aggregator,
+            self._identity,
+            make_session=self._session,
+            stop=stop,
+            reconnect_s=self._options.reconnect_s,
+        )
+
+    def _session(self, joined: Joined) -> Conversations:
+        told: dict[str, Any] = json.loads(joined.experiment)
+        options, found = self._options, self._dataset.manifest
+        if told["partition"] != found.fingerprint:
+            raise DataError(
+                f"{options.partition}: found partition {found.fingerprint[:12]}, "
+                f"the aggregator's is {told['partition'][:12]}",
+                hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
+            )
+        runtime = experiments.Runtime(
+            workers=0, threads=options.threads, device=options.device, clients_at_once=options.clients_at_once
+        )
+        shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
+        parts = assemble.make_parts(shared, found)
+        return assemble.conversations(parts, self._dataset, self._device, options.states)
+
+
+def select_clients(everyone: Sequence[str], clients: str | None, part: str | None = None) -> list[str]:
+    """Return the clients that a worker is to serve.
+
+    Parameters
+    ----------
+    everyone
+        Ids of all clients of the partition, in its order.
+    clients
+        Ids, separated by commas.
+    part
+        ``I/N``: the I-th, from 0, of N blocks of equal size (to one), in order.
+
+    Raises
+    ------
+    ExperimentError
+        If both are given, ``part`` is none, or ``clients`` names nobody.
+    """
+    if clients is not None:
+        if part is not None:
+            raise ExperimentError(f"--part: found {part} with --clients; allowed: one of them")
+        named = [name.strip() for name in clients.split(",") if name.strip()]
+        if not named:
+            raise ExperimentError(
+                f"--clients: found {clients!r}; allowed: ids of the partition's {len(everyone)} clients, such as "
+                f"{everyone[0]}, separated by commas"
+            )
+        return named
+    if part is None:
+        return list(everyone)
+    given = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
+    i, n = (int(given[1]), int(given[2])) if given else (0, 0)
+    if not i < n <= len(everyone):
+        raise ExperimentError(
+            f"--part: found {part}; allowed: I/N, with I from 0 to N - 1, and N at most {len(everyone)}, the number of "
+            "clients"
+        )
+    return list(everyone[i * len(everyone) // n : (i + 1) * len(everyone) // n])
