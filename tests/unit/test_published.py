@@ -260,6 +260,64 @@ def test_a_finished_run_lies_there_as_it_lies_here(store: Store, tmp_path: Path)
         a.finish()
 
 
+def test_the_checkpoints_of_a_finished_run_are_kept_once(store: Store, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a", 4)
+    a = aggregator(tmp_path / "a", store, "a")
+    a.publish(4)
+    folder.write("summary.json", "of round 4")
+    a.finish()
+    checkpoints = [name for name in contents(tmp_path / "a") if name.startswith("checkpoints/")]
+    for name in checkpoints:
+        content = (tmp_path / "a" / name).read_bytes()
+        assert [entry.name for entry in store.entries() if store.read(entry.name) == content] == [name]
+    # It can be gone on with, on another machine, and its end is kept once, too.
+    b = aggregator(tmp_path / "b", store, "b")
+    assert b.take_up()
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+    run_folder(tmp_path / "b", 5)  # which keeps the checkpoint of round 4
+    b.publish(5)
+    store.remove(checkpoints)  # its records need nothing of what it will write over
+    c = aggregator(tmp_path / "c", store, "c")
+    assert c.take_up()
+    assert contents(tmp_path / "c") == contents(tmp_path / "b")
+    c.finish()
+    assert not any(
+        "checkpoints/" in name and "folder" not in blob for name, blob in records(store)[-1]["files"].items()
+    )
+    assert aggregator(tmp_path / "d", store, "d").take_up()
+    assert contents(tmp_path / "d") == contents(tmp_path / "c")
+    store.write(next(n for n in contents(tmp_path / "d") if n.startswith("checkpoints/")), b"other")
+    with pytest.raises(DataError, match="damaged"):
+        aggregator(tmp_path / "e", store, "e").take_up()
+
+
+def test_an_aggregator_held_up_after_it_finished_removes_nothing_of_its_successor(tmp_path: Path) -> None:
+    plain = FolderStore(tmp_path / "store")
+
+    def successor() -> None:
+        b = aggregator(tmp_path / "b", plain, "b")
+        assert b.take_up()
+        run_folder(tmp_path / "b", 6)
+        b.publish(6)
+
+    run_folder(tmp_path / "a", 4)
+    held_up = HeldUp(tmp_path / "store", "", successor)
+    a = aggregator(tmp_path / "a", held_up, "a")
+    a.publish(4)
+    RunFolder(tmp_path / "a").write("summary.json", "of round 4")
+
+    def hold_the_last_sweep(name: str, content: bytes) -> None:
+        FolderStore.create(held_up, name, content)
+        if "folder-" in content.decode():
+            held_up.method = "entries of blobs/"
+
+    held_up.create = hold_the_last_sweep  # type: ignore[method-assign]
+    a.finish()
+    assert [record["round"] for record in records(plain)] == [4, 4, 4, 6]
+    assert aggregator(tmp_path / "c", plain, "c").take_up()
+    assert contents(tmp_path / "c") == contents(tmp_path / "b")
+
+
 def test_a_summary_never_stands_beside_files_of_another_time(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     folder = run_folder(tmp_path / "a", 4)

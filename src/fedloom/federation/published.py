@@ -14,9 +14,13 @@ Below the run's place in the store:
 everything else
     The finished run's folder, for people and programs to read. What has a ``summary.json`` is whole.
 
-A restart needs the last record and its blobs alone. Order makes that safe: the blobs first, then the record, and then
-blobs of this and earlier numbers go that it does not name. Even an aggregator that is held up before that last step and
-replaced meanwhile removes nothing that its successors need.
+The last record of a finished run, written once its folder is there, names the checkpoints in that folder instead of
+blobs, so that each is kept once. The bytes of a checkpoint follow from its round, so an aggregator that is replaced
+while it copies the folder, and goes on copying, does not change them.
+
+A restart needs the last record and what it names alone. Order makes that safe: the blobs first, then the record, and
+then blobs of this and earlier numbers go that it does not name. Even an aggregator that is held up before that last
+step and replaced meanwhile removes nothing that its successors need.
 """
 
 from __future__ import annotations
@@ -43,6 +47,10 @@ SUMMARY = "summary.json"
 FIRST = ("experiment.yaml", "published.json")
 """What has an experiment is a run; and before there are rounds in it, it says where their clients' states are."""
 
+CHECKPOINTS = "checkpoints/"
+FOLDER = "folder"
+"""In place of a blob's number: the file lies in the finished run's folder."""
+
 OF_ITS_OWN = ("blobs", "published", "states")
 """Folders in the store that are no part of the finished run's folder."""
 
@@ -62,7 +70,8 @@ class Record:
     incarnation
         Of the aggregator that wrote it.
     files
-        The blob of each file, ``<number>-<sha256 in hex>``, by its path in the run's folder.
+        The blob of each file, ``<number>-<sha256 in hex>``, by its path in the run's folder; ``folder-<sha256 in hex>``
+        where it is read from the finished run's folder.
     """
 
     number: int
@@ -151,19 +160,7 @@ class Published:
                 self._store.write(f"blobs/{number:08d}-{digest}", content)
                 self._blobs[digest] = f"{number:08d}-{digest}"
             files[name] = self._blobs[digest]
-        record = Record(number, round, self._incarnation, files)
-        text = json.dumps({"version": VERSION, **asdict(record)}, indent=2, sort_keys=True) + "\n"
-        try:
-            self._store.create(_name(number), text.encode())
-        except Taken:
-            other = self._read(number)
-            raise StorageError(
-                f"{self._store.url}: found round {other.round} published meanwhile by another aggregator "
-                f"({other.incarnation[:12]}), so this one ({self._incarnation[:12]}) stops",
-                hint="let one aggregator at a time work on a run; --resume goes on with what is published",
-            ) from None
-        self._last, self._blobs = record, _by_digest(record)
-        self._sweep(record)
+        self._record(Record(number, round, self._incarnation, files))
         log.info("published round %d at %s", round, self._store.url)
 
     def finish(self) -> None:
@@ -178,9 +175,15 @@ class Published:
         """
         # Who writes over what others may read has just shown that the run is its own.
         self.publish(self._last.round if self._last is not None else 0)
+        assert self._last is not None
         self._store.remove([SUMMARY])  # of the run before it was resumed with more rounds
         for name in sorted(self._everything(), key=_summary_last):
             self._store.upload(name, self._folder.path / name)
+        files = {
+            name: f"{FOLDER}-{_digest(blob)}" if name.startswith(CHECKPOINTS) else blob
+            for name, blob in self._last.files.items()
+        }
+        self._record(Record(self._last.number + 1, self._last.round, self._incarnation, files))
         log.info("published the finished run at %s", self._store.url)
 
     def log_files(self) -> None:
@@ -190,6 +193,22 @@ class Published:
                 self._store.upload(name, self._folder.path / name)
 
     # --- records ------------------------------------------------------------------------------------------------------
+
+    def _record(self, record: Record) -> None:
+        """Write the next record, unless somebody else has, and remove the blobs that it makes superfluous."""
+        number = record.number
+        text = json.dumps({"version": VERSION, **asdict(record)}, indent=2, sort_keys=True) + "\n"
+        try:
+            self._store.create(_name(number), text.encode())
+        except Taken:
+            other = self._read(number)
+            raise StorageError(
+                f"{self._store.url}: found round {other.round} published meanwhile by another aggregator "
+                f"({other.incarnation[:12]}), so this one ({self._incarnation[:12]}) stops",
+                hint="let one aggregator at a time work on a run; --resume goes on with what is published",
+            ) from None
+        self._last, self._blobs = record, _by_digest(record)
+        self._sweep(record)
 
     def _latest(self) -> Record | None:
         numbers = [
@@ -218,7 +237,7 @@ class Published:
         return [
             name
             for name in self._everything()
-            if "/" not in name or (name.startswith("checkpoints/") and name.endswith(".safetensors"))
+            if "/" not in name or (name.startswith(CHECKPOINTS) and name.endswith(".safetensors"))
         ]
 
     def _everything(self) -> list[str]:
@@ -239,13 +258,14 @@ class Published:
         with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
             staging = Path(temporary)
             for name, blob in record.files.items():
-                self._store.download(f"blobs/{blob}", staging / name)
+                there = name if blob.startswith(FOLDER) else f"blobs/{blob}"
+                self._store.download(there, staging / name)
                 found = hashlib.sha256((staging / name).read_bytes()).hexdigest()
                 if found != _digest(blob):
-                    raise DataError(f"{self._store.url}/blobs/{blob}: damaged, found sha256 {found}")
+                    raise DataError(f"{self._store.url}/{there}: damaged, found sha256 {found}")
             check(RunFolder(staging))
             for name in self._needed():
-                if name.startswith("checkpoints/") and name not in record.files:
+                if name.startswith(CHECKPOINTS) and name not in record.files:
                     (self._folder.path / name).unlink()
             for name in sorted(record.files, key=lambda name: (name not in FIRST, name)):  # we may be killed half way
                 path = self._folder.path / name
@@ -270,7 +290,7 @@ def _digest(blob: str) -> str:
 
 
 def _by_digest(record: Record) -> dict[str, str]:
-    return {_digest(blob): blob for blob in record.files.values()}
+    return {_digest(blob): blob for blob in record.files.values() if not blob.startswith(FOLDER)}
 
 
 def _summary_last(name: str) -> tuple[bool, str]:
