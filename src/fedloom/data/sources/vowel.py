@@ -13,7 +13,6 @@ import numpy as np
 from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
 from fedloom.data.sources.fetchers import Copy, DebianPackage
 from fedloom.data.sources.rda import Factor, data_frame
-from fedloom.errors import DataError
 
 FEATURES = tuple(f"V{i}" for i in range(2, 11))
 CLASS_NAMES = ("hid", "hId", "hEd", "hAd", "hYd", "had", "hOd", "hod", "hUd", "hud", "hed")
@@ -23,24 +22,12 @@ REPETITIONS = 6
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """Return nine features of each utterance; the first three repetitions of a vowel by a speaker train, the rest test.
-
-    Raises
-    ------
-    DataError
-        If the file is not that data frame.
-    """
-    name = "Vowel.rda"
-    columns = data_frame(contents[name], name, "Vowel")
-    features = [columns.get(feature) for feature in FEATURES]
-    speaker, vowel = columns.get("V1"), columns.get("Class")
-    if not (isinstance(speaker, Factor) and isinstance(vowel, Factor)) or not all(
-        isinstance(feature, np.ndarray) for feature in features
-    ):
-        raise DataError(
-            f"{name} has the columns {sorted(columns)}; expected the factors V1 and Class, numbers V2 ... V10"
-        )
-    inputs = np.stack([np.asarray(feature) for feature in features], axis=1).astype(np.float32)
+    """Return nine features of each utterance; of a speaker's repetitions of a vowel the first three train."""
+    columns = data_frame(contents["Vowel.rda"], "Vowel")
+    speaker, vowel = columns["V1"], columns["Class"]
+    assert isinstance(speaker, Factor)
+    assert isinstance(vowel, Factor)
+    inputs = np.stack([np.asarray(columns[feature]) for feature in FEATURES], axis=1).astype(np.float32)
     spoken = speaker.codes * len(vowel.levels) + vowel.codes
     # How often this speaker has said this vowel before, in the order of the file.
     repetition = np.array([np.count_nonzero(spoken[:i] == spoken[i]) for i in range(len(spoken))])
