@@ -19,7 +19,7 @@ import pytest
 from s3_support import BreakingProxy, S3Server
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
-from fedloom.storage import Absent, Entry, Store, Taken, is_url, open_store
+from fedloom.storage import Absent, Entry, Store, Taken, is_url, open_store, s3
 from fedloom.storage.open import S3Place, s3_place
 
 MIB = 2**20
@@ -33,10 +33,17 @@ def proxy(s3_server: S3Server) -> Iterator[BreakingProxy]:
 
 
 @pytest.fixture
-def through(s3_server: S3Server, proxy: BreakingProxy) -> Callable[[], Store]:
-    """Opens a store behind the proxy, each time with connections of its own."""
+def through(s3_server: S3Server, proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Store]:
+    """Opens a store behind the proxy, each time with connections of its own; broken requests are made again at once."""
+    monkeypatch.setattr(s3, "FIRST_PAUSE_S", 0.01)
     url = f"s3://{s3_server.new_bucket()}/p"
     return lambda: open_store(url, {**s3_server.environment, "FEDLOOM_S3_ENDPOINT": proxy.endpoint})
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are as small as S3 has them."""
+    monkeypatch.setattr(s3, "PART", 5 * MIB)
 
 
 # --- what both do -----------------------------------------------------------------------------------------------------
@@ -101,7 +108,7 @@ def test_entries_by_prefix_in_order_with_sizes(store: Store) -> None:
 
 
 def test_more_entries_than_one_answer_holds(store: Store) -> None:
-    names = [f"shards/{i:04d}" for i in range(1203)]  # S3 lists, and removes, a thousand at a time
+    names = [f"shards/{i:04d}" for i in range(1001)]  # S3 lists, and removes, a thousand at a time
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: store.write(name, b"1", durably=False), names))
     assert [entry.name for entry in store.entries("shards/")] == names
@@ -118,11 +125,12 @@ def test_a_store_under_a_folder_of_another(store: Store) -> None:
     assert list(store.under("runs/r").entries()) == []  # a folder, not a beginning of a name
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_large_files_travel_in_parts_and_come_back_whole(store: Store, tmp_path: Path) -> None:
-    content = os.urandom(MIB) * 40
+    content = os.urandom(MIB) * 11
     (tmp_path / "large").write_bytes(content)
     store.upload("checkpoints/large", tmp_path / "large")
-    assert list(store.entries()) == [Entry("checkpoints/large", 40 * MIB)]
+    assert list(store.entries()) == [Entry("checkpoints/large", 11 * MIB)]
     store.download("checkpoints/large", tmp_path / "new" / "back")
     assert (tmp_path / "new" / "back").read_bytes() == content
     store.write("again", content)
@@ -300,6 +308,7 @@ def test_https_where_there_is_none(s3_server: S3Server) -> None:
     assert "SSL_CERT_FILE" in str(error)
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_certificate_of_its_own(s3_server: S3Server, tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
@@ -316,7 +325,7 @@ def test_a_certificate_of_its_own(s3_server: S3Server, tmp_path: Path) -> None:
     trusting = {**s3_server.environment, "FEDLOOM_S3_ENDPOINT": proxy.endpoint, "SSL_CERT_FILE": str(certificate)}
     store = open_store(url, trusting)
     store.check()
-    content = os.urandom(MIB) * 20  # in parts, which are signed in another way over TLS
+    content = os.urandom(MIB) * 11  # in parts, which are signed in another way over TLS
     store.write("large", content)
     assert store.read("large") == content
     store.remove(["large"])
@@ -324,8 +333,9 @@ def test_a_certificate_of_its_own(s3_server: S3Server, tmp_path: Path) -> None:
     proxy.close()
 
 
-@pytest.mark.slow
-def test_an_endpoint_that_never_answers(s3_server: S3Server) -> None:
+def test_an_endpoint_that_never_answers(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2 * s3.CHECK_S + s3.FIRST_PAUSE_S < 20
+    monkeypatch.setattr(s3, "CHECK_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody reads
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
@@ -381,12 +391,13 @@ def test_requests_that_break_are_made_again(through: Callable[[], Store], proxy:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_an_upload_in_parts_survives_broken_connections(
     through: Callable[[], Store], proxy: BreakingProxy, tmp_path: Path
 ) -> None:
-    content = os.urandom(MIB) * 40
+    content = os.urandom(MIB) * 11
     (tmp_path / "large").write_bytes(content)
-    proxy.faults = [("up", 5 * MIB)] * 2  # the start of the upload holds, its first parts do not
+    proxy.faults = [("up", 2 * MIB)] * 2  # the start of the upload holds, its first parts do not
     through().upload("large", tmp_path / "large")
     assert proxy.broken >= 1
     assert through().read("large") == content
@@ -414,6 +425,7 @@ def test_a_service_that_stays_away_is_given_up(
     through: Callable[[], Store], proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
+    monkeypatch.undo()  # of the pauses: these are what is looked at
     monkeypatch.setattr(time, "sleep", waited.append)
     proxy.faults = [("up", 0)] * 7
     with pytest.raises(StorageError, match="cannot be reached") as raised:
@@ -476,7 +488,7 @@ def error(code: str) -> str:
 def other_service() -> Iterator[tuple[type[OtherService], Store]]:
     handler = type("Handler", (OtherService,), {"statuses": [], "seen": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         yield handler, open_store("s3://bucket/x", {**COMPLETE, "FEDLOOM_S3_ENDPOINT": endpoint})
         server.shutdown()
@@ -504,7 +516,10 @@ def test_a_conflict_of_two_conditional_writes_is_tried_again(other_service: tupl
     assert handler.seen == ["PUT If-None-Match: *"] * 2
 
 
-def test_a_service_that_is_busy_is_asked_again(other_service: tuple[type[OtherService], Store]) -> None:
+def test_a_service_that_is_busy_is_asked_again(
+    other_service: tuple[type[OtherService], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "FIRST_PAUSE_S", 0.01)
     handler, store = other_service
     handler.statuses = [503, 503]
     assert list(store.entries()) == []
@@ -522,7 +537,7 @@ def test_a_web_server_is_no_service(s3_server: S3Server) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
         server.shutdown()

@@ -36,6 +36,12 @@ PART = 16 * 2**20
 """Bytes above which a content travels in parts, three at a time."""
 
 ENDPOINT = "FEDLOOM_S3_ENDPOINT"
+FIRST_PAUSE_S = 0.5
+"""Between the first and the second attempt of a request; each further pause is twice as long."""
+
+CHECK_S = 8.0
+"""Patience with an answer while a store is checked; there are two attempts."""
+
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 _WRONG_CREDENTIALS = {
@@ -121,7 +127,7 @@ class Connection:
     Parameters
     ----------
     attempts
-        Times that a request is made before it is given up; the pauses between them double from half a second on.
+        Times that a request is made before it is given up; the pauses between them double.
     connect_s, read_s
         Patience with one connection: until it is made (or takes a block of data), and until an answer comes.
     """
@@ -162,7 +168,7 @@ class Connection:
         FedloomError
             The failure, in words.
         """
-        pause_s = 0.5
+        pause_s = FIRST_PAUSE_S
         for attempt in range(1, self.attempts + 1):
             try:
                 return request()
@@ -351,7 +357,7 @@ class S3Store(Store):
 
     def check(self, *, writing: bool = True) -> None:
         """Find out whether the service is there, the bucket too, and the credentials allow what is needed."""
-        hurried = Connection(self._connection.service, attempts=2, connect_s=4, read_s=8)
+        hurried = Connection(self._connection.service, attempts=2, connect_s=CHECK_S / 2, read_s=CHECK_S)
         store = S3Store(self._bucket, self._prefix, hurried)
         below = f"{self._prefix}/" if self._prefix else ""
         hurried.insist(
