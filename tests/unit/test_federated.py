@@ -257,7 +257,7 @@ def test_every_input_is_part_of_the_name(tiny_root: Path, monkeypatch: pytest.Mo
         make(tiny_root, scheme=ClassesScheme(clients=6, classes_per_client=3)).name,
         make(tiny_root, scheme=ClassesScheme(clients=6, classes_per_client=2, train_per_client=8)).name,
     ]
-    monkeypatch.setattr(partitioning, "DEALING", 999)
+    monkeypatch.setattr(partitioning, "ASSIGNMENT", 999)
     names.append(make(tiny_root).name)
     assert len(set(names)) == len(names)
     assert all(name.startswith("tiny-") and len(name) == len("tiny-") + 12 for name in names)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedloom.data import sources
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
-from fedloom.data.folders import data_root, locked, published, sync, write_durably
+from fedloom.data.folders import data_root, locked, published
 from fedloom.data.manifest import (
     SPLITS,
     VERSION,
@@ -31,6 +31,7 @@ from fedloom.data.means import draw_means
 from fedloom.data.schemes import MeansScheme, Scheme
 from fedloom.data.sources import Official, Pool, Source
 from fedloom.errors import DataError
+from fedloom.storage.folder import fill, sync
 
 log = logging.getLogger("fedloom.data")
 
@@ -198,7 +199,7 @@ def write(
         source_sha256=dict(checksums),
         clients=tuple(entries),
     )
-    write_durably(folder / "partition.json", manifest.to_json().encode())
+    fill(folder / "partition.json", manifest.to_json().encode())
     return manifest
 
 

@@ -47,9 +47,9 @@ class FolderStore(Store):
         def write() -> None:
             # A link, unlike a rename, never takes the place of what is there.
             with staged(path) as partial:
-                _fill(partial, content, durably=True)
+                fill(partial, content)
                 os.link(partial, path)
-                _sync(path.parent)
+                sync(path.parent)
 
         try:
             self._within(path, write)
@@ -133,10 +133,10 @@ def write_atomically(path: Path, content: bytes, *, durably: bool = True) -> Non
         If it cannot be written; a file of that name stays as it was.
     """
     with staged(path) as partial:
-        _fill(partial, content, durably=durably)
+        fill(partial, content, durably=durably)
         partial.replace(path)
         if durably:
-            _sync(path.parent)
+            sync(path.parent)
 
 
 def copy_atomically(source: Path, path: Path) -> None:
@@ -149,9 +149,9 @@ def copy_atomically(source: Path, path: Path) -> None:
     """
     with staged(path) as partial:
         shutil.copyfile(source, partial)
-        _sync(partial)
+        sync(partial)
         partial.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
 
 
 @contextmanager
@@ -200,7 +200,8 @@ def staged(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def _fill(path: Path, content: bytes, *, durably: bool) -> None:
+def fill(path: Path, content: bytes, *, durably: bool = True) -> None:
+    """Write a file where nobody looks yet, and wait until the disk has it if that is asked for."""
     with path.open("wb") as file:
         file.write(content)
         if durably:
@@ -208,7 +209,7 @@ def _fill(path: Path, content: bytes, *, durably: bool) -> None:
             os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -11,10 +11,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.data.folders import data_root, locked, published, sync, write_durably
+from fedloom.data.folders import data_root, locked, published
 from fedloom.data.sources.base import Fetcher, FetchFailed, Official, Progress, Report, Source, SourceFile
 from fedloom.data.sources.fetchers import Copy
 from fedloom.errors import DataError
+from fedloom.storage.folder import fill, sync
 
 log = logging.getLogger("fedloom.data")
 
@@ -247,7 +248,7 @@ def _store_official(source: Source, folder: Path, fetchers: Sequence[Fetcher], r
         try:
             with published(folder) as staging, closing(_checked(source, fetcher, report)) as files:
                 for name, content in files:
-                    write_durably(staging / name, content)
+                    fill(staging / name, content)
                 sync(staging)
         except FetchFailed as failure:
             log.info("%s: %s failed: %s", source.name, fetcher.title, failure)
@@ -304,10 +305,10 @@ def _store_own(source: Source, folder: Path, given: Path, names: Sequence[str], 
             except OSError as error:
                 raise DataError(f"{given / name} cannot be read: {error.strerror or error}") from error
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
-            write_durably(staging / name, content)
+            fill(staging / name, content)
             file = SourceFile(name, len(content), hashlib.sha256(content).hexdigest())
             files[name] = StoredFile(source, staging / name, file)
-        write_durably(staging / RECORD, "".join(f"{f.file.sha256}  {name}\n" for name, f in files.items()).encode())
+        fill(staging / RECORD, "".join(f"{f.file.sha256}  {name}\n" for name, f in files.items()).encode())
         for inner in {staging / above for name in names for above in Path(name).parents}:
             sync(inner)
         report(Progress("checking what they hold", 0, None))
