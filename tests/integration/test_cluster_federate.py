@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster
+from forked import Popen
 from run_processes import ENVIRONMENT, WAIT_S, alive, children, scores, until
 from s3_support import S3Server
 
@@ -110,7 +110,7 @@ def test_a_launcher_is_killed_and_the_run_is_whole_all_the_same(place: Place, sm
     arguments = [place.file, place.partition, place.folder / "first", place.storage, settings, "run"]
     command = [sys.executable, "-c", LAUNCH, *map(str, arguments)]
     place.cluster.node.capacity["cpu"] = "600m"  # room for the aggregator alone
-    with subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}) as launcher:
+    with Popen(command, env={**os.environ, **ENVIRONMENT}) as launcher:
         until(lambda: len(place.cluster.objects("jobs")) == 2, "two Jobs")
         launcher.kill()
     # Nobody follows: the aggregator ends by itself, with 8, and is not started again.
@@ -364,7 +364,7 @@ def test_a_local_run_whose_launcher_is_killed_ends_too(here: Place) -> None:
     code = "import sys; from pathlib import Path; from fedloom.cluster import local; "
     code += "local.run(*map(Path, sys.argv[1:]), say=print)"
     arguments = [here.file, here.partition, here.folder / "out"]
-    with subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=ENVIRONMENT) as launcher:
+    with Popen([sys.executable, "-c", code, *map(str, arguments)], env=ENVIRONMENT) as launcher:
         until(lambda: children(launcher.pid), "a run")
         (run,) = children(launcher.pid)
         launcher.kill()

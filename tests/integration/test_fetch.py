@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Popen
 
 from fedloom.data import sources
 from fedloom.data.sources import fetchers
@@ -377,7 +378,7 @@ assert len(sources.load(source, root).train) == 240
 
 def fetch_process(source: Source, base: str, root: Path) -> subprocess.Popen[bytes]:
     files = json.dumps([[file.name, file.size, file.sha256] for file in source.files])
-    return subprocess.Popen([sys.executable, "-c", FETCH, base, str(root), files])
+    return Popen([sys.executable, "-c", FETCH, base, str(root), files])
 
 
 def test_processes_that_fetch_at_once_fetch_once(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from forked import Popen
 from transport_support import Proxy, Worker, make_aggregator, until
 
 from fedloom.errors import RefusedError
@@ -173,7 +172,7 @@ def test_who_watches_and_for_how_long_nobody_has(notices: Notices, address: str)
     watcher.leaving.set()
     notices.tell("training")
     watcher.ended()
-    time.sleep(0.1)
+    until(lambda: notices._watchers == 1)
     assert notices.unwatched_s == 0.0
     second.leaving.set()
     notices.tell("training", "once more")
@@ -217,6 +216,7 @@ def test_workers_that_come_after_the_end_are_let_go(notices: Notices) -> None:
 
 VANISHING = """
 import sys
+sys.path.insert(0, sys.argv[2])
 from transport_support import Worker
 from fedloom.transport.progress import follow
 worker = Worker(sys.argv[1], "w1", ("anna",))
@@ -230,9 +230,7 @@ def test_a_worker_and_a_watcher_that_vanish_without_a_word_are_noticed(notices: 
     """A stopped process answers no pings, as a machine that is cut off: 20 s to the ping, 10 s for its answer."""
     aggregator = make_aggregator(notices=notices)
     address = aggregator.start("127.0.0.1:0")
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.Popen([sys.executable, "-c", VANISHING, address], env=environment)
+    process = Popen([sys.executable, "-c", VANISHING, address, str(Path(__file__).parent)])
     try:
         until(lambda: aggregator.workers() and notices.unwatched_s == 0.0, 120)
         process.send_signal(signal.SIGSTOP)

@@ -8,8 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -134,8 +134,10 @@ def test_interrupt(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with process, (tmp_path / "pipe").open("w"):  # open() returns when the command has opened it too
-        time.sleep(0.5)  # into its blocking read
-        process.send_signal(signal.SIGINT)
+        while process.poll() is None:  # the first may come just before the read that it is to interrupt
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1)
         _, err = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED
     assert "Traceback" not in err

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Popen
 from published_runs import aggregator, run_folder
 from s3_support import S3Server
 from test_states import made as federation_that_remembers
@@ -398,7 +399,7 @@ def test_a_loop_that_was_replaced_stops(store: Store, tmp_path: Path) -> None:
 PUBLISHER = """
 import sys, itertools
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
 from published_runs import aggregator, run_folder
 from fedloom.storage import open_store
 mine = aggregator(Path(sys.argv[2]), open_store(sys.argv[3]), sys.argv[4])
@@ -421,9 +422,9 @@ def test_killed_at_any_moment_what_is_published_is_whole(s3_server: S3Server, tm
     dice, announced = random.Random(4), 0
     for life in range(8):
         folder = tmp_path / f"life-{life}"
-        process = subprocess.Popen(
+        process = Popen(
             [sys.executable, "-c", PUBLISHER, str(Path(__file__).parent), str(folder), url, f"life-{life}"],
-            env={**os.environ, **s3_server.environment, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, **s3_server.environment},
             stdout=subprocess.PIPE,
             text=True,
         )
