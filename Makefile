@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format protos docs bench clean kind-up kind-test kind-down
+.PHONY: help setup run test test-cluster test-all lint format protos docs bench clean kind-up kind-test kind-down
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## make .venv with FedLoom and everything its tests need
 
@@ -33,9 +33,15 @@ run: setup ## train PeFLL, FedAvg and Local on Fashion-MNIST and compare what ea
 	@./experiments/quickstart.sh
 
 # One thread per process: the tests run in several, and two that fight over a core are slower than one.
-test: export OMP_NUM_THREADS = 1
-test: export MKL_NUM_THREADS = 1
-test: lint ## lint, then every test
+test test-cluster test-all: export OMP_NUM_THREADS = 1
+test test-cluster test-all: export MKL_NUM_THREADS = 1
+test: lint ## lint, then every test that needs no cluster
+	@$(BIN)/python -m pytest -m "not cluster" $(PYTEST_ARGS)
+
+test-cluster: setup ## federations and pipelines as pods: on a stand-in, or on a cluster (docs/e2e.md)
+	@$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
+
+test-all: lint ## lint, then every test; what CI runs
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy --strict, buf

@@ -11,7 +11,13 @@ import yaml
 from e2e_places import Case, Place
 from run_processes import final, scores, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.data, pytest.mark.timeout(1800), pytest.mark.xdist_group("e2e")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.data,
+    pytest.mark.timeout(1800),
+    pytest.mark.xdist_group("e2e"),
+]
 
 TOLERANCE = 0.05
 """Of mean accuracies, where the nodes of a cluster do not compute to the same bits (docs/design.md, section 4)."""

@@ -29,6 +29,8 @@ from fedloom.experiment import Experiment
 from fedloom.run import assemble
 from fedloom.storage import open_store
 
+pytestmark = pytest.mark.cluster
+
 SETTINGS: dict[str, Any] = {"image": "fedloom:1", "storage_secret": "store", "retries": 0}
 
 LAUNCH = """

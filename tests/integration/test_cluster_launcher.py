@@ -36,6 +36,8 @@ from fedloom.errors import (
     WorkerLostError,
 )
 
+pytestmark = pytest.mark.cluster
+
 RULES = next(yaml.safe_load_all((Path(__file__).parents[2] / "components/federate/rbac.yaml").read_text()))["rules"]
 WAIT_S = 60.0
 

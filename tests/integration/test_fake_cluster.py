@@ -21,6 +21,8 @@ kubernetes = pytest.importorskip("kubernetes")
 from kubernetes import client, config, watch  # noqa: E402
 from kubernetes.client.exceptions import ApiException  # noqa: E402
 
+pytestmark = pytest.mark.cluster
+
 NS = "federations"
 SLEEP = "exec sleep 600"
 LOOP = "while :; do sleep 0.05; done"

@@ -16,7 +16,13 @@ from s3_support import S3Server
 from fedloom.cluster.api import Api
 from fedloom.kubeflow import local
 
-pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.xdist_group("pipelines")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.data,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.xdist_group("pipelines"),
+]
 
 RULES = Path(__file__).parents[2] / "components" / "federate" / "rbac.yaml"
 STATEFUL = {"name": "pfedbayes", "steps": 6, "batch_size": 16}
