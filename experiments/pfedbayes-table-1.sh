@@ -9,7 +9,7 @@
 #   SIZES=large ROUNDS=800 experiments/pfedbayes-table-1.sh mnist
 #
 # Interrupted, it goes on where it was; with larger ROUNDS, from where it ended. Tables and the figure are made by
-# `python experiments/pfedbayes_tables.py`. FEDLOOM_RUNS: where the runs lie (default runs/pfedbayes). WORKERS:
+# `python experiments/results.py`. FEDLOOM_RUNS: where the runs lie (default runs/pfedbayes). WORKERS:
 # processes that train (default 0: this one). SEEDS: default 1-3; with CIFAR-10, seed 1 is what is reported. ROUNDS:
 # default 700 for Fashion-MNIST medium and large, 200 and 400 for CIFAR-10 small and large, 300 for the others.
 set -eu

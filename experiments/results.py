@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pages_comfedl
 import pages_pefll
+import pages_pfedbayes
 import pages_small
 from matplotlib.figure import Figure
 from summaries import Runs, chosen_rate, fold, read, written
@@ -33,18 +34,26 @@ class Page:
     """A page: its tables and figures as functions of its runs, and what its compact file has.
 
     ``columns`` are the quantities, all that were measured if empty; runs that match a pattern of ``whole`` keep every
-    evaluation, the others the last and the chosen.
+    evaluation, the others the last and the chosen; ``more`` measures what no run writes down.
     """
 
     tables: Callable[[Runs], Iterator[str]]
     figures: Mapping[str, Callable[[Runs], Figure]] = field(default_factory=dict)
     columns: Sequence[str] = ()
     whole: Sequence[str] = ()
+    more: Callable[[Path], dict[str, float]] | None = None
 
 
 PAGES = {
     "comfedl": Page(pages_comfedl.tables, pages_comfedl.FIGURES, pages_comfedl.COLUMNS, pages_comfedl.WHOLE),
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
+    "pfedbayes": Page(
+        pages_pfedbayes.tables,
+        pages_pfedbayes.FIGURES,
+        pages_pfedbayes.COLUMNS,
+        pages_pfedbayes.WHOLE,
+        pages_pfedbayes.measured_too,
+    ),
     "vowel": Page(pages_small.vowel, columns=pages_small.VOWEL_COLUMNS),
     "wga": Page(pages_small.wga, {"losses": pages_small.losses}, pages_small.WGA_COLUMNS),
 }
@@ -75,7 +84,9 @@ def main() -> None:
         if given.runs is None or not given.runs.is_dir():
             parser.error(f"found no folder {given.runs}; allowed: fold PAGE RUNS, with the folder of finished runs")
         before = read(file) if file.exists() else Runs()
-        file.write_text(written(Runs(before | fold(given.runs, whole=page.whole)), page.columns), encoding="utf-8")
+        file.write_text(
+            written(Runs(before | fold(given.runs, whole=page.whole, more=page.more)), page.columns), encoding="utf-8"
+        )
     elif given.what == "tables":
         print("\n\n".join(page.tables(read(file))))
     else:

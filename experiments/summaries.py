@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from io import StringIO
@@ -39,7 +39,7 @@ class Evaluation:
     settings: Mapping[str, str]
     round: int
     left: int | None
-    values: Mapping[str, float]
+    values: dict[str, float]
     clients: Mapping[str, float]
 
     def __getitem__(self, quantity: str) -> float:
@@ -153,13 +153,15 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
-def fold(folder: Path, *, whole: Sequence[str] = ()) -> Runs:
+def fold(folder: Path, *, whole: Sequence[str] = (), more: Callable[[Path], dict[str, float]] | None = None) -> Runs:
     """Read all finished runs under a folder, and evaluations of other clients in ``*.json`` files beside them.
 
     Parameters
     ----------
     whole
         Patterns of runs that keep every evaluation; the others keep the last and the chosen.
+    more
+        Measures more about a finished run's folder, for its last line.
     """
     found: dict[str, tuple[dict[str, str], Run]] = {}
     for path in sorted(folder.rglob(EXPERIMENT)):
@@ -168,6 +170,8 @@ def fold(folder: Path, *, whole: Sequence[str] = ()) -> Runs:
         if run:
             if run[0].left is None and not any(fnmatch(name, pattern) for pattern in whole):
                 run = tuple(line for line in run if line in (run[-1], chosen(run)))
+            if more is not None and run[-1].left is None:
+                run = (*run[:-1], replace(run[-1], values=run[-1].values | more(path.parent)))
             found[name] = settings, run
     varied = _varied([settings for settings, _ in found.values()])
     runs = Runs()

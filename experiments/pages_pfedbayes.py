@@ -1,0 +1,269 @@
+"""Tables and the figure of docs/results/pfedbayes.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from summaries import Evaluation, Run, Runs, chosen, last, spread, table
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.pfedbayes import BayesianPredictor
+from fedloom.federation.checkpoint import Checkpoints
+from fedloom.federation.folder import RunFolder
+from fedloom.reporting.figures import FULL
+from fedloom.run import assemble
+
+UNCERTAINTY = ("ece", "entropy", "mutual_information")
+_OF_TABLE = ("", "_sd", "_highest", "_highest_sd", "_validated", "_validated_sd", *(f"_{name}" for name in UNCERTAINTY))
+COLUMNS = (
+    "validation", "global_validation", *(f"{of}{kind}" for of in ("seen", "global") for kind in _OF_TABLE),
+    "round_seconds", "chosen",
+)  # fmt: skip
+WHOLE = ("fashion-mnist/*", "mnist/*", "cifar10/*")
+SIZES = ("small", "medium", "large")
+PREDICTORS = {  # method and predictor: its name, its quantity, colour and dash
+    ("pfedbayes", "PM"): ("pFedBayes, PM", "seen", "#0072b2", "-"),
+    ("pfedbayes", "GM"): ("pFedBayes, GM", "global", "#0072b2", "--"),
+    ("fedavg", "GM"): ("FedAvg, GM", "global", "#d55e00", "--"),
+    ("local", "PM"): ("Local, PM", "seen", "#555555", ":"),
+}
+PAPER = {  # Table 1, percent
+    ("fashion-mnist", "pFedBayes, PM"): ("89.05", "91.95", "93.01"),
+    ("fashion-mnist", "pFedBayes, GM"): ("80.17", "82.33", "83.30"),
+    ("fashion-mnist", "FedAvg, GM"): ("81.51", "83.90", "85.42"),
+    ("mnist", "pFedBayes, PM"): ("94.13", "97.09", "98.79"),
+    ("mnist", "pFedBayes, GM"): ("90.44", "92.33", "94.39"),
+    ("mnist", "FedAvg, GM"): ("87.38", "90.60", "92.39"),
+    ("cifar10", "pFedBayes, PM"): ("61.37", "73.94", "83.46"),
+    ("cifar10", "pFedBayes, GM"): ("47.71", "60.84", "64.40"),
+    ("cifar10", "FedAvg, GM"): ("44.24", "56.73", "79.05"),
+}
+
+
+def measured_too(folder: Path) -> dict[str, float]:
+    """What no run writes down: accuracy of the global distribution on validation data, and the time spent in rounds."""
+    seconds = sum(float(line.get("seconds", 0.0)) for line in RunFolder.open(folder).lines("journal.jsonl"))
+    e = experiments.load(folder / "experiment.yaml")
+    if e.algorithm.name != "pfedbayes":
+        return {"round_seconds": float(f"{seconds:.4g}")}
+    dataset = assemble.make_partition(e)
+    parts = assemble.make_parts(e, dataset.manifest)
+    v = Checkpoints(folder / "checkpoints").load("last").state["v"]
+    noise = torch.randn(parts.settings.draws, v.shape[-1], generator=torch.Generator().manual_seed(0), dtype=v.dtype)
+    predictor = BayesianPredictor(parts.task.model, v, noise)
+    right = total = 0
+    for entry in dataset.manifest.clients:
+        split = dataset.client(entry.id).validation
+        assert split.y is not None
+        right += int(predictor.log_probabilities(split.x).argmax(1).eq(split.y).sum())
+        total += len(split)
+    return {"global_validation": float(f"{100 * right / total:.6g}"), "round_seconds": float(f"{seconds:.4g}")}
+
+
+def tables(runs: Runs) -> Iterator[str]:
+    """All of them, as the page has them."""
+    yield _table_1(runs, "fashion-mnist")
+    yield _table_1(runs, "mnist")
+    yield from _search(runs)
+    yield _choices(runs)
+    yield _calibration(runs)
+    yield _table_1(runs, "cifar10")
+    yield from _search_vgg(runs)
+
+
+def _by_seed(runs: Runs, folder: str) -> list[Run]:
+    return [run for run in runs.under(folder) if "-" not in run[0].seed]
+
+
+def _over_seeds(runs: Runs, folder: str, quantity: str, kind: str) -> str:
+    """Mean ± deviation over seeds of ``_of``; as printed, where that is what was kept."""
+    for run in runs.under(folder):
+        line = last(run)
+        if f"{quantity}{kind}_sd" in line.values:
+            return f"{line[f'{quantity}{kind}']:.2f} ± {line[f'{quantity}{kind}_sd']:.2f}"
+    return spread([_of(run, quantity, kind) for run in _by_seed(runs, folder)], 2)
+
+
+def _of(run: Run, quantity: str, kind: str) -> float:
+    """Test accuracy in the round that validation picks, or the highest of all rounds, which is the paper's figure."""
+    kept = last(run).values.get(f"{quantity}{kind}")
+    if kept is not None:
+        return kept
+    return chosen(run)[quantity] if kind == "_validated" else max(line[quantity] for line in run)
+
+
+def _table_1(runs: Runs, data: str) -> str:
+    rows = []
+    for i, size in enumerate(SIZES):
+        for (method, _), (name, quantity, *_) in PREDICTORS.items():
+            folder = f"{data}/{size}/{method}"
+            best = [_of(run, quantity, "_highest") for run in _by_seed(runs, folder)]
+            each = [", ".join(f"{value:.2f}" for value in best)] if len(best) > 1 else []
+            paper = PAPER.get((data, name), ("–",) * 3)[i]
+            highest, *over = (_over_seeds(runs, folder, quantity, kind) for kind in ("_highest", "_validated", ""))
+            rows.append((size, name, paper, highest, *each, *over))
+    each = ["each seed"] if len(rows[0]) == 7 else []
+    header = ("size", "", "paper", "highest of all rounds", *each, "round picked on validation", "last round")
+    made = table(header, rows, left=2)
+    return made.replace("|---:|---:|---:|---:|---:|", "|---:|---:|---|---:|---:|", 1) if each else made
+
+
+def _tried(runs: Runs, folder: str, **settings: float) -> Evaluation | None:
+    """The run of a search with these settings, of the keys' last parts."""
+
+    def has(line: Evaluation) -> bool:
+        found = {key.rpartition(".")[2]: value for key, value in line.settings.items()}
+        return all(key in found and float(found[key]) == value for key, value in settings.items())
+
+    return next((last(run) for run in runs.under(folder) if has(last(run))), None)
+
+
+def _shown(found: Mapping[object, Evaluation | None], *, both: bool = False) -> dict[object, str]:
+    """Validation accuracy of settings, the highest bold; PM / GM where both were measured."""
+    whole = [line for line in found.values() if line and line.left is None]
+    best = max(whole, key=lambda line: (line.values.get("chosen", 0.0), line["validation"]))
+    cells = {}
+    for key, line in found.items():
+        if line is None:
+            cells[key] = ""
+        elif line.left is not None:
+            cells[key] = f"left in {line.left}"
+        else:
+            shown = f"{line['validation']:.1f}" + (f" / {line['global_validation']:.1f}" if both else "")
+            cells[key] = f"**{shown}**" if line is best else shown
+    return cells
+
+
+def _search(runs: Runs) -> Iterator[str]:
+    zetas, personal, shared = (1, 10), (0.001, 0.003, 0.01), (0.001, 0.003, 0.01)
+    found: dict[object, Evaluation | None] = {
+        (z, p, g): _tried(runs, "tune/pfedbayes", zeta=z, lr_personal=p, lr_global=g)
+        for p in personal
+        for z in zetas
+        for g in shared
+    }
+    cells = _shown(found, both=True)
+    rows = [
+        (f"η₁ = {p}" if p == personal[0] else f"{p}", *(cells[z, p, g] for z in zetas for g in shared))
+        for p in personal
+    ]
+    header = ("", "ζ = 1, η₂ = 0.001", "0.003", "0.01", "ζ = 10, η₂ = 0.001", "0.003", "0.01")
+    yield table(header, rows)
+    yield _grid(runs, "tune/fedavg", "η", (0.01, 0.03, 0.05, 0.1, 0.2, 0.3), "momentum", MOMENTA)
+    steps = {300.0: "300 steps", 1000.0: "1000", 3000.0: "3000"}
+    yield _grid(runs, "tune/local", "η", (0.01, 0.03, 0.1, 0.3, 0.5, 1), "steps", steps)
+
+
+MOMENTA = {0.0: "no momentum", 0.5: "0.5", 0.9: "0.9"}
+
+
+def _grid(runs: Runs, folder: str, corner: str, rates: Sequence[float], key: str, values: Mapping[float, str]) -> str:
+    found: dict[object, Evaluation | None] = {
+        (value, rate): _tried(runs, folder, **{key: value, "lr": rate}) for value in values for rate in rates
+    }
+    cells = _shown(found)
+    first = "η = " if corner != "η" else ""
+    header = (corner, *(f"{first}{rate:g}" if rate == rates[0] else f"{rate:g}" for rate in rates))
+    return table(header, [(name, *(cells[value, rate] for rate in rates)) for value, name in values.items()])
+
+
+def _choices(runs: Runs) -> str:
+    changes = {
+        "R = 5": ("steps", "steps=5"),
+        "R = 20": ("steps", "steps=20"),
+        "b = 20": ("batch_size", "batch_size=20"),
+        "b = 100": ("batch_size", "batch_size=100"),
+        "K = 2": ("samples", "samples=2"),
+        "q_i starts at the global distribution at every visit (`reset`)": ("reset", "reset=true"),
+        "moments matched (`aggregation: moments`, Lemma A.2)": ("aggregation", "aggregation=moments"),
+        "β = 0.5": ("beta", "beta=0.5"),
+    }
+    used = _tried(runs, "tune/pfedbayes", zeta=1, lr_personal=0.003, lr_global=0.003)
+    named = {"as used: R = 10, b = 50, K = 1, β = 1, q_i kept, (μ, ρ) averaged": used}
+    named |= {name: last(runs[f"choices/algorithm.{folder}/{run}"]) for name, (folder, run) in changes.items()}
+    rows = []
+    for name, line in named.items():
+        assert line is not None
+        seconds = f"{line['round_seconds']:.0f}"
+        about = ("about " if line is used else "") + seconds
+        rows.append((name, f"{line['validation']:.1f}", f"{line['global_validation']:.1f}", about))
+    return table(("", "PM", "GM", "processor s in rounds"), rows)
+
+
+def _calibration(runs: Runs) -> str:
+    rows = []
+    for size in SIZES:
+        for (method, _), (name, quantity, *_) in PREDICTORS.items():
+            cells = []
+            for data in ("fashion-mnist", "mnist"):
+                lines = [last(run) for run in runs.under(f"{data}/{size}/{method}")]
+                for what in UNCERTAINTY:
+                    values = [line[f"{quantity}_{what}"] for line in lines if f"{quantity}_{what}" in line.values]
+                    cells.append(f"{statistics.fmean(values):.3f}")
+            rows.append((size, name, *cells))
+    three = ("entropy", "mutual information")
+    return table(("size", "", "Fashion-MNIST: ECE", *three, "MNIST: ECE", *three), rows, left=2)
+
+
+def _search_vgg(runs: Runs) -> Iterator[str]:
+    rhos = {
+        -2.5: "ρ = −2.5 (σ = 0.079, the paper's)",
+        -3.25: "ρ = −3.25 (0.038)",
+        -4.0: "ρ = −4 (0.018)",
+        -5.0: "ρ = −5 (0.007)",
+    }
+    rates, folder = (0.001, 0.003, 0.01), "tune-cifar10/pfedbayes"
+
+    def shown(line: Evaluation | None) -> str:
+        return f"{line['validation']:.1f}" if line else ""
+
+    rows = [
+        (name, *(shown(_tried(runs, folder, rho=rho, lr_personal=rate, zeta=1)) for rate in rates))
+        for rho, name in rhos.items()
+    ]
+    yield table(("pFedBayes, ζ = 1, η₂ = 0.003", "η₁ = 0.001", "0.003", "0.01"), rows)
+    zetas = (0.03, 0.1, 0.3, 1, 10)
+    cells = _shown({zeta: _tried(runs, folder, rho=-4, lr_personal=0.003, zeta=zeta) for zeta in zetas})
+    header = ("pFedBayes, ρ = −4, η₁ = η₂ = 0.003", "ζ = 0.03", *(f"{zeta:g}" for zeta in zetas[1:]))
+    yield table(header, [("", *cells.values())])
+    yield _grid(runs, "tune-cifar10/fedavg", "FedAvg", (0.01, 0.03, 0.05, 0.1, 0.2), "momentum", MOMENTA)
+    local = Runs({name: run for name, run in runs.items() if name.startswith("tune-cifar10/local/")})
+    short = Runs({name: run for name, run in local.items() if not name.endswith("steps=1000")})
+    made = _grid(short, "tune-cifar10/local", "Local", (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2), "momentum", MOMENTA)
+    long = last(local["tune-cifar10/local/steps=1000"])["validation"]
+    at_300 = _tried(short, "tune-cifar10/local", lr=0.005, momentum=0.9)
+    assert at_300 is not None
+    cell = f"| {at_300['validation']:.1f}; 1000 steps: **{long:.1f}** |"
+    yield made.replace(f"| **{at_300['validation']:.1f}** |", cell, 1)
+
+
+def curves(runs: Runs) -> Figure:
+    """Test accuracy over rounds, mean over seeds; circles are the paper's (filled PM, open GM)."""
+    figure = Figure(figsize=(FULL, 5.2), layout="constrained")
+    grid = figure.subplots(2, 3, sharey="row")
+    for data, row in zip(("fashion-mnist", "mnist"), grid, strict=True):
+        for i, (size, axes) in enumerate(zip(SIZES, row, strict=True)):
+            for (method, predictor), (name, quantity, colour, dash) in PREDICTORS.items():
+                found = runs.under(f"{data}/{size}/{method}")
+                lines = [line for run in found for line in run if quantity in line.values]
+                rounds = sorted({line.round for line in lines})
+                means = [statistics.fmean(line[quantity] for line in lines if line.round == r) for r in rounds]
+                if method == "local":
+                    axes.axhline(means[-1], color=colour, linestyle=dash, label=name)
+                else:
+                    start = 1 if rounds[0] == 0 else 0
+                    axes.plot(rounds[start:], means[start:], color=colour, linestyle=dash, label=name)
+                if method == "pfedbayes":
+                    fill = "full" if predictor == "PM" else "none"
+                    axes.plot([rounds[-1]], [float(PAPER[data, name][i])], "o", color=colour, fillstyle=fill)
+            axes.set(title=f"{data}, {size}", xlabel="round")
+        row[0].set_ylabel("test accuracy, %")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+FIGURES = {"curves": curves}
