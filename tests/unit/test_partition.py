@@ -425,7 +425,7 @@ GOLDEN = {
     ids=lambda scheme: scheme.scheme,
 )
 def test_what_a_seed_deals_never_changes(scheme: Scheme) -> None:
-    """If this fails on purpose, raise ``partition.DEALING``: cached partitions are no longer what would be dealt."""
+    """If this fails on purpose, raise ``partition.ASSIGNMENT``: cached partitions are no longer what would be dealt."""
     whole = official(labels([120, 90, 100, 110]), labels([40, 30, 35, 45]))
     deal = assign_examples(whole, 4, settings_of(scheme, seed=7))
     digest = hashlib.sha256(np.packbits(deal.seen).tobytes())

@@ -294,7 +294,7 @@ def test_other_schemes_ignore_the_owners() -> None:
 
 @pytest.mark.parametrize(("overlap", "golden"), [(0, "24699140f2ebaa7a"), (3, "6d056e2dfcec0eb6")])
 def test_what_a_seed_deals_never_changes(overlap: int, golden: str) -> None:
-    """If this fails on purpose, raise ``partition.DEALING``: cached partitions are no longer what would be dealt."""
+    """If this fails on purpose, raise ``partition.ASSIGNMENT``: cached partitions are no longer what would be dealt."""
     owners = np.arange(300) * 7 % 300 % 9
     labels = np.arange(300) * 11 % 300 % CLASSES
     part = [

