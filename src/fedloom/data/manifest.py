@@ -143,10 +143,9 @@ class Manifest:
             If there is no such client.
         """
         if client not in self._entries:
-            raise DataError(
-                f"client {client!r} is not in the partition of {self.dataset}; "
-                f"allowed: one of its {len(self.clients)} clients, {self.clients[0].id} to {self.clients[-1].id}"
-            )
+            first, last = self.clients[0].id, self.clients[-1].id
+            allowed = first if first == last else f"one of its {len(self.clients)} clients, {first} to {last}"
+            raise DataError(f"client {client!r} is not in the partition of {self.dataset}; allowed: {allowed}")
         return self._entries[client]
 
     def class_proportions(self) -> Tensor:
@@ -239,10 +238,21 @@ def read_shard(folder: Path, entry: ClientEntry) -> bytes:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"the shard of client {entry.id} is missing: expected {path}", hint=FIX) from None
+    check_shard(content, entry, str(path), FIX)
+    return content
+
+
+def check_shard(content: bytes, entry: ClientEntry, where: str, hint: str) -> None:
+    """Compare the bytes of a client's shard with their hash.
+
+    Raises
+    ------
+    DataError
+        If they differ: where the shard is, and the hint.
+    """
     found = hashlib.sha256(content).hexdigest()
     if found != entry.sha256:
-        raise DataError(f"the shard {path} is damaged: expected sha256 {entry.sha256}, found {found}", hint=FIX)
-    return content
+        raise DataError(f"the shard {where} is damaged: expected sha256 {entry.sha256}, found {found}", hint=hint)
 
 
 def _contradiction(manifest: Manifest) -> str | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fedloom.data.manifest import ClientEntry, Manifest, read_manifest, read_shard, shard_path
+from fedloom.data.manifest import ClientEntry, Manifest, check_shard, read_manifest, read_shard, shard_path
 from fedloom.errors import DataError
 from fedloom.storage import Absent, Store
 from fedloom.storage.folder import FolderStore, write_atomically
@@ -133,12 +132,8 @@ class Remote:
                 f"the shard of client {entry.id} is missing: expected {self._store.url}/{name}",
                 hint=f"remove {self._store.url}/{MANIFEST}, and publish the partition again",
             ) from None
-        found = hashlib.sha256(content).hexdigest()
-        if found != entry.sha256:
-            raise DataError(
-                f"the shard {self._store.url}/{name} is damaged: expected sha256 {entry.sha256}, found {found}",
-                hint=f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again",
-            )
+        again = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"
+        check_shard(content, entry, f"{self._store.url}/{name}", again)
         # Without waiting for the disk: what a power cut leaves short does not have its hash, and is fetched again.
         write_atomically(path, content, durably=False)
         return content
