@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from matplotlib.figure import Figure
 from summaries import Evaluation, Run, Runs, after, last, spread, table
 
-from fedloom.reporting.figures import FULL
+from fedloom.reporting.drawing import FULL
 
 COLUMNS = (
     "validation", "seen_mean", "seen_mean_sd", "seen_worst", "seen_worst_sd", "global_mean", "global_mean_sd", "chosen",

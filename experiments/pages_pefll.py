@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from matplotlib.figure import Figure
 from summaries import Evaluation, Run, Runs, after, chosen, last, table
 
-from fedloom.reporting.figures import FULL, HALF
+from fedloom.reporting.drawing import FULL, HALF
 
 COLUMNS = (
     "validation", "seen", "seen_worst_decile", "seen_masked", "unseen", "unseen_worst_decile", "unseen_masked",

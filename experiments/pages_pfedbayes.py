@@ -14,7 +14,7 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.pfedbayes import BayesianPredictor
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
-from fedloom.reporting.figures import FULL
+from fedloom.reporting.drawing import FULL
 from fedloom.run import assemble
 
 UNCERTAINTY = ("ece", "entropy", "mutual_information")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from matplotlib.figure import Figure
 from summaries import Evaluation, Runs, last, spread, table
 
-from fedloom.reporting.figures import FULL
+from fedloom.reporting.drawing import FULL
 from fedloom.theory.collaboration import speedup
 
 VOWEL_COLUMNS = (

@@ -24,7 +24,7 @@ import pages_small
 from matplotlib.figure import Figure
 from summaries import Runs, chosen_rate, fold, read, written
 
-from fedloom.reporting.figures import as_svg
+from fedloom.reporting.drawing import as_svg
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 

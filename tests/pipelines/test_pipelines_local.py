@@ -107,7 +107,7 @@ def test_new_clients_get_their_models_by_algorithm_1_alone(
     assert found["unseen"]["clients"] == 10
     clients = list(csv.DictReader((out / "evaluate" / "evaluation" / "clients.csv").read_text().splitlines()))
     assert len(clients) == 10
-    assert "Accuracy" in (out / "report.html").read_text()
+    assert "Learning curves" in (out / "report.html").read_text()
     assert "| seen |" not in (out / "report.md").read_text()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,14 @@ FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shi
 ROUNDS = (0, 50, 100, 150, 200, 250, 300, 350, 400)
 
 
-def manifest(n: int = 100, unseen: int = 10, class_names: tuple[str, ...] = FASHION, *, equal: bool = True) -> Manifest:
+def manifest(
+    n: int = 100,
+    unseen: int = 10,
+    class_names: tuple[str, ...] = FASHION,
+    *,
+    equal: bool = True,
+    owners: Sequence[str] = (),
+) -> Manifest:
     """Two classes for each client, of 500 training examples, or of 50 to 500 where they are not ``equal``."""
     generator = torch.Generator().manual_seed(7)
     clients = []
@@ -40,7 +48,8 @@ def manifest(n: int = 100, unseen: int = 10, class_names: tuple[str, ...] = FASH
         held_out = [count // 5 for count in counts]
         split = {"train": tuple(counts), "validation": tuple(held_out), "test": tuple(held_out)}
         sizes = (sum(counts), sum(held_out), sum(held_out))
-        clients.append(ClientEntry(f"client-{i:04d}", i < n - unseen, *sizes, split, "0" * 64))
+        owner = owners[i] if owners else None
+        clients.append(ClientEntry(f"client-{i:04d}", i < n - unseen, *sizes, split, "0" * 64, owner))
     return Manifest(
         version=VERSION,
         dataset="fashion-mnist",
@@ -113,11 +122,12 @@ def write_run(
     class_names: tuple[str, ...] = FASHION,
     equal: bool = True,
     ensemble: bool = False,
+    owners: Sequence[str] = (),
 ) -> Path:
     """Write a finished run and return its folder; ``ensemble``: of a method whose models are distributions."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    partition = manifest(n, unseen, class_names, equal=equal)
+    partition = manifest(n, unseen, class_names, equal=equal, owners=owners)
     pi = partition.class_proportions()
     seen = torch.tensor([client.seen for client in partition.clients])
     ids = tuple(client.id for client in partition.clients)
@@ -187,8 +197,9 @@ def write_run(
     )
     journal = [
         {"round": r, "attempt": 1, "cohort": list(ids[:5]), "phases": {"descriptors": 0.06, "server model": 0.02,
-         "local training": 0.43, "embedding gradient": 0.05, "server update": 0.04, "checkpoint": 0.003}}
-        for r in range(1, 21)
+         "local training": 0.43, "embedding gradient": 0.05, "server update": 0.04, "checkpoint": 0.003},
+         "statistics": {"loss": 2.3 * 0.9**r, "client_steps": 250.0}}
+        for r in range(1, 1 + min(rounds[-1], 20))
     ]  # fmt: skip
     environment = {
         "python": "3.11.2",

@@ -467,12 +467,12 @@ def written(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_comparison_on_paper(many: Path, written: Path) -> None:
     files = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
-    figures = ["figures/accuracy.svg", "figures/clients.svg", "figures/pairs.svg"]
-    assert files == ["compare.csv", "compare.html", "compare.tex", *figures, "pairs.csv"]
+    figures = ["figures/accuracy.svg", "figures/clients.svg", "figures/pairs.svg", "figures/training-loss.svg"]
+    assert files == ["compare.csv", "compare.html", "compare.tex", *sorted(figures), "pairs.csv"]
     page = (written / "compare.html").read_text()
     assert re.findall(r"<h2>(.*?)</h2>", page) == [
-        "Results", "Accuracy over training", "Clients", "Client by client", "Validation", "Settings that differ",
-        "Runs",
+        "Results", "Learning curves", "Distribution over clients", "Paired comparison, client by client", "Validation",
+        "Settings that differ", "Runs",
     ]  # fmt: skip
     assert len(page) < 1_000_000
     found = compare([many])
@@ -539,15 +539,32 @@ def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
 def test_one_run_and_several_blocks_have_pages_too(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", "local", rounds=(0,), unseen=0)
     page = write_comparison(compare([alone]), tmp_path / "one").read_text()
-    assert "<h2>Client by client</h2>" not in page
+    assert "<h2>Paired comparison" not in page
     assert "the runs differ in their seeds at most" in page
     others = [run(tmp_path / f"<{name}>", name, clients=20, unseen=5) for name in ("pefll", "fedavg")]
     page = write_comparison(compare([alone, *others]), tmp_path / "three").read_text()
     assert {path.name for path in (tmp_path / "three" / "figures").iterdir()} == {
-        "accuracy-1.svg", "accuracy-2.svg", "clients-1.svg", "clients-2.svg", "pairs-2.svg",
+        "accuracy-1.svg", "accuracy-2.svg", "clients-1.svg", "clients-2.svg", "pairs-2.svg", "training-loss-2.svg",
     }  # fmt: skip
     assert "&lt;pefll&gt;" in page
     assert "<pefll>" not in page
+
+
+def test_one_run_is_drawn_over_rounds_alone(tmp_path: Path) -> None:
+    one, two = run(tmp_path / "a", "pefll"), run(tmp_path / "b", "fedavg")
+    for folders, over in (([one], {"rounds"}), ([one, two], {"rounds", "communication", "client steps"})):
+        page = write_comparison(compare(folders), tmp_path / "out").read_text()
+        assert set(re.findall(r"Test accuracy over ([a-z ]+)<", page)) == over
+        assert "Training loss over rounds" in page
+
+
+def test_training_loss_is_the_mean_over_the_rounds_that_all_seeds_have(tmp_path: Path) -> None:
+    folders = [run(tmp_path / str(seed), "pefll", seed=seed) for seed in (1, 2)]
+    for folder, losses in zip(folders, ({1: 4.0, 2: 3.0, 3: 1.0}, {1: 2.0, 2: 2.0}), strict=True):
+        lines = [{"round": t, "outcome": "done", "statistics": {"loss": loss}} for t, loss in losses.items()]
+        (folder / "journal.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (row,) = compare(folders).rows
+    assert row.training_loss == {1: 3.0, 2: 2.5}
 
 
 def test_looks_are_told_apart() -> None:

@@ -174,12 +174,14 @@ def test_marks_are_of_the_lowest(real: Path) -> None:
 def test_on_paper_there_is_no_accuracy(real: Path, tmp_path: Path) -> None:
     one = write_comparison(compare([real / "one"]), tmp_path / "one")
     page = one.read_text()
-    assert "Loss over training" in page
+    assert "Test loss over rounds" in page
     assert "accurac" not in page.lower()
     assert "The data have no classes" in page
     assert "best, user 0" in page
     assert "best, seen" not in page
-    assert {path.name for path in (tmp_path / "one" / "figures").iterdir()} == {"clients.svg", "loss.svg", "pairs.svg"}
+    assert {path.name for path in (tmp_path / "one" / "figures").iterdir()} == {
+        "clients.svg", "loss.svg", "pairs.svg", "training-loss.svg",
+    }  # fmt: skip
     with (tmp_path / "one" / "compare.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     found = compare([real / "one"]).rows

@@ -259,6 +259,7 @@ def test_client_rows_and_csv() -> None:
     read = list(csv.DictReader(io.StringIO(as_csv(rows))))
     assert read == rows
     assert read[0]["labels"] == "0 2"
+    assert read[0]["owner"] == ""
     assert [row["seen"] for row in read] == ["true", "true", "false"]
     assert read[1]["personal_accuracy_masked"] == ""
     correct, total, loss = e.of("global", "test", "unmasked")[2].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -12,16 +13,19 @@ import pytest
 from run_folders import write_run
 
 from fedloom.errors import DataError, StorageError
+from fedloom.evaluation.summary import as_csv
+from fedloom.federation.folder import RunFolder
 from fedloom.reporting.report import write_report
+from fedloom.words import counted
 
 SECTIONS = [
-    "Accuracy", "Results", "Clients", "Confusion", "Confidence", "Descriptors", "Data", "Time", "Settings",
-    "Environment",
+    "Learning curves", "Results", "Clients", "Confusion matrix", "Calibration", "Descriptors", "Data", "Time",
+    "Settings", "Environment",
 ]  # fmt: skip
 FIGURES = [
-    "accuracy-bytes.svg", "accuracy-rounds.svg", "accuracy-steps.svg", "clients.svg", "confusion-seen.svg",
-    "confusion-unseen.svg", "correlation.svg", "descriptors-training.svg", "descriptors.svg", "partition.svg",
-    "reliability.svg", "time-rounds.svg", "time-total.svg",
+    "clients.svg", "confusion-seen.svg", "confusion-unseen.svg", "correlation.svg", "descriptors-training.svg",
+    "descriptors.svg", "learning-curve.svg", "partition.svg", "reliability.svg", "time-rounds.svg", "time-total.svg",
+    "training-loss.svg",
 ]  # fmt: skip
 
 
@@ -108,14 +112,85 @@ def test_clients_before_and_after(tmp_path: Path) -> None:
         value |= {"personal_accuracy_unmasked": str(personal), "global_accuracy_unmasked": str(overall)}
     (run / "clients.csv").write_text("\n".join([lines[0], *(",".join(value.values()) for value in values)]))
     page = write_report(run).read_text()
-    for said in ("own model better: 4", "global model better: 1"):
+    for said in ("personalized better: 4", "global better: 1"):
         assert said in page
-    worst, changed = re.findall(r"<h3>(?:Worst|Least).*?</table>", page, re.DOTALL)
-    assert re.findall(r"client-\d+", worst) == ["client-0003"]  # one of six is the worst tenth, rounded up
+    few, changed = re.findall(r"<h3>(?:Clients|Smallest).*?</table>", page, re.DOTALL)
+    assert re.findall(r"client-\d+", few) == [f"client-000{i}" for i in (3, 1, 5, 2, 4, 0)]  # all, the worst first
     assert re.findall(r"client-\d+", changed) == [f"client-000{i}" for i in (1, 2, 5, 3, 0, 4)][:3] + [
         f"client-000{i}" for i in (3, 0, 4)
     ]
     assert re.findall(r"<td>([+-][\d.]+)</td>", changed) == ["-40.0", "+0.0", "+5.0", "+10.0", "+40.0", "+70.0"]
+
+
+def test_the_page_is_called_after_method_data_set_and_seed(small: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", algorithm="own-method", seed=7, n=6, unseen=2, rounds=(0, 1))
+    for run, title in ((small, "PeFLL on fashion-mnist, seed 1"), (other, "own-method on fashion-mnist, seed 7")):
+        page = write_report(run).read_text()
+        assert f"<title>{title} · FedLoom</title>" in page
+        assert f"<h1>{title}</h1>" in page
+    settings = {"seed": 3, "algorithm": {"name": "fedavg"}, "data": {"dataset": "vowel"}}
+    (small / "summary.json").unlink()
+    (small / "experiment.yaml").write_text(json.dumps(settings))
+    assert "<h1>FedAvg on vowel, seed 3</h1>" in write_report(small).read_text()
+
+
+@pytest.mark.parametrize("n", [8, 40])
+def test_clients_are_named_with_their_owners_and_how_many_classes(tmp_path: Path, n: int) -> None:
+    owners = [f"Hospital <{i}>" for i in range(n)]
+    run = write_run(tmp_path / "r", n=n, unseen=2, rounds=(0, 1), owners=owners)
+    with (run / "clients.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["owner"] for row in rows] == owners
+    for row in rows:
+        row["labels"] = "0 1 2 3 4"
+    (run / "clients.csv").write_text(as_csv(rows))
+    page = write_report(run).read_text()
+    table = next(table for table in re.findall(r"<table>.*?</table>", page, re.DOTALL) if "training examples" in table)
+    found = re.findall(r"client-0*(\d+)<span class=\"note\">Hospital &lt;(\d+)&gt;</span>", table)
+    assert len(found) == (n if n <= 20 else 4)
+    assert all(int(client) == int(owner) for client, owner in found)
+    assert re.findall(r"</span></td><td>\d+</td><td>(.*?)</td>", table) == ["5"] * len(found)
+
+
+def test_training_loss_is_that_of_every_round(small: Path) -> None:
+    def line(round: int, outcome: str, **statistics: float) -> str:
+        return json.dumps({"round": round, "outcome": outcome, "phases": {}, "seconds": 1, "statistics": statistics})
+
+    lines = [
+        line(1, "done", loss=9.0),
+        line(2, "too few replies"),
+        line(1, "done", loss=2.0),
+        line(2, "done", loss=1.0),
+    ]
+    (small / "journal.jsonl").write_text("\n".join([*lines, line(3, "done", client_steps=4), line(3, "eval")[:9]]))
+    assert RunFolder(small).training_loss() == {1: 2.0, 2: 1.0}
+    assert "training-loss" in write_report(small).read_text()
+    assert (small / "figures" / "training-loss.svg").exists()
+    (small / "figures" / "training-loss.svg").unlink()
+    (small / "journal.jsonl").write_text(line(1, "done", client_steps=4))  # of a method without a loss
+    write_report(small)
+    assert not (small / "figures" / "training-loss.svg").exists()
+
+
+def test_what_the_method_adds_is_shown_whatever_it_is_called(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", algorithm="own-method", n=6, unseen=2, rounds=(0, 1))
+    summary = json.loads((run / "summary.json").read_text())
+    summary["own-method"] = {"clusters": 3, "purity": {"mean": 0.123456789}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    page = write_report(run).read_text()
+    assert "Method" in titles(page)
+    assert "<dt>clusters</dt><dd>3</dd>" in page
+    assert "<dt>purity.mean</dt><dd>0.123457</dd>" in page
+
+
+def test_what_is_too_wide_scrolls(pefll: Path) -> None:
+    page = (pefll / "report.html").read_text()
+    assert page.count("<table>") == len(re.findall(r'<div class="wide" tabindex="0"><table>', page)) > 0
+
+
+def test_a_count_of_one_is_in_the_singular() -> None:
+    assert [counted(n, "model") for n in (0, 1, 2, 2000)] == ["0 models", "1 model", "2 models", "2,000 models"]
+    assert [counted(n, "class", "classes") for n in (1, 2)] == ["1 class", "2 classes"]
 
 
 def test_failed_attempts_and_the_rest_are_part_of_the_time(small: Path) -> None:
@@ -218,7 +293,7 @@ def test_a_run_without_training_or_unseen_clients(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", algorithm="local", n=5, unseen=0, rounds=(0,))
     page = write_report(run).read_text()
     assert left_out(page) == {}
-    assert "unseen clients, own model</td><td>–</td>" in page
+    assert "unseen clients, personalized model</td><td>–</td>" in page
     assert "Only round 0 was evaluated" in page
 
 
@@ -226,12 +301,12 @@ def test_clients_whose_models_are_distributions(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", algorithm="pfedbayes", predictors=("personal", "global"), ensemble=True)
     page = write_report(run).read_text()
     assert left_out(page) == {}
-    assert titles(page)[4:6] == ["Confidence", "Uncertainty"]
+    assert titles(page)[4:6] == ["Calibration", "Uncertainty"]
     assert len(page.encode()) < 700_000
     document = json.loads((run / "uncertainty.json").read_text())
     last = document["rounds"][-1]
     order = sorted(range(100), key=lambda i: last["entropy"][i])
-    table = page[page.index("<h3>Least sure") :]
+    table = page[page.index("<h3>Clients of highest entropy") :]
     assert re.findall(r"client-\d+", table[: table.index("</table>")]) == [f"client-{i:04d}" for i in order[:-11:-1]]
     svg = (run / "figures" / "uncertainty-training.svg").read_text()
     assert re.findall(r"client-\d+", svg) == [f"client-{order[place]:04d}" for place in (0, 25, 50, 74, 99)]
@@ -259,7 +334,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     page = write_report(run).read_text()
     assert "This run is not finished" in page
     assert "the results are those of round 100" in page
-    assert "1 unreadable line(s)" in page
+    assert "1 unreadable line left out" in page
     assert left_out(page) == {}
 
 
@@ -267,7 +342,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text("name: x\n")
     page = write_report(tmp_path).read_text()
     missing = left_out(page)
-    assert set(missing) == {"Results", "Accuracy", "Clients", "Confusion", "Confidence", "Time", "Data", "Environment"}
+    assert set(missing) == {*SECTIONS} - {"Descriptors", "Settings"}
     assert missing["Results"] == "metrics.jsonl: has no evaluated round"
     assert str(tmp_path) not in page
     assert "environment.json: is not there" in missing["Environment"]
@@ -276,12 +351,12 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "sections"),
     [
-        ("metrics.jsonl", {"Results", "Accuracy"}),
+        ("metrics.jsonl", {"Results", "Learning curves"}),
         ("clients.csv", {"Clients"}),
         ("partition.json", {"Data", "Descriptors"}),
         ("descriptors.json", {"Descriptors"}),
-        ("confusion.json", {"Confusion"}),
-        ("calibration.json", {"Confidence"}),
+        ("confusion.json", {"Confusion matrix"}),
+        ("calibration.json", {"Calibration"}),
         ("journal.jsonl", {"Time"}),
         ("environment.json", {"Environment"}),
         ("summary.json", set()),

@@ -21,10 +21,10 @@ from fedloom.cli.main import app
 from fedloom.evaluation.uncertainty import BINS, EXAMPLES, INFORMATION, RIGHT, client_document, edges
 from fedloom.reporting.uncertainty_figures import (
     _groups,
+    accuracy_by_uncertainty,
     clients_over_training,
     rank_correlation,
     reliability,
-    right_by_uncertainty,
 )
 
 
@@ -120,7 +120,8 @@ def test_five_clients_over_training() -> None:
         for i in wanted:
             right = sum(one["right"][i]) / sum(one["examples"][i])
             numbers = f"H {one['entropy'][i]:.2f}, I {one['mutual_information'][i]:.3f}"
-            assert f"{right:.0%} right, {numbers}" in said
+            assert f"accuracy {right:.0%}" in said
+            assert numbers in said
     few = told(None, 3, n=3)
     assert {f"c{i}" for i in (0, 1)} <= set(re.findall(r"c\d", clients_over_training(few)))
     missed = json.loads(json.dumps(document))
@@ -130,8 +131,8 @@ def test_five_clients_over_training() -> None:
 
 def test_every_client_by_its_uncertainty() -> None:
     document = after(0, 10)
-    picture = right_by_uncertainty(document)
-    assert picture == right_by_uncertainty(document)
+    picture = accuracy_by_uncertainty(document)
+    assert picture == accuracy_by_uncertainty(document)
     ElementTree.fromstring(picture)
     assert "seen clients" in picture
     assert "unseen clients" in picture
@@ -140,7 +141,7 @@ def test_every_client_by_its_uncertainty() -> None:
     right = [sum(last["right"][i]) / 40 for i in here]
     for key in ("entropy", "mutual_information"):
         r = stats.spearmanr([last[key][i] for i in here], right).statistic
-        assert f"rank correlation {r:.2f}" in picture
+        assert f"ρ {r:.2f}" in picture
 
 
 def test_rank_correlation_against_scipy() -> None:

@@ -145,7 +145,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     row = next(r for r in rows if r.startswith(dataset.manifest.roster[0]))
     assert f"{user['loss_mean']:.6f}" in row
     page = write_report(folder.path).read_text()
-    assert "<h2>Loss" in page
+    assert "<h2>Learning curves" in page
     assert "is not what FedLoom writes" not in page
     read = read_run(folder.path)
     assert read.by_loss

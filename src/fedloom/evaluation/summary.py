@@ -358,7 +358,8 @@ def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[
 
     Columns: ``id``, ``seen`` (true, false), ``train``, ``validation``, ``test`` (examples), ``labels`` (classes of the
     train split, separated by spaces), then for each predictor ``<p>_accuracy_unmasked``, ``<p>_loss_unmasked``,
-    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split; empty where there is no such reading.
+    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty where there is no such reading; and ``owner``,
+    what its natural owner is called, empty where examples were dealt.
     """
     by_id = {entry.id: entry for entry in entries}
     rows = []
@@ -379,7 +380,7 @@ def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[
                     f"{correct / total:.6f}" if total and evaluation.classes else ""
                 )
                 row[f"{predictor}_loss_{reading}"] = f"{loss / total:.6f}" if total else ""
-        rows.append(row)
+        rows.append({**row, "owner": entry.owner or ""})
     return rows
 
 

@@ -165,6 +165,12 @@ class RunFolder:
         by_round = {line["round"]: line for line in whole}
         return Lines((by_round[number] for number in sorted(by_round)), found.unreadable + len(found) - len(whole))
 
+    def training_loss(self) -> dict[int, float]:
+        """Return the training loss of each round that is in the journal, ascending; none of methods without one."""
+        done = [a for a in self.lines("journal.jsonl") if a.get("outcome", "done") == "done"]
+        found = {a["round"]: a["statistics"]["loss"] for a in done if "loss" in a.get("statistics", {})}
+        return dict(sorted(found.items()))
+
     def clients(self) -> list[dict[str, str]]:
         """Return the rows of ``clients.csv``; a last line that was cut short is dropped."""
         reader = csv.DictReader(self.text("clients.csv").splitlines())

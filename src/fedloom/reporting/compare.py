@@ -15,26 +15,7 @@ from typing import Any, NamedTuple
 from fedloom.errors import ExperimentError
 from fedloom.reporting.runs import GROUPS, PREDICTORS, USERS, NewClient, Result, Run, read_run, run_folders_in
 from fedloom.reporting.significance import holm, signed_rank_test
-
-METHODS = {
-    ("pefll", "personal"): "PeFLL",
-    ("fedavg", "global"): "FedAvg",
-    ("fedavg", "personal"): "FedAvg + fine-tuning",
-    ("local", "personal"): "Local",
-    ("pfedbayes", "personal"): "pFedBayes",
-    ("pfedbayes", "global"): "pFedBayes, global model",
-    ("comfedl", "personal"): "ComFedL",
-    ("comfedl", "global"): "ComFedL, shared model",
-    ("wga alone", "personal"): "Alone",
-    ("wga alone", "global"): "Alone, mean of all",
-    ("wga wga", "personal"): "WGA",
-    ("wga wga", "global"): "WGA, mean of all",
-    ("wga bc", "personal"): "Bias Correction",
-    ("wga bc", "global"): "Bias Correction, mean of all",
-    ("wga oracle", "personal"): "Bias Correction, oracle",
-    ("wga oracle", "global"): "Bias Correction, oracle, mean of all",
-}
-"""What a table calls the predictors of a method (:attr:`Run.method`); others are called by method and predictor."""
+from fedloom.reporting.words import method_title
 
 FEATURED = 8
 """Largest number of rows of a block that are all shown in figures."""
@@ -158,6 +139,12 @@ class Row:
     def training(self, quantity: str) -> Spread | None:
         """A number of the last :class:`Point`, as ``client_steps``, over seeds."""
         return spread(getattr(result.curve[-1], quantity) for result in self.results)
+
+    @property
+    def training_loss(self) -> dict[int, float]:
+        """Of each round that every seed has one of, the mean over seeds."""
+        rounds = set.intersection(*(set(run.training_loss) for run in self.runs))
+        return {t: math.fsum(run.training_loss[t] for run in self.runs) / len(self.runs) for t in sorted(rounds)}
 
     def validation(self, *, best: bool) -> Spread | None:
         """Pooled validation accuracy (or mean validation loss) of the last round, or of the best."""
@@ -380,7 +367,7 @@ def compare(run_folders: Sequence[str | Path]) -> Comparison:
         for group in [runs] if len(set(seeds)) == len(seeds) else [[run] for run in runs]:
             rows += [
                 Row(
-                    METHODS.get((group[0].method, predictor), f"{group[0].method} ({predictor})"),
+                    method_title(group[0].method, predictor),
                     (),
                     _block(group[0]),
                     predictor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from fedloom.reporting.compare import ACCURACY, Row, Spread, differences, spread
 from fedloom.reporting.compare_tables import GROUP_NAMES
-from fedloom.reporting.figures import FULL, INK, as_svg
+from fedloom.reporting.drawing import FULL, INK, MANY_ROUNDS, as_svg, neighbours, over_rounds, panel, percent, sheet
 from fedloom.reporting.runs import GROUPS, USERS
 
 COLOURS = {
@@ -27,7 +26,7 @@ COLOURS = {
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1.5, 1.5), (6, 2, 1.5, 2), (10, 3), (3, 1.5, 1.5, 1.5, 1.5, 1.5))
 MARKERS = "os^DvPX"
 
-_SPENT = (("rounds", "round"), ("communication", "tensors sent and received"), ("client steps", "client steps"))
+_SPENT = (("rounds", "round"), ("communication", "payload, both directions"), ("client steps", "client steps"))
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,14 @@ def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
     Lines are means over seeds, bands ± one standard deviation over them. A method that was evaluated once, as one
     without rounds, is a level line. The scale starts a little below the lowest accuracy, or ends a little above the
-    highest loss, of a trained round, so that an untrained model's may lie outside the figure.
+    highest loss, of a trained round, so that an untrained model's may lie outside the figure. A single row is drawn
+    over rounds alone: over bytes and steps it looks the same.
     """
     users = any(row.over_seeds(USERS) is not None for row in rows)
     shown, scale = [*([USERS] if users else []), *_groups(rows)], rows[0].scale
-    figure = Figure(figsize=(FULL, 0.8 + 2.1 * len(shown)), layout="constrained")
-    grid = figure.subplots(len(shown), len(_SPENT), sharex="col", sharey="row", squeeze=False)
+    spent = _SPENT if len(rows) > 1 else _SPENT[:1]
+    figure = sheet(FULL, 0.8 + 2.1 * len(shown))
+    grid = figure.subplots(len(shown), len(spent), sharex="col", sharey="row", squeeze=False)
     for group, line in zip(shown, grid, strict=True):
         trained = []
         for row in rows:
@@ -77,17 +78,17 @@ def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
             if not curve:
                 continue
             means = [point.mean for _, point in curve]
-            trained += means[1:] or means
+            trained += means[1:] if len(means) > 2 else means
             for k, axes in enumerate(line):
                 _draw_curve(axes, [(x[k], point) for x, point in curve], styles[row.label], row.label)
         line[0].set_ylabel(GROUP_NAMES[group])
         if scale is ACCURACY:
             line[0].set_ylim(max(0.0, min([0.95, *trained]) - 0.05), 1.0)
-            line[0].yaxis.set_major_formatter(_PERCENT)
+            percent(line[0].yaxis)
         elif trained:
             line[0].set_ylim(*_around(trained))
-    for top, bottom, (title, label) in zip(grid[0], grid[-1], _SPENT, strict=True):
-        top.set_title(f"{scale.name.capitalize()} over {title}")
+    for top, bottom, (title, label) in zip(grid[0], grid[-1], spent, strict=True):
+        top.set_title(f"Test {scale.name} over {title}")
         bottom.set_xlabel(label)
         bottom.set_xlim(left=0)
         bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=title != "communication"))
@@ -98,11 +99,33 @@ def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 
 @as_svg
+def training_loss(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+    """Training loss over rounds of the rows that were trained: means over seeds, and over neighbours of many rounds."""
+    figure, axes = panel(2.9, FULL)
+    last = 0
+    distinct = {
+        tuple(run.path for run in row.runs): row for row in reversed(rows)
+    }  # predictors of a run share its loss
+    for row in reversed(distinct.values()):
+        losses = row.training_loss
+        if losses:
+            every = max(1, min(len(losses), MANY_ROUNDS) // 12)
+            x, y = neighbours([*losses]), neighbours([*losses.values()])
+            look = styles[row.label]
+            axes.plot(x, y, **look.line, marker=look.marker, markersize=3.2, markevery=every, label=row.label)
+            last = max(last, *losses)
+    axes.set(title="Training loss over rounds", ylabel="mean over the cohort")
+    over_rounds(axes, last)
+    _legend(figure, axes)
+    return figure
+
+
+@as_svg
 def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
     """Empirical distribution of the clients' test accuracy (or loss) in the last round, all seeds together."""
     shown = _groups(rows)
     scale = rows[0].scale
-    figure = Figure(figsize=(FULL, 3.1), layout="constrained")
+    figure = sheet(FULL, 3.1)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for group, axes in zip(shown, panels, strict=True):
         values = {
@@ -118,13 +141,11 @@ def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
             if found:
                 x, y = _steps(found)
                 axes.plot([*x, end], [*y, 1.0], **styles[label].line, label=label)
-        axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {scale.name} of the client", ylim=(0, 1.01))
+        axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {scale.name}", ylim=(0, 1.01))
         axes.set_xlim(left, right)
-        if scale is ACCURACY:
-            axes.xaxis.set_major_formatter(_PERCENT)
-        axes.yaxis.set_major_formatter(_PERCENT)
+        percent(axes.yaxis, *([axes.xaxis] if scale is ACCURACY else []))
         axes.grid(visible=True, axis="x")
-    panels[0].set_ylabel("clients at or below")
+    panels[0].set_ylabel("share of clients at or below")
     _legend(figure, *panels)
     return figure
 
@@ -147,32 +168,21 @@ def pairs(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
     Where a line crosses zero is the share of clients for which the best on average is not the better one.
     """
     panels = _panels(rows)
-    figure = Figure(figsize=(FULL, 3.2), layout="constrained")
+    figure = sheet(FULL, 3.2)
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (group, best, lines) in zip(grid, panels, strict=True):
         axes.axhline(0, color=INK, linewidth=0.8)
         for label, found in lines.items():
             x, y = _steps(sorted(found))
             axes.plot(y, x, **styles[label].line, label=label)
-        title = textwrap.fill(f"{group.capitalize()} clients, against {best.label}", 56)
-        axes.set(title=title, xlabel="clients, sorted", xlim=(0, 1))
-        axes.xaxis.set_major_formatter(_PERCENT)
+        title = textwrap.fill(f"{group.capitalize()} clients: difference to {best.label}", 56)
+        axes.set(title=title, xlabel="share of clients, sorted by difference", xlim=(0, 1))
+        percent(axes.xaxis)
         factor = 100 if best.scale is ACCURACY else 1
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _, by=factor: f"{by * v:+.10g}" if v else "0"))
-    grid[0].set_ylabel("accuracy less the best's, points" if rows[0].scale is ACCURACY else "loss less the best's")
+    grid[0].set_ylabel("difference in accuracy, points" if rows[0].scale is ACCURACY else "difference in loss")
     _legend(figure, *grid)
     return figure
-
-
-def inline(svg: str, name: str) -> str:
-    """Make an SVG part of a page: ids of its own, the page's text colour, and its palette from CSS variables."""
-    svg = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{name}-", svg).replace(INK, "currentColor")
-    for variable, colour in COLOURS.items():
-        svg = svg.replace(colour, f"var(--{variable})")
-    return svg
-
-
-_PERCENT = FuncFormatter(lambda v, _: f"{100 * v:.10g}%")
 
 
 def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]]:

@@ -26,6 +26,7 @@ from fedloom.reporting.compare_tables import (
 )
 from fedloom.reporting.runs import GROUPS, USERS
 from fedloom.reporting.words import human_bytes
+from fedloom.words import counted
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare_figures import Look
@@ -129,7 +130,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> Path:
         import jinja2
         from markupsafe import Markup
 
-        from fedloom.reporting import compare_figures
+        from fedloom.reporting import compare_figures, drawing
     except ModuleNotFoundError as error:
         raise ExperimentError(
             f"a comparison on paper needs the package {error.name}, which is not installed",
@@ -144,7 +145,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["inline"] = lambda part: Markup(compare_figures.inline(part.svg, part.figure))
+    environment.filters["inline"] = lambda part: Markup(drawing.inline(part.svg, part.figure, compare_figures.COLOURS))
     methods = list(dict.fromkeys(row.method for row in comparison.rows))
     page = environment.get_template("compare.html.j2").render(
         title=f"{', '.join(methods[:-1])} and {methods[-1]}" if len(methods) > 1 else methods[0],
@@ -185,7 +186,7 @@ def _subtitle(comparison: Comparison) -> str:
     runs = {run.path: run for row in comparison.rows for run in row.runs}.values()
     parts = (", ".join(dict.fromkeys(getattr(run, what) for run in runs)) for what in ("dataset", "model"))
     seeds = sorted({run.seed for run in runs})
-    return " · ".join([*parts, f"{len(runs)} runs", f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"])
+    return " · ".join([*parts, counted(len(runs), "run"), f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"])
 
 
 def _facts(comparison: Comparison) -> list[Fact]:
@@ -211,9 +212,9 @@ def _facts(comparison: Comparison) -> list[Fact]:
 def _sections(comparison: Comparison) -> list[Section]:
     sections = [
         Section("Results", (_results(comparison), _costs(comparison))),
-        Section(f"{comparison.scale.name.capitalize()} over training", _figures(comparison, comparison.scale.name)),
-        Section("Clients", _figures(comparison, "clients")),
-        Section("Client by client", (*_figures(comparison, "pairs"), *_pairs(comparison))),
+        Section("Learning curves", (*_figures(comparison, comparison.scale.name), *_figures(comparison, "training"))),
+        Section("Distribution over clients", _figures(comparison, "clients")),
+        Section("Paired comparison, client by client", (*_figures(comparison, "pairs"), *_pairs(comparison))),
         Section("Validation", (_validation(comparison), *_chosen(comparison))),
         Section("Settings that differ", (_settings(comparison),)),
         Section("Runs", (_runs(comparison),)),
@@ -254,10 +255,11 @@ def _results(comparison: Comparison) -> Part:
         text += "The data have no classes: the loss is the model's own, and less is better. "
     if USERS in comparison.groups:
         text += "User 0: the client that the model is made for; the others show how far it serves them. "
-    text += (
-        "Bold: best of its column. Underlined: the paired test over clients cannot tell it from the best "
-        f"({100 * LEVEL:g} %, see “Client by client”)."
-    )
+    if len(comparison.rows) > 1:
+        text += (
+            "Bold: best of its column. Underlined: the paired test over clients cannot tell it from the best "
+            f"({100 * LEVEL:g} %, see “Paired comparison”)."
+        )
     above = (("", 2), *((title, len(under)) for title, under in groups))
     return Part(table=Table(headings, _by_block(comparison, cells), above=above), text=text)
 
@@ -278,11 +280,12 @@ def _costs(comparison: Comparison) -> Part:
         ]
         return (Cell(row.label), *map(Cell, texts))
 
-    headings = ("cost", "steps", "receives", "sends", "rounds", "tensors", "on the wire", "client steps", "time")
+    headings = ("cost", "steps", "receives", "sends", "rounds", "payload", "on the wire", "client steps", "time")
     text = (
         "A new client: its own gradient steps, and the bytes it receives and sends, for its first model. Training: "
-        "all clients together, both directions, mean over seeds; tensors as the papers count them, each client's copy "
-        "on its own; the wire as measured, none in process. Time is that of the whole run, evaluations included."
+        "all clients together, both directions, mean over seeds; payload: tensor bytes as the papers count them, each "
+        "client's copy on its own; the wire as measured, none in process. Time is that of the whole run, evaluations "
+        "included."
     )
     table = Table(headings, _by_block(comparison, cells), above=(("", 1), ("a new client", 3), ("training", 5)))
     return Part(title="Cost", table=table, text=text)
@@ -290,7 +293,7 @@ def _costs(comparison: Comparison) -> Part:
 
 def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
     """The figure of each block; none where nothing was measured."""
-    from fedloom.reporting import compare_figures
+    from fedloom.reporting import compare_figures, drawing
 
     if not comparison.groups:
         return ()
@@ -298,11 +301,13 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
     over_training = (
         f"Mean test {comparison.scale.name} over clients; mean over seeds, band ± one standard deviation over them "
         "where there are several. A method without rounds is a level line. An untrained model may lie outside the "
-        "figure. Communication: tensor bytes of all clients, both directions."
+        "figure." + (" Communication: payload of all clients, both directions." if len(comparison.rows) > 1 else "")
     )
     texts = {
         comparison.scale.name: over_training,
-        "clients": f"Part of the clients whose test {comparison.scale.name} in the last round is at or below a value: "
+        "training": "Each method's own loss, mean over the cohort of each round and over seeds: what is minimized "
+        f"differs between methods. Beyond {drawing.MANY_ROUNDS} rounds, a point is the mean of neighbours.",
+        "clients": f"Share of the clients whose test {comparison.scale.name} in the last round is at or below a value: "
         f"{side} is better.",
         "pairs": f"Each client's {comparison.scale.name} less what it has under the method of {best} mean, sorted. "
         + (
@@ -314,13 +319,16 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
     draw = {
         comparison.scale.name: compare_figures.curves,
         "clients": compare_figures.clients,
+        "training": compare_figures.training_loss,
         "pairs": compare_figures.pairs,
     }[name]
-    looks = _looks(comparison)
+    looks, file = _looks(comparison), "training-loss" if name == "training" else name
     parts = []
     for number, (block, featured) in enumerate(comparison.featured.items(), start=1):
         rows = [comparison.rows[i] for i in featured]
         if name == "pairs" and not compare_figures.has_pairs(rows):
+            continue
+        if name == "training" and not any(row.training_loss for row in rows):
             continue
         several = len(comparison.blocks) > 1
         text = ""
@@ -330,7 +338,7 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
                 "validation chooses."
             )
         title = block_title(comparison, block) if several else ""
-        parts.append(Part(title, f"{name}-{number}" if several else name, draw(rows, looks), text=text))
+        parts.append(Part(title, f"{file}-{number}" if several else file, draw(rows, looks), text=text))
     if parts:  # one explanation for all of them, below the last
         parts[-1] = replace(parts[-1], text=f"{texts[name]} {parts[-1].text}".rstrip())
     return tuple(parts)
@@ -391,7 +399,7 @@ def _validation(comparison: Comparison) -> Part:
         rounds = ["–" if result.best is None else str(result.best.round) for result in row.results]
         last = [shown(row.over_seeds(group)) for group in groups]
         at_best = [shown(row.at_best(group)) for group in groups]
-        said = ", ".join(rounds) if len(rounds) <= 4 else f"{len(set(rounds))} rounds"
+        said = ", ".join(rounds) if len(rounds) <= 4 else counted(len(set(rounds)), "round")
         texts = (shown(row.validation(best=False)), *last, said, shown(row.validation(best=True)), *at_best)
         return (Cell(row.label), *map(Cell, texts))
 

@@ -11,22 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import DataError, ExperimentError, StorageError
-from fedloom.federation.folder import RunFolder
-from fedloom.reporting.words import human_bytes, is_masked
+from fedloom.federation.folder import EXPERIMENT, RunFolder
+from fedloom.reporting.words import human_bytes, is_masked, method_title
+from fedloom.words import counted
 
 DASH = "–"
 
 NAMED = 10
 """Rows of a small table at most."""
 
+FEW_CLIENTS = 20
+"""So many clients at most are all named."""
+
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table; ``mark`` is the group whose colour it has, empty for a part of one."""
+    """A line of a table; ``mark`` is the group whose colour it has, empty for a part of one; ``note``, on the label."""
 
     label: str
     cells: tuple[str, ...]
     mark: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,7 @@ def write_report(run_folder: str | Path) -> Path:
     run = RunFolder.open(run_folder)
     try:
         import jinja2
-
-        from fedloom.reporting import figures
+        import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
         raise ExperimentError(
             f"a report needs the package {error.name}, which is not installed",
@@ -117,20 +121,22 @@ def write_report(run_folder: str | Path) -> Path:
 
     # Data without classes leave nothing to be right about.
     quality: dict[str, Callable[[RunFolder], Section]] = (
-        {"Loss": _loss, "Results": _results}
+        {"Learning curves": _curves, "Results": _results}
         if _without_classes(run)
         else {
-            "Accuracy": _accuracy,
+            "Learning curves": _curves,
             "Results": _results,
             "Clients": _clients,
-            "Confusion": _confusion,
-            "Confidence": _confidence,
+            "Confusion matrix": _confusion,
+            "Calibration": _calibration,
         }
     )
     if (run.path / "descriptors.json").exists():  # only some methods have descriptors
         quality["Descriptors"] = _descriptors
     if (run.path / "uncertainty.json").exists():  # of methods whose models are distributions
         quality["Uncertainty"] = _uncertainty
+    if _of_method(run):
+        quality["Method"] = _method
     circumstances = {"Data": _partition, "Time": _phases, "Settings": _settings, "Environment": _environment}
     sections = [_section(title, run, build) for title, build in {**quality, **circumstances}.items()]
     environment = jinja2.Environment(
@@ -140,7 +146,7 @@ def write_report(run_folder: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["inline"] = _inlined(figures.inline)
+    environment.filters["inline"] = _inline
     page = environment.get_template("report.html.j2").render(head=_head(run), sections=sections)
     for panel in (panel for section in sections for panel in section.panels):
         _write(run.path / "figures" / f"{panel.name}.svg", panel.svg)
@@ -187,30 +193,29 @@ def _head(run: RunFolder) -> Head:
     try:
         lines = run.metrics()
         if lines.unreadable:
-            notices.append(f"metrics.jsonl: {lines.unreadable} unreadable line(s) left out.")
+            notices.append(f"metrics.jsonl: {counted(lines.unreadable, 'unreadable line')} left out.")
         last = lines[-1] if lines else None
         if last is not None and any(last.get("left_out", {}).values()):
             missing = last["left_out"]
             notices.append(
-                f"Not in the statistics of round {last['round']}: {missing['absent']} client(s) that did not answer, "
-                f"{missing['untested']} without test examples."
+                f"Not in the statistics of round {last['round']}: {counted(missing['absent'], 'client')} that did not "
+                f"answer, {missing['untested']} without test examples."
             )
     except (DataError, KeyError, TypeError, AttributeError):  # the sections made from this file say what is wrong
         last = None
     try:
         manifest = run.manifest()
-        scheme = manifest.scheme["scheme"]
-        data = f"{len(manifest.roster)} seen and {len(manifest.unseen)} unseen clients, scheme {scheme}, "
-        data += f"{_range([client.train for client in manifest.clients])} training examples each"
+        data = f"{len(manifest.roster)} seen and {counted(len(manifest.unseen), 'unseen client')}, scheme "
+        data += f"{manifest.scheme['scheme']}, {_range([client.train for client in manifest.clients])} training "
+        data += "examples each"
     except (DataError, KeyError):
         data = ""
     try:
         summary = run.json("summary.json")
-        names = (summary["algorithm"], summary["dataset"], summary["model"], f"seed {summary['seed']}")
+        about = (str(summary["name"]), f"algorithm {summary['algorithm']}", f"model {summary['model']}")
         steps = None if last is None else last.get("client_steps")
-        return Head(
-            str(summary["name"]), " · ".join(names), data, tuple(notices), _quality(summary), _cost(summary, steps)
-        )
+        title = _title(summary["algorithm"], summary["dataset"], summary["seed"])
+        return Head(title, " · ".join(about), data, tuple(notices), _quality(summary), _cost(summary, steps))
     except (DataError, KeyError, TypeError, ValueError) as error:
         why = (
             _within(run, error)
@@ -219,7 +224,23 @@ def _head(run: RunFolder) -> Head:
         )
         upto = "" if last is None else f"; the results are those of round {last['round']}"
         unfinished = f"This run is not finished: {why}{upto}."
-        return Head(run.path.resolve().name, "unfinished run", data, (unfinished, *notices))
+        title = _unfinished_title(run)
+        return Head(title, f"{run.path.resolve().name} · unfinished run", data, (unfinished, *notices))
+
+
+def _title(algorithm: str, dataset: str, seed: int) -> str:
+    return f"{method_title(algorithm)} on {dataset}, seed {seed}"
+
+
+def _unfinished_title(run: RunFolder) -> str:
+    """As :func:`_title`, from the experiment as far as it says so."""
+    import yaml
+
+    try:
+        settings = yaml.safe_load(run.text(EXPERIMENT))
+        return _title(settings["algorithm"]["name"], settings["data"]["dataset"], settings["seed"])
+    except (DataError, yaml.YAMLError, KeyError, TypeError):
+        return run.path.resolve().name
 
 
 def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
@@ -227,17 +248,17 @@ def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
     for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
         group = summary[key]
         if group is not None and group["accuracy_mean"] is None:
-            note = f"mean over {group['clients']} clients"
+            note = f"mean over {counted(group['clients'], 'client')}"
             facts.append(Fact(f"{label}, test loss", f"{group['loss_mean']:.4g}", note, key))
         elif group is not None:
-            note = f"± {_percent(group['accuracy_std'])} over {group['clients']} clients; "
+            note = f"± {_percent(group['accuracy_std'])} over {counted(group['clients'], 'client')}; "
             note += f"worst decile {_percent(group['accuracy_worst_decile'])}"
             facts.append(Fact(f"{label}, test accuracy", f"{_percent(group['accuracy_mean'])} %", note, key))
     return tuple(facts)
 
 
 def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, ...]:
-    per_round = f"{summary['clients_per_round']} clients a round" if summary["clients_per_round"] else ""
+    per_round = f"{counted(summary['clients_per_round'], 'client')} a round" if summary["clients_per_round"] else ""
     facts = [Fact("rounds", str(summary["rounds"]), per_round)]
     speed = summary["client_steps_per_s"]
     if client_steps is not None:
@@ -245,7 +266,7 @@ def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, .
     traffic = summary["communication"]
     wire = (traffic["wire_up"], traffic["wire_down"])
     note = "in process, no wire" if None in wire else f"{human_bytes(int(wire[0]) + int(wire[1]))} on the wire"
-    facts.append(Fact("tensors sent", human_bytes(int(traffic["payload_up"]) + int(traffic["payload_down"])), note))
+    facts.append(Fact("communication", human_bytes(int(traffic["payload_up"]) + int(traffic["payload_down"])), note))
     facts.append(Fact("duration", _duration(summary["duration_s"])))
     newcomer = summary.get(summary["algorithm"], {}).get("new_client", {}).get("personal")
     if newcomer is not None:
@@ -305,8 +326,8 @@ def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:
 
 def _rows(groups: Mapping[str, Any]) -> tuple[Row, ...]:
     rows = [
-        Row("seen clients, own model", _cells(groups["seen"]), "seen"),
-        Row("unseen clients, own model", _cells(groups["unseen"]), "unseen"),
+        Row("seen clients, personalized model", _cells(groups["seen"]), "seen"),
+        Row("unseen clients, personalized model", _cells(groups["unseen"]), "unseen"),
     ]
     overall = groups["global"]
     if overall is not None:
@@ -330,34 +351,25 @@ def _cells(group: Mapping[str, Any] | None) -> tuple[str, ...]:
     )
 
 
-def _accuracy(run: RunFolder) -> Section:
+def _curves(run: RunFolder) -> Section:
     from fedloom.reporting import figures
 
-    lines = run.metrics()
+    lines, losses = run.metrics(), run.training_loss()
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
-    if len(lines) == 1:
-        return Section("Accuracy", text=f"Only round {lines[0]['round']} was evaluated, so there is no curve.")
-    panels = [Panel("accuracy-rounds", figures.accuracy(lines, "rounds"))]
-    for over in ("bytes", "steps"):
-        if figures.spends(lines, over):
-            panels.append(Panel(f"accuracy-{over}", figures.accuracy(lines, over)))
-    text = (
-        "Mean over clients of each client's test accuracy; the band is ± one standard deviation over clients. "
-        "Bytes are those of the tensors of training, both directions, each client's copy on its own; steps are those "
-        "of all clients' local training."
-    )
-    return Section("Accuracy", tuple(panels), columns=3, text=text)
-
-
-def _loss(run: RunFolder) -> Section:
-    from fedloom.reporting import figures
-
-    lines = run.metrics()
-    if len(lines) < 2:
-        return Section("Loss", text="Fewer than two rounds were evaluated, so there is no curve.")
-    text = "Mean over clients of each client's mean test loss. The data have no classes: the loss is the model's own."
-    return Section("Loss", (Panel("loss-rounds", figures.loss(lines)),), text=text)
+    panels, said = [], []
+    if len(lines) > 1 and _without_classes(run):
+        panels.append(Panel("learning-curve", figures.learning_curve(lines, "loss")))
+        said.append("Test: mean over clients of each client's mean loss, the model's own, as the data have no classes.")
+    elif len(lines) > 1:
+        panels.append(Panel("learning-curve", figures.learning_curve(lines, "accuracy")))
+        said.append("Test: mean over clients of each client's accuracy, ± one standard deviation over clients.")
+    else:
+        said.append(f"Only round {lines[0]['round']} was evaluated, so there is no curve of it.")
+    if losses:
+        panels.append(Panel("training-loss", figures.training_loss(losses)))
+        said.append("Training: the method's own loss, mean over the cohort of each round.")
+    return Section("Learning curves", tuple(panels), columns=2, text=" ".join(said))
 
 
 def _reading(run: RunFolder) -> str:
@@ -373,26 +385,28 @@ def _clients(run: RunFolder) -> Section:
     rows, reading = run.clients(), _reading(run)
     panels = [Panel("clients", figures.distribution(rows, reading))]
     text = (
-        f"Each client's test accuracy ({reading}, last evaluation). Distribution: the part of the clients at or below "
-        "an accuracy, so right is better; the thick foot of a line is the worst decile."
+        f"Each client's test accuracy ({reading}, last evaluation). Distribution: the share of clients at or below an "
+        "accuracy, so right is better; the thick foot of a line is the worst decile."
     )
     tables = [_worst(rows, reading, _class_names(run))]
     if f"global_accuracy_{reading}" in rows[0]:
         panels.append(Panel("personalization", figures.before_after(rows, reading)))
         tables.append(_changed(rows, reading))
-        text += " Before and after: above the diagonal, a client's own model is better on its test data."
+        text += " Gain: above the diagonal, the personalized model is better on the client's test data."
     return Section("Clients", tuple(panels), tuple(tables), columns=2, text=text)
 
 
 def _worst(rows: Sequence[Mapping[str, str]], reading: str, names: Mapping[str, str]) -> Table:
-    """The clients that are served worst, and what they have."""
+    """The clients of lowest accuracy, and what they have; all clients, where they are few."""
     column = f"personal_accuracy_{reading}"
     measured = sorted((row for row in rows if row[column]), key=lambda row: (float(row[column]), row["id"]))
+    few = len(measured) <= FEW_CLIENTS
     shown = [
         _client(row, row["train"], _classes(row["labels"].split(), names), _percent(float(row[column])))
-        for row in measured[: min(NAMED, math.ceil(len(measured) / 10))]
+        for row in (measured if few else measured[: min(NAMED, math.ceil(len(measured) / 10))])
     ]
-    return Table("Worst served", ("client", "examples", "classes", "own, %"), tuple(shown))
+    title = "Clients, lowest accuracy first" if few else "Clients of lowest accuracy"
+    return Table(title, ("client", "training examples", "classes", "accuracy, %"), tuple(shown))
 
 
 def _changed(rows: Sequence[Mapping[str, str]], reading: str) -> Table:
@@ -406,16 +420,19 @@ def _changed(rows: Sequence[Mapping[str, str]], reading: str) -> Table:
         _client(row, _percent(before), _percent(after), f"{100 * (after - before):+.1f}")
         for row, before, after in both[:half] + both[len(both) - half :]
     ]
-    return Table("Least and most gained", ("client", "global, %", "own, %", "gain"), tuple(shown))
+    headings = ("client", "global, %", "personalized, %", "gain, points")
+    return Table("Smallest and largest gains by personalization", headings, tuple(shown))
 
 
 def _client(row: Mapping[str, str], *cells: str) -> Row:
-    return Row(row["id"], cells, "seen" if row["seen"] == "true" else "unseen")
+    """A line of a table about a client, with the name of its owner where it has one."""
+    owner = row.get("owner", "")
+    return Row(row["id"], cells, "seen" if row["seen"] == "true" else "unseen", owner if owner != row["id"] else "")
 
 
 def _classes(labels: Sequence[str], names: Mapping[str, str]) -> str:
     """The classes of a client as long as they are few, else how many."""
-    return ", ".join(names.get(label, label) for label in labels) if len(labels) <= 2 else f"{len(labels)} classes"
+    return ", ".join(names.get(label, label) for label in labels) if len(labels) <= 2 else str(len(labels))
 
 
 def _class_names(run: RunFolder) -> dict[str, str]:
@@ -434,12 +451,12 @@ def _confusion(run: RunFolder) -> Section:
     counts: dict[str, tuple[str, Sequence[Sequence[int]]]] = {}
     for group in ("seen", "unseen"):
         if document["personal"][group] is not None:
-            counts[group] = (f"{group.capitalize()} clients, own model", document["personal"][group])
+            counts[group] = (f"{group.capitalize()} clients, personalized model", document["personal"][group])
     if document["global"] is not None:
         groups = [each for each in document["global"].values() if each is not None]
         summed = [[sum(cells) for cells in zip(*lines, strict=True)] for lines in zip(*groups, strict=True)]
         counts["global"] = ("All clients, global model", summed)
-    wide = figures.confusion_width(names) == figures.FULL
+    wide = figures.confusion_is_wide(names)
     panels = tuple(
         Panel(f"confusion-{key}", figures.confusion(each, names, title), wide) for key, (title, each) in counts.items()
     )
@@ -449,7 +466,7 @@ def _confusion(run: RunFolder) -> Section:
     )
     labels = [figures.shown(name) for name in names]
     table = _mistakes([each for _, each in counts.values()], list(counts), labels, wide=wide or len(panels) % 2 == 0)
-    return Section("Confusion", panels, (table,), columns=2, text=text)
+    return Section("Confusion matrix", panels, (table,), columns=2, text=text)
 
 
 def _mistakes(
@@ -463,11 +480,11 @@ def _mistakes(
         parts = [(each[i][j], sum(each[i])) for each in counts]
         shown.append(Row(f"{names[i]} → {names[j]}", tuple(_percent(n / of) if of else DASH for n, of in parts)))
     return Table(
-        f"Most frequent mistakes of {headings[0]} clients", ("class → predicted, %", *headings), tuple(shown), wide
+        f"Most frequent mistakes of {headings[0]} clients", ("true → predicted, %", *headings), tuple(shown), wide
     )
 
 
-def _confidence(run: RunFolder) -> Section:
+def _calibration(run: RunFolder) -> Section:
     from fedloom.reporting.uncertainty_figures import reliability
 
     panel = Panel("reliability", reliability(run.json("calibration.json")))
@@ -478,18 +495,20 @@ def _confidence(run: RunFolder) -> Section:
         for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model"))
         if (found := measured.get(key)) is not None
     )
-    table = Table("How sure, how right", ("", "error, %", "entropy", "information"), rows)
+    headings = ("", "calibration error, %", "entropy, nats", "mutual information, nats")
+    table = Table("Calibration error and uncertainty", headings, rows)
     text = (
-        "Test split, unmasked. Predictions are sorted by their confidence into bins; a calibrated model is right as "
-        "often as it is sure. Error: expected calibration error, the mean distance from the diagonal, weighted by "
-        "examples. Entropy of the prediction, and mutual information of prediction and model, in nats; the latter is "
-        "zero where a client has one model and not a distribution of models."
+        "Test split, unmasked. Predictions are sorted by their confidence, the highest predicted probability, into "
+        "bins; a calibrated model's accuracy equals its confidence (the diagonal). Calibration error: expected "
+        "calibration error (ECE), the mean distance from the diagonal, weighted by examples. Entropy of the "
+        "prediction, and mutual information of prediction and model; the latter is zero where a client has one model "
+        "and not a distribution of models."
     )
-    return Section("Confidence", (panel,), (table,), columns=2, text=text)
+    return Section("Calibration", (panel,), (table,), columns=2, text=text)
 
 
 def _uncertainty(run: RunFolder) -> Section:
-    from fedloom.reporting.uncertainty_figures import clients_over_training, right_by_uncertainty
+    from fedloom.reporting.uncertainty_figures import accuracy_by_uncertainty, clients_over_training
 
     document = run.json("uncertainty.json")
     ids, seen, last = document["clients"]["ids"], document["clients"]["seen"], document["rounds"][-1]
@@ -497,7 +516,7 @@ def _uncertainty(run: RunFolder) -> Section:
         raise DataError(f"{run.path / 'uncertainty.json'}: no client answered in round {last['round']}")
     panels = (
         Panel("uncertainty-training", clients_over_training(document), wide=True),
-        Panel("uncertainty-clients", right_by_uncertainty(document)),
+        Panel("uncertainty-clients", accuracy_by_uncertainty(document)),
     )
     most = sorted((-entropy, i) for i, entropy in enumerate(last["entropy"]) if entropy is not None)[:NAMED]
     rows = []
@@ -505,10 +524,11 @@ def _uncertainty(run: RunFolder) -> Section:
         right = _percent(sum(last["right"][i]) / sum(last["examples"][i]))
         numbers = (right, f"{last['entropy'][i]:.3f}", f"{last['mutual_information'][i]:.3f}")
         rows.append(Row(str(ids[i]), numbers, "seen" if seen[i] else "unseen"))
-    table = Table("Least sure", ("client", "right, %", "entropy", "information"), tuple(rows))
+    headings = ("client", "accuracy, %", "entropy, nats", "mutual information, nats")
+    table = Table("Clients of highest entropy", headings, tuple(rows))
     text = (
-        "Own model, test split, unmasked. Bars: a client's examples by the highest predicted probability, the right "
-        "ones in colour, the wrong ones grey; the first two evaluated rounds and the last. The clients are those at "
+        "Personalized model, test split, unmasked. Bars: share of a client's examples by confidence, correct "
+        "predictions in colour, wrong ones grey; the first two evaluated rounds and the last. The clients are those at "
         "the minimum, the quartiles and the maximum of entropy after the last round. H and I: mean entropy of the "
         "prediction, and mean mutual information of prediction and model, in nats."
     )
@@ -533,9 +553,17 @@ def _descriptors(run: RunFolder) -> Section:
         "distances and its class mix's distances to all clients; mean and ± one standard deviation over unseen "
         "clients. The dotted line is the value at the first evaluation: an untrained embedding network that sees "
         "labels already correlates."
-        + (f" {excluded} unseen client(s) without a coefficient (all distances equal)." if excluded else "")
+        + (f" {counted(excluded, 'unseen client')} without a coefficient (all distances equal)." if excluded else "")
     )
     return Section("Descriptors", tuple(panels), columns=2, text=text)
+
+
+def _trained(run: RunFolder) -> int | None:
+    """How many rounds a run has trained; None while nobody knows."""
+    try:
+        return int(run.json("summary.json")["rounds"])
+    except (DataError, KeyError):
+        return None
 
 
 def _phases(run: RunFolder) -> Section:
@@ -546,6 +574,8 @@ def _phases(run: RunFolder) -> Section:
     failed = sum(line["seconds"] for line in found if line.get("outcome", "done") != "done")
     done = {number: line for number, line in sorted(rounds.items()) if line.get("outcome", "done") == "done"}
     phases = [line["phases"] for line in done.values()]
+    if _trained(run) == 0:
+        return Section("Time", text="No round was trained.")
     if not any(phases):
         raise DataError(f"{run.path / 'journal.jsonl'}: has no round with phase times")
     others = {"failed attempts": failed} if failed else {}
@@ -560,10 +590,25 @@ def _phases(run: RunFolder) -> Section:
         Panel("time-total", figures.phases_total(phases, others)),
     )
     text = (
-        f"Where the aggregator's time went in {len(phases)} rounds. A phase that is named after a message lasts from "
-        "sending it to the last reply."
+        f"Where the aggregator's time went in {counted(len(phases), 'round')}. A phase that is named after a message "
+        "lasts from sending it to the last reply."
     )
     return Section("Time", panels, columns=2, text=text)
+
+
+def _of_method(run: RunFolder) -> Mapping[str, Any]:
+    """What the method itself adds to the summary; nothing, where that cannot be read."""
+    try:
+        summary = run.json("summary.json")
+        found = summary.get(summary["algorithm"], {})
+    except (DataError, KeyError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _method(run: RunFolder) -> Section:
+    text = "What the method itself adds to summary.json, under its name."
+    return Section("Method", text=text, pairs=tuple(_flat(_of_method(run))))
 
 
 def _settings(run: RunFolder) -> Section:
@@ -576,8 +621,9 @@ def _partition(run: RunFolder) -> Section:
     manifest = run.manifest()
     scheme = {key: value for key, value in manifest.scheme.items() if value is not None}
     train = [client.class_counts["train"] for client in manifest.clients]
+    classes = counted(manifest.classes, "class", "classes")
     pairs = (
-        ("data set", f"{manifest.dataset}, {manifest.classes} classes, inputs {_shape(manifest.input_shape)}"),
+        ("data set", f"{manifest.dataset}, {classes}, inputs {_shape(manifest.input_shape)}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
         ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in sorted(scheme.items(), key=_scheme_first))),
         ("training examples per client", _range([client.train for client in manifest.clients])),
@@ -634,15 +680,15 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return pairs
 
 
-def _inlined(inline: Callable[[str, str], str]) -> Callable[[Panel, str], str]:
+def _inline(panel: Panel, title: str) -> str:
     """The filter that makes a figure part of the page."""
     from markupsafe import Markup, escape
 
-    def as_markup(panel: Panel, title: str) -> str:
-        label = escape(f"{title}: {panel.name}")
-        return Markup(inline(panel.svg, panel.name).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))
+    from fedloom.reporting import drawing
 
-    return as_markup
+    label = escape(f"{title}: {panel.name}")
+    svg = drawing.inline(panel.svg, panel.name, drawing.COLOURS)
+    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))
 
 
 def _write(path: Path, text: str) -> None:
@@ -674,4 +720,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

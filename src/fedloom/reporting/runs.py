@@ -109,6 +109,7 @@ class Run:
     wire_up: int | None
     wire_down: int | None
     duration_s: float
+    training_loss: Mapping[int, float]
     results: Mapping[str, Result]
 
     @property
@@ -204,6 +205,7 @@ def read_run(folder: Path) -> Run:
             wire_up=None if traffic["wire_up"] is None else int(traffic["wire_up"]),
             wire_down=None if traffic["wire_down"] is None else int(traffic["wire_down"]),
             duration_s=float(summary["duration_s"]),
+            training_loss=files.training_loss(),
             results={
                 p: _result(folder, summary, history, clients, p, masked=masked, by_loss=by_loss) for p in predictors
             },

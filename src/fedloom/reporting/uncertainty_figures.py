@@ -1,4 +1,4 @@
-"""How often predictions are right, by how sure they are: the reliability diagram, and pictures of single clients."""
+"""Accuracy against confidence: the reliability diagram, and pictures of single clients."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from fedloom.reporting.figures import COLOURS, FULL, HALF, INK, LABELS, MANY_POINTS, OTHER, as_svg
+from fedloom.reporting.drawing import COLOURS, FULL, HALF, INK, LABELS, OTHER, as_svg, dots, percent, sheet
 from fedloom.reporting.significance import mean_ranks
 
 PICTURED = 5
@@ -28,31 +27,20 @@ def reliability(document: Mapping[str, Any]) -> Figure:
     document
         ``calibration.json``: ``edges``, and for each predictor and group rows of (examples, confidence, accuracy).
     """
-    figure = Figure(figsize=(HALF, 4.1))
-    upper = figure.add_axes((0.15, 0.4, 0.8, 0.53))
-    lower = figure.add_axes((0.15, 0.11, 0.8, 0.22))
+    figure = sheet(HALF, 4.1)
+    upper, lower = figure.subplots(2, 1, height_ratios=[5, 2])
     upper.plot([0, 1], [0, 1], color=INK, alpha=0.35, linewidth=0.8, linestyle=":")
-    edges = np.asarray(document["edges"])
     for name, rows in _groups(document).items():
         examples, confidence, accuracy = np.asarray(rows, dtype=np.float64).T
-        filled = examples > 0
-        dash = "--" if name == "global" else "-"
-        upper.plot(
-            confidence[filled],
-            accuracy[filled],
-            dash,
-            color=COLOURS[name],
-            marker="o",
-            markersize=3,
-            label=LABELS[name],
-        )
-        lower.stairs(examples / examples.sum(), edges, color=COLOURS[name], linestyle=dash, linewidth=1.2)
-    upper.set(title="Reliability", xlim=(0, 1), ylim=(0, 1), ylabel="right")
-    lower.set(xlim=(0, 1), xlabel="highest predicted probability", ylabel="of examples")
+        filled, dash, colour = examples > 0, "--" if name == "global" else "-", COLOURS[name]
+        line = {"color": colour, "marker": "o", "markersize": 3, "label": LABELS[name]}
+        upper.plot(confidence[filled], accuracy[filled], dash, **line)
+        lower.stairs(examples / examples.sum(), document["edges"], color=colour, linestyle=dash, linewidth=1.2)
+    upper.set(title="Reliability diagram", xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
+    lower.set(xlim=(0, 1), xlabel="confidence (highest predicted probability)", ylabel="share of examples")
     lower.set_ylim(bottom=0)
-    for axis in (upper.xaxis, upper.yaxis, lower.xaxis, lower.yaxis):
-        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    lower.yaxis.set_major_locator(MaxNLocator(nbins=3))
+    percent(upper.xaxis, upper.yaxis, lower.xaxis)
+    percent(lower.yaxis, bins=3)
     if upper.get_legend_handles_labels()[0]:
         upper.legend(loc="upper left")
     return figure
@@ -60,7 +48,7 @@ def reliability(document: Mapping[str, Any]) -> Figure:
 
 @as_svg
 def clients_over_training(document: Mapping[str, Any]) -> Figure:
-    """How sure some clients' models are, before training, early in it and after it (papers/003, Figure 3).
+    """How confident some clients' models are, before training, early in it and after it (papers/003, Figure 3).
 
     A row for each kept round, a column for each of five clients: those at the minimum, the quartiles and the maximum of
     entropy after the last round. Bars are the client's test examples by confidence, the right ones in colour.
@@ -72,10 +60,8 @@ def clients_over_training(document: Mapping[str, Any]) -> Figure:
     """
     rounds, ids, seen = document["rounds"], document["clients"]["ids"], document["clients"]["seen"]
     columns = _pictured(rounds[-1]["entropy"])
-    cells, height = max(3, len(columns)), 0.45 + 1.35 * len(rounds)
-    figure = Figure(figsize=(FULL, height))
-    grid = figure.subplots(len(rounds), cells, sharex=True, sharey="row", squeeze=False)
-    figure.subplots_adjust(0.075, 0.42 / height, 0.995, 1 - 0.4 / height, wspace=0.12, hspace=0.42)
+    figure = sheet(FULL, 0.45 + 1.35 * len(rounds))
+    grid = figure.subplots(len(rounds), max(3, len(columns)), sharex=True, sharey="row", squeeze=False)
     for k, (one, line) in enumerate(zip(rounds, grid, strict=True)):
         line[0].set_ylabel(f"round {one['round']}")
         for client, axes in zip(columns, line, strict=False):
@@ -87,60 +73,41 @@ def clients_over_training(document: Mapping[str, Any]) -> Figure:
             group = "seen" if seen[client] else "unseen"
             for counts, colour in ((examples, OTHER), (right, COLOURS[group])):
                 axes.stairs(counts / examples.sum(), document["edges"], fill=True, color=colour)
-            said = f"{right.sum() / examples.sum():.0%} right, H {one['entropy'][client]:.2f}"
-            said += f", I {one['mutual_information'][client]:.3f}"
+            said = f"accuracy {right.sum() / examples.sum():.0%}\n"
+            said += f"H {one['entropy'][client]:.2f}, I {one['mutual_information'][client]:.3f}"
             axes.set_title(f"{title}{said}", fontsize=7.5, fontweight="normal")
         line[0].set_ylim(bottom=0)
-        line[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        line[0].yaxis.set_major_locator(MaxNLocator(nbins=3))
+        percent(line[0].yaxis, bins=3)
         for axes in line[len(columns) :]:
             axes.set_visible(False)
     for axes in grid[-1]:
         axes.set(xlim=(0, 1), xlabel="confidence")
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=3))
+        percent(axes.xaxis, bins=3)
     return figure
 
 
 @as_svg
-def right_by_uncertainty(document: Mapping[str, Any]) -> Figure:
-    """Every client after the last round: how often it is right, over its entropy and its mutual information.
+def accuracy_by_uncertainty(document: Mapping[str, Any]) -> Figure:
+    """Every client after the last round: its accuracy over its entropy and over its mutual information.
 
     Parameters
     ----------
     document
         ``uncertainty.json``.
     """
-    last, seen = document["rounds"][-1], np.asarray(document["clients"]["seen"], dtype=bool)
+    last = document["rounds"][-1]
     here = [i for i, counts in enumerate(last["examples"]) if counts is not None]
-    right = np.array([sum(last["right"][i]) / sum(last["examples"][i]) for i in here])
-    figure = Figure(figsize=(HALF, 4.1))
-    names = {"entropy": "mean entropy, nats", "mutual_information": "mean mutual information, nats"}
-    for k, (key, label) in enumerate(names.items()):
-        axes = figure.add_axes((0.15, 0.62 - 0.51 * k, 0.81, 0.31))
-        x = np.array([last[key][i] for i in here], dtype=np.float64)
-        for group, kind, marker in (("seen", True, "o"), ("unseen", False, "D")):
-            those = seen[here] == kind
-            if those.any():
-                axes.scatter(
-                    x[those],
-                    right[those],
-                    s=13,
-                    color=COLOURS[group],
-                    marker=marker,
-                    alpha=0.65,
-                    linewidths=0,
-                    label=LABELS[group],
-                    rasterized=len(x) > MANY_POINTS,
-                )
-        r = rank_correlation(x, right)
-        axes.set_title(f"By {key.replace('_', ' ')}" + ("" if r is None else f": rank correlation {r:.2f}"))
-        axes.set(xlabel=label, ylabel="right")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-        axes.grid(visible=True, axis="both")
-        if k == 0:
-            axes.legend(loc="best")
+    seen = np.asarray(document["clients"]["seen"], dtype=bool)[here]
+    accuracy = np.array([sum(last["right"][i]) / sum(last["examples"][i]) for i in here])
+    figure = sheet(HALF, 4.6)
+    for key, axes in zip(("entropy", "mutual_information"), figure.subplots(2, 1), strict=True):
+        x, name = np.array([last[key][i] for i in here], dtype=np.float64), key.replace("_", " ")
+        dots(axes, x, accuracy, seen)
+        r = rank_correlation(x, accuracy)
+        axes.set_title(f"Accuracy by {name}" + ("" if r is None else f" (Spearman's ρ {r:.2f})"))
+        axes.set(xlabel=f"mean {name}, nats", ylabel="accuracy")
+        percent(axes.yaxis, bins=4)
+    figure.axes[0].legend(loc="best")
     return figure
 
 

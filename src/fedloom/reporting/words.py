@@ -1,13 +1,36 @@
-"""How counts, sizes and readings are said, on pages and in tables."""
+"""What methods, sizes and readings are called, on pages and in tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.words import counted
+METHODS = {
+    ("pefll", "personal"): "PeFLL",
+    ("fedavg", "global"): "FedAvg",
+    ("fedavg", "personal"): "FedAvg + fine-tuning",
+    ("local", "personal"): "Local",
+    ("pfedbayes", "personal"): "pFedBayes",
+    ("pfedbayes", "global"): "pFedBayes, global model",
+    ("comfedl", "personal"): "ComFedL",
+    ("comfedl", "global"): "ComFedL, shared model",
+    ("wga alone", "personal"): "Alone",
+    ("wga alone", "global"): "Alone, mean of all",
+    ("wga wga", "personal"): "WGA",
+    ("wga wga", "global"): "WGA, mean of all",
+    ("wga bc", "personal"): "Bias Correction",
+    ("wga bc", "global"): "Bias Correction, mean of all",
+    ("wga oracle", "personal"): "Bias Correction, oracle",
+    ("wga oracle", "global"): "Bias Correction, oracle, mean of all",
+}
+"""What a table calls the predictors of a method (:attr:`Run.method`); others are called by method and predictor."""
 
-__all__ = ["counted", "human_bytes", "is_masked"]
+
+def method_title(method: str, predictor: str | None = None) -> str:
+    """What a table calls a predictor of a method, or the method itself."""
+    if predictor is None:
+        return min((title for (name, _), title in METHODS.items() if name == method), key=len, default=method)
+    return METHODS.get((method, predictor), f"{method} ({predictor})")
 
 
 def human_bytes(count: int | None) -> str:
