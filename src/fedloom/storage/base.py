@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedloom.errors import StorageError
@@ -20,10 +20,11 @@ class Taken(StorageError):
 
 @dataclass(frozen=True)
 class Entry:
-    """Something in a store: its name, and its size in bytes."""
+    """Something in a store: its name, its size in bytes, and when it was written, in seconds since the epoch."""
 
     name: str
     size: int
+    modified: float = field(default=0.0, compare=False)
 
 
 class Store(ABC):

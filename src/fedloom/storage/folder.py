@@ -78,10 +78,10 @@ class FolderStore(Store):
         above, _, start = prefix.rpartition("/")
         folder = self._path(above) if above else self._folder
         found = []
-        for path, size in _files(folder):
+        for path, size, modified in _files(folder):
             name = f"{above}/{path}" if above else path
             if path.startswith(start):
-                found.append(Entry(name, size))
+                found.append(Entry(name, size, modified))
         yield from sorted(found, key=lambda entry: entry.name.encode())
 
     def remove(self, names: Iterable[str]) -> None:
@@ -218,8 +218,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int]]:
-    """Every whole file below a folder: its relative path, and its size. What is removed meanwhile may be left out."""
+def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int, float]]:
+    """Every whole file below a folder: relative path, size, time. What is removed meanwhile may be left out."""
     try:
         with os.scandir(folder) as found:
             for entry in found:
@@ -228,7 +228,8 @@ def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int]]:
                     yield from _files(folder / entry.name, f"{name}/")
                 elif not (entry.name.startswith(".") and entry.name.endswith(PARTIAL)):
                     try:
-                        yield name, entry.stat().st_size
+                        stat = entry.stat()
+                        yield name, stat.st_size, stat.st_mtime
                     except FileNotFoundError:
                         continue
     except (FileNotFoundError, NotADirectoryError):

@@ -330,7 +330,13 @@ class S3Store(Store):
         def listed() -> list[Entry]:
             found = self._client.list_objects(self._bucket, prefix=f"{above}{prefix}", recursive=True)
             return [
-                Entry((item.object_name or "").removeprefix(above), item.size or 0) for item in found if not item.is_dir
+                Entry(
+                    (item.object_name or "").removeprefix(above),
+                    item.size or 0,
+                    item.last_modified.timestamp() if item.last_modified else 0.0,
+                )
+                for item in found
+                if not item.is_dir
             ]
 
         # Not every service lists in the order of names: some go through them as folders.

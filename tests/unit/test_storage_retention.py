@@ -1,0 +1,104 @@
+"""Which runs of a store are let go of, and that their removal leaves nothing that looks whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedloom.cli.cluster import app, seconds
+from fedloom.errors import ExperimentError
+from fedloom.storage import Store, open_store
+from fedloom.storage.retention import expired, remove_runs, stored_runs
+
+DAY = 86_400.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Runs of 1 to 4 days ago; that of 2 days ago is not finished. And a partition."""
+    store = open_store(tmp_path / "store")
+    store.write("partitions/ff/partition.json", b"{}")
+    for days in (1, 2, 3, 4):
+        for file in ("experiment.yaml", "published/00000001.json", "blobs/1-ff", "checkpoints/last", "states/a/1"):
+            store.write(f"runs/run-{days}/{file}", b"x" * 10)
+        if days != 2:
+            store.write(f"runs/run-{days}/summary.json", b"{}")
+        for path in (tmp_path / "store" / "runs" / f"run-{days}").rglob("*"):
+            when = time.time() - days * DAY
+            os.utime(path, (when, when))
+    return tmp_path / "store"
+
+
+def left(folder: Path) -> list[str]:
+    return [run.name for run in stored_runs(open_store(folder))]
+
+
+def test_runs_as_they_are_stored(folder: Path) -> None:
+    runs = stored_runs(open_store(folder))
+    assert [run.name for run in runs] == ["run-1", "run-2", "run-3", "run-4"]
+    assert [run.finished for run in runs] == [True, False, True, True]
+    assert [run.size for run in runs] == [52, 50, 52, 52]
+
+
+@pytest.mark.parametrize(
+    ("keep", "older_than", "gone"),
+    [
+        (1, None, ["run-3", "run-4"]),  # what is not finished may be running
+        (0, None, ["run-1", "run-3", "run-4"]),
+        (9, None, []),
+        (None, 2.5, ["run-3", "run-4"]),
+        (None, 1.5, ["run-2", "run-3", "run-4"]),
+        (2, 1.5, ["run-2", "run-4"]),
+        (0, 3.5, ["run-4"]),
+    ],
+)
+def test_which_runs_go(folder: Path, keep: int | None, older_than: float | None, gone: list[str]) -> None:
+    runs = stored_runs(open_store(folder))
+    older_than_s = None if older_than is None else older_than * DAY
+    assert [run.name for run in expired(runs, time.time(), keep=keep, older_than_s=older_than_s)] == gone
+
+
+def test_clean(folder: Path) -> None:
+    clean = lambda *arguments: CliRunner().invoke(app, ["clean", str(folder), *arguments])  # noqa: E731
+    assert isinstance(clean().exception, ExperimentError)
+    assert isinstance(clean("--older-than", "soon").exception, ExperimentError)
+    assert "run-4" in clean("--keep", "2", "--dry-run").output
+    assert left(folder) == ["run-1", "run-2", "run-3", "run-4"]
+    said = clean("--keep", "2").output
+    assert "run-4" in said
+    assert "run-3" not in said
+    assert left(folder) == ["run-1", "run-2", "run-3"]
+    clean("--older-than", "36h")
+    assert left(folder) == ["run-1"]
+    assert (folder / "partitions/ff/partition.json").exists()
+
+
+def test_times() -> None:
+    assert [seconds("30d"), seconds("12h"), seconds("1.5m"), seconds(None)] == [30 * DAY, 12 * 3600, 90, None]
+
+
+def test_what_makes_a_run_whole_goes_first(folder: Path) -> None:
+    class Recording:
+        def __init__(self) -> None:
+            self.removed: list[list[str]] = []
+
+        def remove(self, names: list[str]) -> None:
+            self.removed.append(names)
+
+    store = Recording()
+    remove_runs(store, stored_runs(open_store(folder))[:1])  # type: ignore[arg-type]
+    first, rest = store.removed
+    assert first == ["runs/run-1/summary.json", "runs/run-1/published/00000001.json"]
+    assert sorted(rest) == [
+        f"runs/run-1/{n}" for n in ("blobs/1-ff", "checkpoints/last", "experiment.yaml", "states/a/1")
+    ]
+
+
+def test_every_store_says_when_something_was_written(store: Store) -> None:
+    store.write("runs/a/summary.json", b"{}")
+    (run,) = stored_runs(store)
+    assert abs(run.modified - time.time()) < 60
