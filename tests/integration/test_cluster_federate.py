@@ -18,8 +18,11 @@ from fake_cluster import FakeCluster
 from forked import Popen
 from run_processes import ENVIRONMENT, WAIT_S, alive, children, scores, until
 from s3_support import S3Server
+from typer.testing import CliRunner
 
 from fedloom import experiment as experiments
+from fedloom.cli.main import app
+from fedloom.cluster import federations
 from fedloom.cluster.api import Api
 from fedloom.cluster.federate import federate
 from fedloom.cluster.manifests import identity
@@ -285,10 +288,106 @@ def test_a_launcher_that_is_asked_to_stop_leaves_what_can_be_adopted_unless_told
         until(place.nothing_left, "the end of all objects")
     else:
         assert len(place.cluster.objects("jobs")) == 2
-        assert "start again with run id run to adopt it, or delete it: kubectl delete" in str(error.value)
+        assert "run id run" in str(error.value)
         with pytest.raises(ExperimentError, match="with another specification"):
             place.federate(workers=3)
         assert len(place.cluster.objects("jobs")) == 2  # what runs there was not deleted
+
+
+# The commands
+
+
+def command(*arguments: object, code: int = 0) -> str:
+    """What ``fedloom cluster`` says, and the message of its failure."""
+    done = CliRunner().invoke(app, ["cluster", *map(str, arguments)])
+    if isinstance(done.exception, FedloomError):
+        assert int(done.exception.exit_code) == code
+        return str(done.exception)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.fixture
+def settings_file(place: Place) -> Path:
+    path = place.folder / "cluster.yaml"
+    path.write_text(json.dumps(SETTINGS))
+    return path
+
+
+def test_a_federation_is_submitted_looked_at_and_stopped(place: Place, settings_file: Path) -> None:
+    place.program('echo "$1 says hello"; exec sleep 60')
+    submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
+    submit += ["--partition", place.partition]
+    said = command(*submit)
+    name = said[said.index("fl-") :][:15]
+    until(lambda: "2 of 2 workers run" in command("status", name), "pods")
+    requests = place.cluster.api.requests
+    assert requests.count(("create", "jobs")) == 2
+    command(*submit)  # finds it
+    assert requests.count(("create", "jobs")) == 2
+    run_id = said.rpartition("run id ")[2].partition(",")[0]
+    assert command("status", run_id).splitlines()[0] == command("status").splitlines()[0]
+    assert f"run {place.storage}/runs/small-" in command("status", name)
+    until(lambda: command("logs", name) == "aggregator says hello\n", "a log")
+    until(lambda: command("logs", run_id, "--worker", 1) == "worker says hello\n", "a worker's log")
+    assert "no pod of its worker 2 of 2" in command("logs", name, "--worker", 2, code=2)
+    assert name in command("status", "nobody", code=2)  # what there is
+    said = command("stop", name)
+    assert f"{place.storage}/runs/small-" in said
+    until(place.nothing_left, "the end of all objects")
+    assert "no federation" in command("status")
+    assert "found no federations called" in command("stop", name, code=2)
+    assert list(open_store(place.storage).entries("runs/"))  # its experiment: submitted again, it goes on
+
+
+def test_a_log_is_followed_to_its_end(place: Place, settings_file: Path) -> None:
+    place.program(f"echo one; until test -e {place.folder}/go; do sleep 0.05; done; echo two; test $1 = aggregator")
+    said = command(
+        "submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}",
+        "--partition", place.partition, "--run-id", "mine",
+    )  # fmt: skip
+    assert "run id mine" in said
+    api = Api()
+    lines = federations.logs(api, federations.find(api, "mine"), followed=True)
+    assert next(lines) == "one"
+    (place.folder / "go").touch()
+    assert list(lines) == ["two"]
+    until(lambda: federations.find(api, "mine").state == "finished", "its end")
+
+
+def test_status_says_why_a_federation_does_not_start_or_has_failed(place: Place, settings_file: Path) -> None:
+    submit = ["submit", place.file, "--set", f"storage={place.storage}", "--partition", place.partition]
+    place.program("echo 'error: the reason'; exit 2")
+    command(*submit, "--cluster", settings_file, "--run-id", "bad")
+    until(lambda: "failed" in command("status", "bad").splitlines()[0], "its end")
+    assert "the reason" in command("status", "bad")
+    settings_file.write_text(json.dumps({**SETTINGS, "image": "none:1"}))
+    command(*submit, "--cluster", settings_file, "--run-id", "no-image")
+    until(lambda: "none:1" in command("status", "no-image"), "a reason")
+    assert "starting" in command("status", "no-image")
+
+
+def test_what_submit_refuses(place: Place, settings_file: Path) -> None:
+    submit = ["submit", place.file, "--cluster", settings_file, "--partition", place.partition]
+    assert "--wait without --out" in command(*submit, "--wait", code=2)
+    assert "--out without --wait" in command(*submit, "--out", "x", code=2)
+    assert "storage: found none" in command(*submit, code=2)
+    settings_file.write_text(json.dumps({**SETTINGS, "orphan_after_s": 60}))
+    assert "cluster.orphan_after_s" in command(*submit, "--set", f"storage={place.storage}", code=2)
+    settings_file.write_text("image: [")
+    assert "not YAML" in command(*submit, code=2)
+    assert place.nothing_was_created()
+
+
+def test_submit_waits_and_fetches(place: Place, settings_file: Path) -> None:
+    submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
+    submit += ["--partition", place.partition, "--run-id", "mine", "--wait", "--out", place.folder / "out"]
+    place.program("test $1 = worker && exec sleep 60; exit 0")
+    assert "there is no summary.json" in command(*submit, code=3)
+    run = open_store(place.storage).under(f"runs/{place.experiment().name}-{identity('mine', 'federate')}")
+    run.write("summary.json", b"{}")
+    command(*submit)
+    assert (place.folder / "out" / "summary.json").read_text() == "{}"
 
 
 # The backend local

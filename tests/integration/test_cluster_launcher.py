@@ -20,6 +20,7 @@ import pytest
 import yaml
 from fake_cluster import FakeCluster
 
+from fedloom.cluster import federations
 from fedloom.cluster.api import Api, Unreachable
 from fedloom.cluster.federate import _owners, cleanup
 from fedloom.cluster.launcher import Launcher, aggregator_pod
@@ -402,10 +403,13 @@ def test_progress_is_shown_inside_and_outside_of_the_cluster(world: World, insid
     until(lambda: any(line.startswith("training: round 1/4, workers: 2") for line in world.said), "progress")
     (running,) = [i for i, line in enumerate(world.said) if line.startswith("aggregator: running")][-1:]
     assert running < world.said.index("training: round 1/4, workers: 2")  # pods are told of before
+    assert (("get", "pods/portforward") in world.cluster.api.requests) is not inside
+    seen = federations.progress(Api(), federations.find(Api(), "run-1"))
+    assert seen is not None
+    assert (seen.state, seen.round, seen.rounds) == ("training", 1, 4)
     go.touch()
     assert ended() is None
     assert any(line.startswith("after round 4") for line in world.said)
-    assert (("get", "pods/portforward") in world.cluster.api.requests) is not inside
 
 
 def test_without_the_right_to_forward_a_port_there_is_no_progress_and_that_is_said(

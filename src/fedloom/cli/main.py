@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import data, pipeline, run, schema, use, worker
+from fedloom.cli import cluster, data, pipeline, run, schema, use, worker
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ data_app = typer.Typer(help="Data sets.", no_args_is_help=True, rich_markup_mode
 data_app.command("fetch")(data.fetch)
 data_app.command("list")(data.list_)
 app.add_typer(data_app, name="data")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(pipeline.app, name="pipeline")
 
 

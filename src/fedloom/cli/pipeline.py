@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 from collections.abc import Iterator
@@ -237,8 +236,6 @@ def _where(name: str, backend: str | None, cluster: Path | None, storage_secret:
     ExperimentError
         If one is not allowed, or the file's settings are not.
     """
-    import yaml
-
     from fedloom.cluster.settings import ClusterSettings
     from fedloom.errors import ExperimentError
 
@@ -248,14 +245,7 @@ def _where(name: str, backend: str | None, cluster: Path | None, storage_secret:
         raise ExperimentError(f"--backend: found {backend!r}; allowed: kubernetes, local")
     given: dict[str, Any] = {"backend": backend, "storage_secret": storage_secret}
     if cluster is not None:
-        try:
-            value = yaml.safe_load(cluster.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ExperimentError(f"{cluster}: cannot be read: {(error.strerror or str(error)).lower()}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ExperimentError(f"{cluster}: not YAML: {' '.join(str(error).split())}") from error
-        given["cluster"] = json.dumps(value if value is not None else {})
-        ClusterSettings.from_json(given["cluster"], source=str(cluster))
+        given["cluster"] = ClusterSettings.from_file(cluster).model_dump_json(exclude_unset=True)
     return {key: value for key, value in given.items() if value is not None}
 
 

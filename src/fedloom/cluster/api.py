@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -125,6 +125,24 @@ class Api:
         except (_Absent, _Invalid, RefusedError):  # not started, or its node is gone: a log is never worth failing for
             return ""
 
+    def follow_log(self, pod: str, container: str) -> Iterator[str]:
+        """Yield the lines of a container's log, from the first, until the container ends."""
+        from kubernetes.watch.watch import iter_resp_lines
+        from urllib3.exceptions import HTTPError
+
+        query = [("container", container), ("follow", "true")]
+        try:
+            response = self._once("GET", self._path("Pod", pod) + "/log", query, None, read_s=None, stream=True)
+        except self._exceptions as error:
+            raise self._failure(error, f"the log of {pod}") from error
+        try:
+            yield from iter_resp_lines(response)
+        except (HTTPError, OSError) as error:
+            raise Unreachable(f"the log of {pod} broke off: {_innermost(error)}", hint="ask for it again") from error
+        finally:
+            response.close()
+            response.release_conn()
+
     def events(self, name: str) -> list[Manifest]:
         """Return the events of an object, oldest first; none where they may not be read."""
         try:
@@ -236,7 +254,7 @@ class Api:
         query: list[tuple[str, str]] | None,
         body: Manifest | None,
         *,
-        read_s: float,
+        read_s: float | None,
         stream: bool = False,
     ) -> Any:
         response = self._client.call_api(

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ def federate(
     run_id: str,
     task: str = "federate",
     task_config: Mapping[str, Any] | None = None,
+    unattended: bool = False,
     say: Say = _print,
 ) -> None:
     """Hold a federation, and leave the whole run's folder in ``out``.
@@ -75,6 +77,8 @@ def federate(
         different tasks.
     task_config
         A ``kfp.dsl.TaskConfig`` as a mapping: what was set on the Kubeflow task, for the worker pods.
+    unattended
+        Whether it may run on without a launcher for as long as it takes, unless ``orphan_after_s`` is set.
     say
         Told lines of progress.
 
@@ -91,7 +95,8 @@ def federate(
             path.write_text(here.resolved_yaml(), encoding="utf-8")
             local.run(path, partition, out, deadline_s=cluster.deadline_s, say=say)
     elif backend == "kubernetes":
-        _on_kubernetes(experiment, partition, out, cluster, run_id, task, TaskConfig.read(task_config), say)
+        step = _Step(experiment, partition, cluster, run_id, task, TaskConfig.read(task_config), unattended, say)
+        _on_kubernetes(step, out)
     else:
         raise ExperimentError(f"backend: found {backend!r}; allowed: local, kubernetes")
 
@@ -126,78 +131,82 @@ def cleanup(run_id: str, namespace: str | None = None, *, say: Say = _print) -> 
     return deleted
 
 
-def _on_kubernetes(
-    experiment: Experiment,
-    partition: Path,
-    out: Path,
-    cluster: ClusterSettings,
-    run_id: str,
-    task: str,
-    task_config: TaskConfig,
-    say: Say,
-) -> None:
-    from fedloom.cluster.launcher import Launcher, Occupied, delete
-    from fedloom.data.manifest import read_manifest
-    from fedloom.data.remote import publish
-    from fedloom.storage import open_store
+@dataclass(frozen=True)
+class Submitted:
+    """A federation that was started: the name of its objects, and where its run is published."""
 
-    check(experiment, cluster, task_config)
-    manifest = read_manifest(partition)
-    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
-    own, endpoint_from = dict(os.environ), None
-    if cluster.s3_endpoint is not None:  # where pods reach the store; a launcher outside may reach it elsewhere
-        plain[ENDPOINT] = cluster.s3_endpoint
-        if not own.get(ENDPOINT):
-            own[ENDPOINT] = cluster.s3_endpoint
-            endpoint_from = f"cluster.s3_endpoint (or {ENDPOINT}, if the launcher alone reaches the store elsewhere)"
-    store = open_store(str(experiment.storage).rstrip("/"), own, endpoint_from=endpoint_from)
-    run = store.under(f"runs/{experiment.name}-{identity(run_id, task)}")
-    store.check()
-    if _finished(run, experiment):
+    name: str
+    run: str
+
+
+def submit(
+    experiment: Experiment, partition: Path, *, cluster: ClusterSettings, run_id: str, say: Say = _print
+) -> Submitted:
+    """Start a federation on Kubernetes and leave it to itself, or find it.
+
+    Parameters
+    ----------
+    experiment, partition, cluster, run_id, say
+        As for :func:`federate`, which called with the same arguments and ``unattended`` sees it to its end.
+
+    Raises
+    ------
+    FedloomError
+        If it cannot be started. What this call created is removed then.
+    """
+    from fedloom.cluster.launcher import Occupied
+
+    step = _Step(experiment, partition, cluster, run_id, "federate", TaskConfig(), True, say)
+    if cluster.orphan_after_s is not None:
+        raise ExperimentError(
+            f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and nobody who stays with the federation; "
+            "allowed: null, or submit --wait"
+        )
+    run, launcher = _prepared(step)
+    name = f"fl-{identity(run_id, step.task)}"
+    if launcher is None:
+        say(f"this federation has ended before: {run.url}")
+        return Submitted(name, run.url)
+    try:
+        launcher.ensure()
+    except (Occupied, Unreachable):
+        raise
+    except FedloomError:
+        launcher.remove()
+        raise
+    return Submitted(name, run.url)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a federation on Kubernetes is started with."""
+
+    experiment: Experiment
+    partition: Path
+    cluster: ClusterSettings
+    run_id: str
+    task: str
+    task_config: TaskConfig
+    unattended: bool
+    say: Say
+
+
+def _on_kubernetes(step: _Step, out: Path) -> None:
+    from fedloom.cluster.launcher import Occupied, delete
+
+    cluster, say = step.cluster, step.say
+    run, launcher = _prepared(step)
+    if launcher is None:
         say(f"this federation has ended before: fetching {run.url}")
         _collect(run, out, say)
         try:  # what its launcher had not come to
-            delete(Api(cluster.namespace), f"{INSTANCE}=fl-{identity(run_id, task)}")
+            delete(Api(cluster.namespace), f"{INSTANCE}=fl-{identity(step.run_id, step.task)}")
         except FedloomError as error:
             say(f"its objects, if there are any, go by themselves: {error}")
         return
-    api = Api(cluster.namespace)
-    missing = api.missing_rights()
-    if missing:
-        raise RefusedError(
-            f"Kubernetes, namespace {api.namespace}: these credentials do not allow: {', '.join(missing)}",
-            hint=rights_hint(api.namespace),
-        )
-    if cluster.orphan_after_s is not None and not in_cluster() and (missing := api.missing_rights(FORWARDING)):
-        raise RefusedError(
-            f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and a launcher outside of the cluster that "
-            f"cannot show the aggregator that it is there: these credentials do not allow: {', '.join(missing)}",
-            hint=f"leave it out, or: {rights_hint(api.namespace)}",
-        )
-    shards = store.under(f"partitions/{manifest.fingerprint}")
-    federation = Federation(
-        run_id=run_id,
-        task=task,
-        namespace=api.namespace,
-        settings=cluster,
-        task_config=task_config,
-        experiment=experiment.resolved_yaml(),
-        run_url=run.url,
-        partition_url=shards.url,
-        clients=len(manifest.clients),
-        device=experiment.runtime.device,
-        threads=experiment.runtime.threads,
-        clients_at_once=experiment.runtime.clients_at_once,
-        storage_environment=plain,
-        orphan_after_s=cluster.orphan_after_s or (ORPHAN_AFTER_S if in_cluster() else None),
-    )
-    workers = counted(federation.workers, "worker")
-    say(f"federation {federation.name} in namespace {api.namespace}, {workers}; run {run.url}")
-    publish(partition, shards)
-    _publish_experiment(run, experiment)
-    launcher = Launcher(federation, api, say, owners=_owners(api), inside=in_cluster())
-    keep = f"the federation runs on: start again with run id {run_id} to adopt it, or delete it: " + (
-        f"kubectl delete jobs,services -n {api.namespace} -l {federation.selector}"
+    keep = (
+        f"the federation runs on: start again with run id {step.run_id} to adopt it, or end it: "
+        f"fedloom cluster stop fl-{identity(step.run_id, step.task)}"
     )
     try:
         with _terminable(say, "" if cluster.delete_on_interrupt else keep):
@@ -213,6 +222,66 @@ def _on_kubernetes(
         _put_away(launcher, out, say)
         raise
     _put_away(launcher, out, say)
+
+
+def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
+    """Check everything, and publish what pods read: the run's place, and a launcher unless the run is whole."""
+    from fedloom.cluster.launcher import Launcher
+    from fedloom.data.manifest import read_manifest
+    from fedloom.data.remote import publish
+    from fedloom.storage import open_store
+
+    experiment, cluster, say = step.experiment, step.cluster, step.say
+    check(experiment, cluster, step.task_config)
+    manifest = read_manifest(step.partition)
+    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
+    own, endpoint_from = dict(os.environ), None
+    if cluster.s3_endpoint is not None:  # where pods reach the store; a launcher outside may reach it elsewhere
+        plain[ENDPOINT] = cluster.s3_endpoint
+        if not own.get(ENDPOINT):
+            own[ENDPOINT] = cluster.s3_endpoint
+            endpoint_from = f"cluster.s3_endpoint (or {ENDPOINT}, if the launcher alone reaches the store elsewhere)"
+    store = open_store(str(experiment.storage).rstrip("/"), own, endpoint_from=endpoint_from)
+    run = store.under(f"runs/{experiment.name}-{identity(step.run_id, step.task)}")
+    store.check()
+    if _finished(run, experiment):
+        return run, None
+    api = Api(cluster.namespace)
+    missing = api.missing_rights()
+    if missing:
+        raise RefusedError(
+            f"Kubernetes, namespace {api.namespace}: these credentials do not allow: {', '.join(missing)}",
+            hint=rights_hint(api.namespace),
+        )
+    if cluster.orphan_after_s is not None and not in_cluster() and (missing := api.missing_rights(FORWARDING)):
+        raise RefusedError(
+            f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and a launcher outside of the cluster that "
+            f"cannot show the aggregator that it is there: these credentials do not allow: {', '.join(missing)}",
+            hint=f"leave it out, or: {rights_hint(api.namespace)}",
+        )
+    shards = store.under(f"partitions/{manifest.fingerprint}")
+    orphan_after_s = ORPHAN_AFTER_S if in_cluster() and not step.unattended else None
+    federation = Federation(
+        run_id=step.run_id,
+        task=step.task,
+        namespace=api.namespace,
+        settings=cluster,
+        task_config=step.task_config,
+        experiment=experiment.resolved_yaml(),
+        run_url=run.url,
+        partition_url=shards.url,
+        clients=len(manifest.clients),
+        device=experiment.runtime.device,
+        threads=experiment.runtime.threads,
+        clients_at_once=experiment.runtime.clients_at_once,
+        storage_environment=plain,
+        orphan_after_s=cluster.orphan_after_s or orphan_after_s,
+    )
+    workers = counted(federation.workers, "worker")
+    say(f"federation {federation.name} in namespace {api.namespace}, {workers}; run {run.url}")
+    publish(step.partition, shards)
+    _publish_experiment(run, experiment)
+    return run, Launcher(federation, api, say, owners=_owners(api), inside=in_cluster())
 
 
 def check(experiment: Experiment, cluster: ClusterSettings, task_config: TaskConfig) -> None:

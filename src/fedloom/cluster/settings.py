@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
@@ -172,6 +173,25 @@ class ClusterSettings(Settings):
             If it is no JSON object, or a setting is not allowed; every mistake is named, with what is allowed.
         """
         return _read(cls, text or "{}", source)
+
+    @classmethod
+    def from_file(cls, path: Path) -> ClusterSettings:
+        """Read settings from a YAML file.
+
+        Raises
+        ------
+        ExperimentError
+            If it cannot be read, is no YAML, or a setting is not allowed.
+        """
+        import yaml
+
+        try:
+            value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ExperimentError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+        return cls.from_json(json.dumps(value if value is not None else {}), source=str(path))
 
 
 class TaskConfig(Settings):

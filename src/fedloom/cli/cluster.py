@@ -1,0 +1,184 @@
+"""``fedloom cluster``: start a federation on Kubernetes without Kubeflow, see how it is, end it; remove old runs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fedloom.cluster.federations import Status
+    from fedloom.transport.progress import Progress
+
+app = typer.Typer(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
+
+Name = Annotated[str, typer.Argument(help="The federation: fl-..., or its run id.", metavar="NAME")]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="By default this pod's, else the kubeconfig's.")
+]
+UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+@app.command("submit")
+def submit(
+    experiment: Annotated[str, typer.Argument(help="The experiment file; `storage` is s3://...", metavar="EXPERIMENT")],
+    cluster: Annotated[
+        Path, typer.Option(help="YAML file: image, Secret and the other settings (docs/cluster.md).", metavar="FILE")
+    ],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="Use this partition of this machine, and make none.", metavar="DIR")
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option(help="Tells apart runs of one experiment; by default its name and a digest.")
+    ] = None,
+    namespace: Namespace = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Show progress, wait for the end, and fetch the run; needs --out.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="With --wait: becomes the run's folder.", metavar="DIR")] = None,
+) -> None:
+    """Start a federation, or find the one that was started with the same experiment and run id."""
+    from fedloom import experiment as experiments
+    from fedloom.cluster import federate
+    from fedloom.cluster.settings import ClusterSettings, TaskConfig
+    from fedloom.errors import ExperimentError
+    from fedloom.run import assemble
+
+    if wait is (out is None):
+        found = "--wait without --out" if wait else "--out without --wait"
+        raise ExperimentError(f"found {found}; allowed: both, or neither")
+    settings = ClusterSettings.from_file(cluster)
+    if namespace is not None:
+        settings = settings.model_copy(update={"namespace": namespace})
+    e = experiments.load(experiment, set_ or ())
+    federate.check(e, settings, TaskConfig())
+    if run_id is None:
+        run_id = f"{e.name}-{hashlib.sha256(e.resolved_yaml().encode()).hexdigest()[:8]}"
+    dataset = assemble.make_partition(e) if partition is None else assemble.open_partition(e, partition, verify=True)
+    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    if out is not None:
+        federate.federate(
+            e, dataset.folder, out, backend="kubernetes", cluster=settings, run_id=run_id, unattended=True, say=say
+        )
+        return
+    started = federate.submit(e, dataset.folder, cluster=settings, run_id=run_id, say=say)
+    typer.echo(f"{started.name}: run id {run_id}, run {started.run}")
+    typer.echo(
+        f"see: fedloom cluster status|logs|stop {started.name}; the same with --wait --out DIR fetches it", err=True
+    )
+
+
+@app.command("status")
+def status(
+    name: Annotated[str | None, typer.Argument(help="Only this federation: fl-..., or its run id.")] = None,
+    namespace: Namespace = None,
+) -> None:
+    """Show the federations of a namespace: how far each is, or why it does not start."""
+    from fedloom.cluster import federations
+    from fedloom.cluster.api import Api
+
+    api = Api(namespace)
+    found = [federations.find(api, name)] if name is not None else federations.federations(api)
+    for one in found:
+        typer.echo(described(one, federations.progress(api, one)))
+    if not found:
+        typer.echo(f"no federation in namespace {api.namespace}", err=True)
+
+
+@app.command("logs")
+def logs(
+    name: Name,
+    worker: Annotated[int | None, typer.Option(help="Of this worker, by its index.", min=0, metavar="N")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more, until the pod ends.")] = False,
+    namespace: Namespace = None,
+) -> None:
+    """Show what the aggregator of a federation has said, or one of its workers."""
+    from fedloom.cluster import federations
+    from fedloom.cluster.api import Api
+
+    api = Api(namespace)
+    for line in federations.logs(api, federations.find(api, name), worker=worker, followed=follow):
+        typer.echo(line)
+
+
+@app.command("stop")
+def stop(name: Name, namespace: Namespace = None) -> None:
+    """End a federation; what it has published stays, and submitting it again goes on from there."""
+    from fedloom.cluster import federations
+    from fedloom.cluster.api import Api
+
+    api = Api(namespace)
+    found = federations.find(api, name)
+    for what in federations.stop(api, found):
+        typer.echo(f"deleted {what}")
+    typer.echo(f"what it has published stays in {found.run}")
+
+
+@app.command("clean")
+def clean(
+    storage: Annotated[str, typer.Argument(help="As `storage` in experiments: s3://BUCKET/PREFIX.", metavar="STORAGE")],
+    keep: Annotated[int | None, typer.Option(help="Keep this many finished runs, the latest.", min=0)] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(help="Remove only runs not written to for this long, finished or not: 30d, 12h.", metavar="TIME"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
+) -> None:
+    """Remove old runs from a store: their checkpoints, clients' states and results. Partitions stay."""
+    from fedloom.errors import ExperimentError
+    from fedloom.storage import open_store
+    from fedloom.storage.retention import expired, remove_runs, stored_runs
+
+    if keep is None and older_than is None:
+        raise ExperimentError("found neither --keep nor --older-than; allowed: one or both")
+    store = open_store(storage)
+    store.check(writing=not dry_run)
+    runs, now = stored_runs(store), time.time()
+    for run in (old := expired(runs, now, keep=keep, older_than_s=seconds(older_than))):
+        if not dry_run:
+            remove_runs(store, [run])
+        when = datetime.fromtimestamp(run.modified, UTC).strftime("%Y-%m-%d %H:%M")
+        what = "finished" if run.finished else "unfinished"
+        typer.echo(f"{'would remove' if dry_run else 'removed'} {run.name}: {what}, {when}, {run.size / 1e6:.1f} MB")
+    size = sum(run.size for run in old) / 1e6
+    typer.echo(f"{len(old)} of {len(runs)} runs, {size:.1f} MB")
+
+
+def described(status: Status, progress: Progress | None) -> str:
+    """Return how a federation is, in two or three lines."""
+    how = status.state
+    if progress is not None:
+        how = f"{progress.state}, round {progress.round}/{progress.rounds}"
+    how += (
+        f", {status.workers_running} of {status.workers} workers run" if status.state in ("starting", "running") else ""
+    )
+    again = f", attempt {status.attempt}" if status.attempt > 1 else ""
+    lines = [f"{status.name}: {how}{again}", f"  run id {status.run_id}, since {status.created}, run {status.run}"]
+    message = status.detail or ("" if progress is None else progress.message)
+    return "\n".join([*lines, *(f"  {line}" for line in message.splitlines())])
+
+
+def seconds(text: str | None) -> float | None:
+    """Return a time such as ``30d`` or ``12h`` in seconds.
+
+    Raises
+    ------
+    ExperimentError
+        If it is none.
+    """
+    from fedloom.errors import ExperimentError
+
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", text)
+    if found is None:
+        raise ExperimentError(f"--older-than: found {text}; allowed: a number and m, h or d, such as 30d")
+    return float(found[1]) * UNITS[found[2]]

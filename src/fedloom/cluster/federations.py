@@ -1,0 +1,195 @@
+"""The federations that a namespace has: how each is, what its pods say, and its end by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedloom.cluster.api import Api
+from fedloom.cluster.exit_status import aggregator_failure, end_of, exits
+from fedloom.cluster.launcher import aggregator_pod, delete
+from fedloom.cluster.manifests import (
+    AGGREGATOR,
+    ATTEMPT,
+    COMPONENT,
+    INSTANCE,
+    MANAGED_BY,
+    PORT,
+    RUN_ID,
+    TASK,
+    WORKER,
+    Manifest,
+    label,
+)
+from fedloom.cluster.pod_diagnosis import trouble, trouble_of_events
+from fedloom.cluster.tunnel import Tunnel
+from fedloom.errors import ExperimentError, RefusedError
+from fedloom.transport.progress import Progress, follow
+
+OURS = f"{MANAGED_BY}=fedloom"
+INDEX = "batch.kubernetes.io/job-completion-index"
+ANSWERS_S = 5.0
+"""How long an aggregator may take to say how far it is."""
+LOOK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a federation is.
+
+    Attributes
+    ----------
+    name
+        Of its Service, ``fl-<12 hex>``.
+    run_id, task
+        What it was started with, as labels have them.
+    state
+        ``starting``, ``running``, ``finished`` or ``failed``.
+    detail
+        Why it does not start, or why it failed; else empty.
+    attempt
+        Counts up from 1.
+    created
+        When, as the API writes it.
+    workers, workers_running
+        How many worker pods there are to be, and how many run.
+    run
+        URL of the run in the store.
+    """
+
+    name: str
+    run_id: str
+    task: str
+    state: str
+    detail: str
+    attempt: int
+    created: str
+    workers: int
+    workers_running: int
+    run: str
+
+
+def federations(api: Api, selector: str = OURS) -> list[Status]:
+    """Return how the federations of the namespace are, oldest first."""
+    jobs, pods = api.select("Job", selector)[0], api.select("Pod", selector)[0]
+    roots = [job for job in jobs if _label(job, COMPONENT) == AGGREGATOR]
+    found = []
+    for root in sorted(roots, key=lambda job: str(job["metadata"].get("creationTimestamp"))):
+        name = _label(root, INSTANCE)
+        workers = [job for job in jobs if _label(job, INSTANCE) == name and _label(job, COMPONENT) == WORKER]
+        found.append(_status(api, root, workers, [pod for pod in pods if _label(pod, INSTANCE) == name]))
+    return found
+
+
+def find(api: Api, name: str) -> Status:
+    """Return the federation of a name, or of a run id.
+
+    Raises
+    ------
+    ExperimentError
+        If there is none, or several have that run id.
+    """
+    there = federations(api)
+    found = [one for one in there if name == one.name or label(name) == one.run_id]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"{one.name} ({one.run_id})" for one in found or there) or "none"
+    raise ExperimentError(
+        f"namespace {api.namespace}: found {len(found) or 'no'} federations called {name}; there: {known}",
+        hint="fedloom cluster status lists them; one that has ended is gone an hour later, and its run is in the store",
+    )
+
+
+def progress(api: Api, status: Status) -> Progress | None:
+    """Ask an aggregator that runs how far it is; None if it does not answer."""
+    if status.state != "running":
+        return None
+    pod = lambda: aggregator_pod(api.select("Pod", f"{INSTANCE}={status.name}")[0])  # noqa: E731
+    with Tunnel(api, pod, PORT) as tunnel:
+        try:
+            return next(follow(tunnel.address, connect_s=ANSWERS_S), None)
+        except (ConnectionError, RefusedError):
+            return None
+
+
+def logs(api: Api, status: Status, *, worker: int | None = None, followed: bool = False) -> Iterator[str]:
+    """Yield what a federation's aggregator, or one of its workers, has said: the newest pod's log, by lines.
+
+    Parameters
+    ----------
+    worker
+        Index of the worker; None is the aggregator.
+    followed
+        Whether to wait for more, until the pod ends.
+
+    Raises
+    ------
+    ExperimentError
+        If there is no such pod.
+    """
+    component = AGGREGATOR if worker is None else WORKER
+    selector = f"{INSTANCE}={status.name},{COMPONENT}={component}" + ("" if worker is None else f",{INDEX}={worker}")
+    while True:
+        pods = sorted(api.select("Pod", selector)[0], key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+        if not pods:
+            which = component if worker is None else f"worker {worker} of {status.workers}"
+            raise ExperimentError(
+                f"federation {status.name}: found no pod of its {which}", hint=f"logs of its end: {status.run}/logs/"
+            )
+        pod = pods[-1]
+        if (pod.get("status") or {}).get("phase", "Pending") != "Pending" or not followed:
+            break
+        time.sleep(LOOK_AGAIN_S)
+    name = pod["metadata"]["name"]
+    yield from api.follow_log(name, component) if followed else api.log(name, component).splitlines()
+
+
+def stop(api: Api, status: Status) -> list[str]:
+    """End a federation: its pods are asked to stop, and its objects go; what it has published stays.
+
+    Returns
+    -------
+    list[str]
+        ``Kind name`` of each object.
+    """
+    return delete(api, f"{INSTANCE}={status.name}")
+
+
+def _status(api: Api, root: Manifest, workers: Sequence[Manifest], pods: Sequence[Manifest]) -> Status:
+    arguments = root["spec"]["template"]["spec"]["containers"][0].get("args") or []
+    state, detail = "running", ""
+    if end := end_of(root):
+        state = "finished" if end.complete else "failed"
+        detail = "" if end.complete else str(aggregator_failure(end, exits(pods, AGGREGATOR)))
+    elif aggregator_pod(pods) is None:
+        state, detail = "starting", _waiting(api, [root, *pods])
+    running = [pod for pod in pods if _label(pod, COMPONENT) == WORKER and pod["status"].get("phase") == "Running"]
+    return Status(
+        name=_label(root, INSTANCE),
+        run_id=_label(root, RUN_ID),
+        task=_label(root, TASK),
+        state=state,
+        detail=detail,
+        attempt=int((root["metadata"].get("annotations") or {}).get(ATTEMPT, "1")),
+        created=str(root["metadata"].get("creationTimestamp", "")),
+        workers=sum(int(job["spec"].get("completions") or 1) for job in workers),
+        workers_running=len(running),
+        run=str(arguments[arguments.index("--publish") + 1]) if "--publish" in arguments else "",
+    )
+
+
+def _waiting(api: Api, things: Sequence[Manifest]) -> str:
+    """Why a federation does not start, if something says so."""
+    for thing in things:
+        seen = trouble(thing) if "completions" not in thing["spec"] else None
+        if seen is None or not seen.reason:
+            seen = trouble_of_events(api.events(thing["metadata"]["name"]))
+        if seen is not None and seen.reason:
+            return f"{thing['metadata']['name']}: {seen.reason}: {seen.message}"
+    return ""
+
+
+def _label(found: Mapping[str, Any], key: str) -> str:
+    return str((found["metadata"].get("labels") or {}).get(key, ""))
