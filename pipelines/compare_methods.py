@@ -2,14 +2,16 @@
 
 from kfp import dsl
 
-from fedloom.kubeflow.components.cleanup.component import cleanup
-from fedloom.kubeflow.components.compare.component import compare
-from fedloom.kubeflow.components.federate.component import federate
-from fedloom.kubeflow.components.fetch.component import fetch
-from fedloom.kubeflow.components.grid.component import grid
-from fedloom.kubeflow.components.partition.component import partition
-from fedloom.kubeflow.components.plan.component import plan
-from fedloom.kubeflow.pipelines.wiring import CONFIG, HOUR, MINUTE, sized, with_storage
+from fedloom.kubeflow.catalog import component
+from fedloom.kubeflow.task_settings import CONFIG, HOUR, MINUTE, sized, with_storage
+
+cleanup = component("cleanup")
+compare = component("compare")
+federate = component("federate")
+fetch = component("fetch")
+grid = component("grid")
+partition = component("partition")
+plan = component("plan")
 
 AT_ONCE = 4
 """Federations that run at the same time."""

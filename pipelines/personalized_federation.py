@@ -2,14 +2,16 @@
 
 from kfp import dsl
 
-from fedloom.kubeflow.components.cleanup.component import cleanup
-from fedloom.kubeflow.components.evaluate.component import evaluate
-from fedloom.kubeflow.components.federate.component import federate
-from fedloom.kubeflow.components.fetch.component import fetch
-from fedloom.kubeflow.components.partition.component import partition
-from fedloom.kubeflow.components.plan.component import plan
-from fedloom.kubeflow.components.report.component import report
-from fedloom.kubeflow.pipelines.wiring import CONFIG, DAY, HOUR, MINUTE, sized, with_storage
+from fedloom.kubeflow.catalog import component
+from fedloom.kubeflow.task_settings import CONFIG, DAY, HOUR, MINUTE, sized, with_storage
+
+cleanup = component("cleanup")
+evaluate = component("evaluate")
+federate = component("federate")
+fetch = component("fetch")
+partition = component("partition")
+plan = component("plan")
+report = component("report")
 
 
 @dsl.pipeline(

@@ -3,7 +3,9 @@
 from kfp import dsl, kubernetes
 from kfp.dsl import Dataset, Input
 
-from fedloom.kubeflow.components.federate.component import federate
+from fedloom.kubeflow.catalog import component
+
+federate = component("federate")
 
 
 @dsl.pipeline

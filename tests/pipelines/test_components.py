@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from run_processes import EXPERIMENT
 from s3_support import S3Server
 
 from fedloom.data.manifest import read_manifest
+from fedloom.kubeflow import catalog
 from fedloom.storage import open_store
 
 pytestmark = [pytest.mark.data, pytest.mark.xdist_group("pipelines")]
@@ -31,7 +31,7 @@ NAMES = sorted(path.parent.name for path in COMPONENTS.glob("*/component.py"))
 
 def component(name: str) -> Any:
     """A component, as Kubeflow compiles it."""
-    return getattr(import_module(f"fedloom.kubeflow.components.{name}.component"), name)
+    return catalog.component(name)
 
 
 def body(name: str) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 import fedloom
 from fedloom.errors import ExperimentError
+from fedloom.kubeflow import catalog
 from fedloom.kubeflow.image import VARIABLE, component_image
 
 NAMES = ("personalized_federation", "compare_methods", "unseen_clients")
@@ -39,12 +39,11 @@ def pipeline(name: str) -> Any:
     """
     known = check_name(name)
     try:
-        module = importlib.import_module(f"fedloom.kubeflow.pipelines.{known}")
+        return catalog.pipeline(known)
     except ModuleNotFoundError as error:
         raise ExperimentError(
             f"pipelines need the package {error.name}, which is not installed", hint="pip install 'fedloom[kubeflow]'"
         ) from error
-    return getattr(module, known)
 
 
 def parameters(name: str) -> dict[str, bool]:

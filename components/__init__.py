@@ -1,1 +1,0 @@
-"""Kubeflow components: thin, one folder each; what they do is in ``fedloom.kubeflow.steps``."""
