@@ -14,22 +14,18 @@ divides them by 255. Prints the validation accuracy of seen clients, before the 
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import checkouts
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fedloom.data.federated import FederatedDataset
-from fedloom.experiment import load
-from fedloom.federation.folder import EXPERIMENT
-from fedloom.run import assemble
 
 
 def pixels(dataset: FederatedDataset) -> tuple[Tensor, Tensor, list[dict[str, list[int]]]]:
@@ -65,28 +61,15 @@ def lenet(decoupled: Any) -> Any:
 
 def main() -> None:
     """Train with the checkout's defaults and print what it measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("run", type=Path, help="a run whose partition to take")
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--scale", action="store_true", help="pixels from 0 to 1, as its constants mean them")
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-
-    for needed, allowed in (
-        (given.checkout / "src/server/fedavg.py", "a checkout of FL-bench at 493da92"),
-        (given.run / EXPERIMENT, "a run's folder"),
-    ):
-        if not needed.exists():
-            parser.error(f"found no {needed}; allowed: {allowed}")
-    sys.path.insert(0, str(given.checkout.resolve()))
+    arguments = checkouts.parser(__doc__, rounds=200, every=50, lr=0.01)
+    arguments.add_argument("--scale", action="store_true", help="pixels from 0 to 1, as its constants mean them")
+    given, dataset = checkouts.opened(
+        arguments, file="src/server/fedavg.py", checkout="a checkout of FL-bench at 493da92"
+    )
     server: Any = importlib.import_module("src.server.fedavg")
     client: Any = importlib.import_module("src.client.fedavg")
     models: Any = importlib.import_module("src.config.models")
     torch.set_num_threads(1)
-    dataset = assemble.make_partition(load(given.run / EXPERIMENT))
     images, labels, where = pixels(dataset)
     if given.scale:
         images = images / 255
@@ -99,18 +82,18 @@ def main() -> None:
     models.MODEL_DICT["lenet5"] = lenet(models.DecoupledModel)
     client.DATASETS["cifar10"] = dealt
     client.pickle = server.pickle = SimpleNamespace(load=lambda _: partition)
-    arguments = server.get_fedavg_argparser().parse_args([])
-    arguments.seed, arguments.local_lr = given.seed, given.lr
-    arguments.global_epoch = given.rounds + 1
-    arguments.join_ratio = 5 / len(where)
-    arguments.save_log = arguments.save_fig = arguments.save_metrics = arguments.use_cuda = 0
+    theirs = server.get_fedavg_argparser().parse_args([])
+    theirs.seed, theirs.local_lr = given.seed, given.lr
+    theirs.global_epoch = given.rounds + 1
+    theirs.join_ratio = 5 / len(where)
+    theirs.save_log = theirs.save_fig = theirs.save_metrics = theirs.use_cuda = 0
     with tempfile.TemporaryDirectory() as project:
         folder = Path(project) / "data" / "cifar10"
         folder.mkdir(parents=True)
         (folder / "partition.pkl").touch()
         (folder / "args.json").write_text("{}")
         client.PROJECT_DIR = server.PROJECT_DIR = Path(project)
-        federation = server.FedAvgServer(args=arguments)
+        federation = server.FedAvgServer(args=theirs)
         for done in range(given.rounds + 1):
             federation.current_epoch = done
             if done % given.every == 0:

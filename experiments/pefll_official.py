@@ -10,23 +10,19 @@ it would draw. Prints its validation accuracy, unmasked, of seen and of unseen c
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import checkouts
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedloom.data.federated import FederatedDataset, Split
-from fedloom.experiment import load
-from fedloom.federation.folder import EXPERIMENT
-from fedloom.run import assemble
 
 
 def loader(split: Split, classes: int, batch_size: int, *, train: bool) -> Any:
@@ -50,25 +46,10 @@ def nodes(dataset: FederatedDataset, batch_size: int) -> SimpleNamespace:
 
 def main() -> None:
     """Train with the checkout's defaults (Adam, lr 2e-4; client's weight decay 5e-5) and print what it measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("run", type=Path, help="a run whose partition to take")
-    parser.add_argument("--rounds", type=int, default=201)
-    parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=0.002)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-
-    for needed, allowed in (
-        (given.checkout / "train.py", "a checkout of the authors' code"),
-        (given.run / EXPERIMENT, "a run's folder"),
-    ):
-        if not needed.exists():
-            parser.error(f"found no {needed}; allowed: {allowed}")
-    sys.path.insert(0, str(given.checkout.resolve()))
+    arguments = checkouts.parser(__doc__, rounds=201, every=100, lr=0.002)
+    given, dataset = checkouts.opened(arguments, file="train.py", checkout="a checkout of the authors' code")
     train: Any = importlib.import_module("train")
     utils: Any = importlib.import_module("utils")
-    dataset = assemble.make_partition(load(given.run / EXPERIMENT))
     evaluate = train.eval_model
     evaluations = 0
 

@@ -1,0 +1,40 @@
+"""What the scripts that run other people's code on our clients ask for: a checkout of theirs and a run of ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fedloom.data.federated import FederatedDataset
+from fedloom.experiment import load
+from fedloom.federation.folder import EXPERIMENT
+from fedloom.run import assemble
+
+
+def parser(doc: str | None, *, rounds: int, every: int, lr: float) -> argparse.ArgumentParser:
+    """The arguments of all of them, with defaults of one."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("checkout", type=Path)
+    made.add_argument("run", type=Path, help="a run whose partition to take")
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--every", type=int, default=every)
+    made.add_argument("--lr", type=float, default=lr)
+    made.add_argument("--seed", type=int, default=1)
+    return made
+
+
+def opened(
+    arguments: argparse.ArgumentParser, *, file: str, checkout: str
+) -> tuple[argparse.Namespace, FederatedDataset]:
+    """The arguments and the run's clients; ``file``, which the checkout must have, can be imported from then on.
+
+    Ends with the exit code 2 and a sentence where there is no such file or no such run.
+    """
+    given = arguments.parse_args()
+    needed = ((given.checkout / file, checkout), (given.run / EXPERIMENT, "a run's folder"))
+    for path, allowed in needed:
+        if not path.exists():
+            arguments.error(f"found no {path}; allowed: {allowed}")
+    sys.path.insert(0, str(given.checkout.resolve()))
+    return given, assemble.make_partition(load(given.run / EXPERIMENT))
