@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+from run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -61,3 +63,62 @@ def test_pages_show_every_figure_that_is_there_and_no_other() -> None:
 def test_a_compact_file_is_read_as_it_was_written(page: str) -> None:
     path = RESULTS / f"{page}.csv"
     assert summaries.written(summaries.read(path), results.PAGES[page].columns) == path.read_text(encoding="utf-8")
+
+
+def runs_of_a_search(folder: Path) -> None:
+    for rate in (0.01, 0.1, 1.0):
+        for seed in (1, 2):
+            text = f"name: x\nseed: {seed}\nalgorithm: {{name: pefll, local: {{lr: {rate}, momentum: 0.9}}}}\n"
+            path = folder / "search" / f"lr={rate:g},seed={seed}"
+            # seeds of write_run are levels of noise only: the step size decides how many rounds, so how good
+            write_run(path, seed=seed, n=10, unseen=2, rounds=(0, 50, 400 if rate == 0.1 else 100), experiment=text)
+    left = folder / "search" / "lr=1,seed=2"
+    (left / "summary.json").unlink()
+    (left / "journal.jsonl").write_text('{"round": 7, "outcome": "abandoned"}\n', encoding="utf-8")
+
+
+def test_folding_keeps_the_last_and_the_chosen_evaluation_of_each_run(tmp_path: Path) -> None:
+    runs_of_a_search(tmp_path)
+    runs = summaries.fold(tmp_path)
+    assert len(runs) == 6
+    name = "search/lr=0.1,seed=2"
+    lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    best = max(lines, key=lambda line: line["validation_pooled"])
+    assert [line.round for line in runs[name]] == sorted({best["round"], 400})
+    end = runs[name][-1]
+    assert end.seed == "2"
+    assert end.settings == {"algorithm.name": "pefll", "algorithm.local.lr": "0.1"}
+    assert end["seen"] == pytest.approx(100 * lines[-1]["seen"]["accuracy_pooled"], rel=1e-5)
+    assert end["unseen_masked"] == pytest.approx(100 * lines[-1]["unseen"]["masked"]["accuracy_pooled"], rel=1e-5)
+    assert end["spearman"] == pytest.approx(lines[-1]["pefll"]["spearman"]["mean"], rel=1e-5)
+    assert len(end.clients) == 10
+    assert [line.round for line in summaries.fold(tmp_path, whole=("*seed=2",))[name]] == [0, 50, 400]
+    left = runs["search/lr=1,seed=2"]
+    assert [(line.left, line.values) for line in left] == [(7, {})]
+
+
+def test_a_compact_file_has_all_that_was_folded(tmp_path: Path) -> None:
+    runs_of_a_search(tmp_path)
+    runs = summaries.fold(tmp_path)
+    file = tmp_path / "page.csv"
+    file.write_text(summaries.written(runs), encoding="utf-8")
+    assert summaries.read(file).keys() == runs.keys()
+    for name, run in summaries.read(file).items():
+        assert [line.values for line in run] == [line.values for line in runs[name]]
+        assert [(line.round, line.left, line.settings) for line in run] == [
+            (line.round, line.left, line.settings) for line in runs[name]
+        ]
+
+
+def test_the_chosen_step_size_is_the_best_on_validation_that_stayed_finite(tmp_path: Path) -> None:
+    runs_of_a_search(tmp_path)
+    assert summaries.chosen_rate(tmp_path / "search") == "0.1"
+
+
+@pytest.mark.parametrize("page", [page for page, about in results.PAGES.items() if about.figures])
+def test_figures_of_a_page_are_those_made_from_its_compact_file(page: str) -> None:
+    runs = summaries.read(RESULTS / f"{page}.csv")
+    for name, draw in results.PAGES[page].figures.items():
+        made = results.compact(results.as_svg(draw)(runs))
+        there = (RESULTS / f"{page}-{name}.svg").read_text(encoding="utf-8")
+        assert re.findall(r">([^<>\n]+)</text>", made) == re.findall(r">([^<>\n]+)</text>", there)
