@@ -1,9 +1,9 @@
-"""Tables and figures of docs/results/vowel.md, wga.md and quickstart.md."""
+"""Tables and figures of docs/results/vowel.md and wga.md."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 from summaries import Evaluation, Runs, last, spread, table
@@ -94,29 +94,3 @@ def losses(runs: Runs) -> Figure:
         axes.legend(ncols=2)
     figure.axes[0].set_ylabel("loss")
     return figure
-
-
-QUICKSTART_COLUMNS = (
-    "validation", "seen_mean", "seen_std", "seen_worst_decile", "unseen_mean", "unseen_std", "unseen_worst_decile",
-    "global_seen_mean", "global_seen_std", "global_unseen_mean", "global_unseen_std", "seconds",
-)  # fmt: skip
-CAPABILITIES: Sequence[str] = ("avx512", "default")
-
-
-def quickstart(runs: Runs) -> Iterator[str]:
-    """What each client would get, with the vector instructions of the processor and without."""
-    methods = (
-        ("PeFLL", "pefll", ""),
-        ("FedAvg, global model", "fedavg", "global_"),
-        ("FedAvg + fine-tuning", "fedavg", ""),
-        ("Local", "local", ""),
-    )
-    rows = []
-    for name, method, of in methods:
-        cells = []
-        for capability in CAPABILITIES:
-            line = last(runs[f"{capability}/{method}"])
-            cells += [f"{line[f'{of}{g}_mean']:.1f} ± {line[f'{of}{g}_std']:.1f}" for g in ("seen", "unseen")]
-        rows.append((name, *cells))
-    header = [f"{group}, {capability}" for capability in CAPABILITIES for group in ("seen", "unseen")]
-    yield table(("what a client gets", *header), rows)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+import results
+import summaries
 from run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
-sys.path.insert(0, str(ROOT / "experiments"))
-
-import results  # noqa: E402
-import summaries  # noqa: E402
 
 NOT_KEPT = {
     "natural": ["| seen | worst decile", "| seen | unseen"],

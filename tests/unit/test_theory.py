@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+import wga_figures as figures
+from wga_figures import Setting, simulate
 
 from fedloom.theory.collaboration import (
     Problem,
@@ -30,15 +29,6 @@ from fedloom.theory.collaboration import (
     wga_bound_pl,
     wga_floor,
 )
-
-SCRIPT = Path(__file__).parents[2] / "experiments" / "wga_figures.py"
-_spec = importlib.util.spec_from_file_location("wga_figures", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-figures = importlib.util.module_from_spec(_spec)
-sys.modules["wga_figures"] = figures
-_spec.loader.exec_module(figures)
-Setting, simulate = figures.Setting, figures.simulate
 
 GRID = [i / 2000 for i in range(2001)]
 QUICK = Setting(helpers=10, bias=1.0, noise=4.0, alpha=0.7, beta=0.02, step_size=0.05, steps=300, start=-2.0)
