@@ -291,7 +291,9 @@ def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
         ("- 1\n- 2\n", "found [1, 2]; allowed: a mapping"),
         ("name: [1\n", "not YAML: line 2, column 1"),
         ("name: x\n\tseed: 1\n", "not YAML: line 2, column 1"),
-        ("a: &a [*a]\n", "Circular reference"),
+        ("a: &a [*a]\n", "no alias inside itself"),
+        ("? !!timestamp 2024-01-01\n: x\n", "keys must be str"),
+        ("seed: " + "9" * 5000, "limit (4300 digits)"),
         ("a: !!python/object/apply:os.system ['true']\n", "not YAML: line 1"),
         ("name: x\nseed: 1\nname: y\n", "line 1, name: found again at line 3; allowed: each key once"),
         ("data:\n  root: x\n  root: y\n", "line 2, data.root: found again at line 3"),
@@ -300,6 +302,31 @@ def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
 )
 def test_files_that_are_no_experiment(write: Write, text: str, expected: str) -> None:
     assert expected in refusal(write(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[" * 100_000, "allowed: 50 deep"),
+        ("{a: " * 100_000, "allowed: 50 deep"),
+        ("a: " + "[" * 5_000 + "]" * 5_000, "allowed: 50 deep"),
+        ("".join(f"k{i}: &k{i} [{'x' if i == 0 else f'*k{i - 1}'}]\n" for i in range(5_000)), "allowed: 50 deep"),
+        ("k0: &k0 x\n" + "".join(f"k{i}: &k{i} [{f'*k{i - 1}, ' * 9}]\n" for i in range(1, 30)), "over 100,000 values"),
+        ("#" * 2**20 + "\n", "found 1,048,577 characters; allowed: at most 1,048,576"),
+    ],
+)  # fmt: skip
+def test_bombs_are_answered_with_a_sentence(write: Write, text: str, expected: str) -> None:
+    assert expected in refusal(write(text))
+    assert expected in refusal(write(GOOD), f"model={text}")
+
+
+def test_aliases_and_merges_are_read(write: Write) -> None:
+    text = GOOD.replace("{name: mlp, hidden: [10]}", "&m {name: mlp, hidden: [10]}")
+    e = load(write(f"{text}evaluation: &e {{every: 7}}\nruntime: {{workers: 0, threads: 1}}\n"), ["model.hidden=[5]"])
+    assert (e.model.hidden, e.evaluation.every) == ([5], 7)
+    merged = GOOD.replace("{rounds: 400,", "{<<: {rounds: 1, attempts: 2}, rounds: 400,")
+    found = load(write(merged)).federation
+    assert (found.rounds, found.attempts) == (400, 2)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

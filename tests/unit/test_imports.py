@@ -212,6 +212,19 @@ def test_the_command_line_starts_without_heavy_imports() -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["run", "aggregator", "partition"])
+@pytest.mark.parametrize("content", [None, "a: ["])
+def test_a_file_that_cannot_be_read_is_refused_before_torch_is_imported(
+    tmp_path: Path, command: str, content: str | None
+) -> None:
+    path = tmp_path / "experiment.yaml"
+    if content is not None:
+        path.write_text(content)
+    code = f"import sys\nfrom fedloom.cli.main import main\nsys.argv = ['fedloom', {command!r}, {str(path)!r}]"
+    end = "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 2"
+    assert not {"torch", "numpy", "grpc"} & loaded_by(f"{code}\n{end}")
+
+
 def test_a_worker_needs_no_kubeflow_and_no_report() -> None:
     worker = (
         "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport, fedloom.run.worker\n"

@@ -137,14 +137,15 @@ def partition(
     import shutil
 
     from fedloom import experiment as experiments
-    from fedloom.data.federated import FederatedDataset
-    from fedloom.data.folders import published
-    from fedloom.data.partition import partition as make_partition
-    from fedloom.data.remote import publish
     from fedloom.errors import ExperimentError
     from fedloom.storage import is_url, open_store
 
     settings = experiments.load(experiment, set_ or ())
+    from fedloom.data.federated import FederatedDataset  # with torch, which a mistake in the file need not wait for
+    from fedloom.data.folders import published
+    from fedloom.data.partition import partition as make_partition
+    from fedloom.data.remote import publish
+
     store = open_store(out) if out is not None and is_url(out) else None
     if store is not None:
         store.check()

@@ -2,14 +2,21 @@
 
 ``load`` turns a file and ``--set`` overrides into an :class:`Experiment`, or raises an ``ExperimentError`` that shows
 every mistake on one screen. Sections are frozen pydantic models; the keys under ``model``, ``algorithm`` and
-``data.partition`` belong to the model, method and scheme that their ``name`` (``scheme``) picks.
+``data.partition`` belong to the model, method and scheme that their ``name`` (``scheme``) picks: these modules import
+torch, and are imported here when one of their names is first used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fedloom.experiment.grids import Point, grid_values, points, seeds_of
-from fedloom.experiment.loading import from_shared_json, load, loads
-from fedloom.experiment.schema import json_schema
-from fedloom.experiment.sections import Experiment, Runtime
+from fedloom.experiment.loading import load, loads
 from fedloom.experiment.yaml_reader import as_yaml
+
+if TYPE_CHECKING:
+    from fedloom.experiment.schema import json_schema
+    from fedloom.experiment.sections import Experiment, Runtime
+    from fedloom.experiment.validation import from_shared_json
 
 __all__ = [
     "Experiment",
@@ -24,3 +31,11 @@ __all__ = [
     "points",
     "seeds_of",
 ]
+
+_LATER = {"Experiment": "sections", "Runtime": "sections", "from_shared_json": "validation", "json_schema": "schema"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

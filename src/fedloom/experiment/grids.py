@@ -8,11 +8,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedloom.errors import ExperimentError
 from fedloom.experiment.loading import load
-from fedloom.experiment.sections import Experiment
+from fedloom.experiment.validation_errors import shortened
 from fedloom.experiment.yaml_reader import as_yaml, parse
+
+if TYPE_CHECKING:
+    from fedloom.experiment.sections import Experiment
 
 LONGEST_NAME = 120
 """Of a run's folder, in characters."""
@@ -49,14 +53,16 @@ def grid_values(text: str) -> tuple[str, list[str]]:
     """
     key, equals, values = text.partition("=")
     if not equals or not all(step.strip() for step in key.split(".")):
-        raise ExperimentError(f"--grid {text}: allowed: KEY=VALUE,VALUE,..., such as algorithm.local.lr=0.01,0.03")
-    parsed, _ = parse(f"[{values}]", f"--grid {text}")
+        raise ExperimentError(
+            f"--grid {shortened(text)}: allowed: KEY=VALUE,VALUE,..., such as algorithm.local.lr=0.01,0.03"
+        )
+    parsed, _ = parse(f"[{values}]", f"--grid {shortened(text)}")
     if not isinstance(parsed, list) or not parsed:
-        raise ExperimentError(f"--grid {text}: found no value; allowed: KEY=VALUE,VALUE,...")
+        raise ExperimentError(f"--grid {shortened(text)}: found no value; allowed: KEY=VALUE,VALUE,...")
     found = [as_yaml(value) for value in parsed]
     twice = [value for value in found if found.count(value) > 1]
     if twice:
-        raise ExperimentError(f"--grid {text}: found {twice[0]} twice; allowed: each value once")
+        raise ExperimentError(f"--grid {shortened(text)}: found {twice[0]} twice; allowed: each value once")
     return key.strip(), found
 
 
@@ -140,9 +146,7 @@ def _labels(keys: Sequence[str]) -> list[str]:
 
 def _short(value: str) -> str:
     """A YAML value as part of a name; of a mapping, the name in it."""
-    import yaml
-
-    parsed = yaml.safe_load(value)
+    parsed, _ = parse(value, "--grid")
     named = (parsed.get("name") or parsed.get("scheme")) if isinstance(parsed, dict) else None
     return f"{{{named}}}" if named else value
 

@@ -6,9 +6,10 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pydantic import ValidationError
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 from fedloom.words import counted
 
@@ -105,8 +106,13 @@ def dotted(path: KeyPath) -> str:
 
 def shown(value: Any) -> str:
     """Return a value as YAML would show it on part of a line."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def shortened(text: str) -> str:
+    """Return a text, or its beginning, as part of a line."""
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
 
 
 def closest(word: object, known: Sequence[str]) -> str | None:

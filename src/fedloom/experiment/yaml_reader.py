@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -38,27 +39,69 @@ for _tag, _pattern, _first in _SCALARS:
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
+LONGEST = 2**20
+"""Characters of a text."""
+
+MOST = 100_000
+"""Values of a text, those that aliases repeat included."""
+
+DEEPEST = 50
+"""Lists and mappings inside one another."""
+
+
 def parse(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
-    """Return the value of a YAML document, and the line of each key."""
+    """Return the value of a YAML document, and the line of each key.
+
+    Parameters
+    ----------
+    text
+        One document.
+    source
+        What to call it in errors.
+
+    Raises
+    ------
+    ExperimentError
+        If it is not YAML, a mapping has a key twice, or it is too large: in characters, in depth, or in values.
+    """
+    if len(text) > LONGEST:
+        raise ExperimentError(f"{source}: found {len(text):,} characters; allowed: at most {LONGEST:,}")
     loader = _Loader(text)
+    origins: dict[KeyPath, str] = {(): ""}
+    twice: list[Mistake] = []
     try:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        origins: dict[KeyPath, str] = {(): ""}
-        twice: list[Mistake] = []
+        values, depth = _size(node, {})
+        if depth > DEEPEST:
+            raise RecursionError
+        if values > MOST:
+            raise ExperimentError(f"{source}: found over {MOST:,} values, those that aliases repeat included")
         _locate(node, (), origins, twice, set())
-        if twice:
-            raise ExperimentError(listing(source, twice, origins))
-        value = loader.construct_document(node)
-        json.dumps(value, default=str)  # an anchor inside itself has no end
+        value = None if twice else json.loads(json.dumps(loader.construct_document(node), default=str))
     except yaml.YAMLError as error:
         raise ExperimentError(f"{source}: not YAML: {_yaml_problem(error)}") from error
-    except ValueError as error:
+    except RecursionError:
+        problem = f"found lists and mappings inside one another; allowed: {DEEPEST} deep, and no alias inside itself"
+        raise ExperimentError(f"{source}: {problem}") from None
+    except (TypeError, ValueError) as error:  # a key that is no text; an integer of thousands of digits
         raise ExperimentError(f"{source}: {error}") from error
     finally:
         loader.dispose()
+    if twice:
+        raise ExperimentError(listing(source, twice, origins))
     return value, origins
+
+
+def _size(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many values a node stands for when each alias is replaced by what it names, and how deep they are nested."""
+    if id(node) not in known:
+        below = node.value if isinstance(node, yaml.CollectionNode) else ()
+        inside = itertools.chain(*below) if isinstance(node, yaml.MappingNode) else below
+        sizes = [_size(each, known) for each in inside]
+        known[id(node)] = 1 + sum(values for values, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
+    return known[id(node)]
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

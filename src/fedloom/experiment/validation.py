@@ -1,0 +1,75 @@
+"""From a mapping, as a file or an aggregator gives it, to a checked :class:`Experiment`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedloom.algorithms.base import available
+from fedloom.errors import ExperimentError
+from fedloom.experiment.cross_checks import impossible_combinations
+from fedloom.experiment.schema import json_schema
+from fedloom.experiment.sections import Experiment, Runtime
+from fedloom.experiment.validation_errors import KeyPath, explain, listing, shown
+
+
+def validated(value: dict[str, Any], source: str, origins: Mapping[KeyPath, str]) -> Experiment:
+    """Return the experiment that a mapping describes.
+
+    Parameters
+    ----------
+    value
+        What a file holds, with overrides in their place.
+    source
+        What to call it in errors.
+    origins
+        Where each key was written.
+
+    Raises
+    ------
+    ExperimentError
+        If anything in it, or in a combination of its keys, is not allowed.
+    """
+    try:
+        experiment = Experiment.model_validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        algorithm = value.get("algorithm")
+        name = algorithm.get("name") if isinstance(algorithm, dict) else None
+        schema = json_schema([name] if name in available() else None)
+        raise ExperimentError(listing(source, explain(error, schema, value), origins)) from None
+    found = impossible_combinations(experiment)
+    if found:
+        raise ExperimentError(listing(source, found, origins))
+    return experiment
+
+
+def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | None = None) -> Experiment:
+    """Complete what an aggregator sent with what is the worker's own.
+
+    Parameters
+    ----------
+    text
+        From :meth:`shared_json`.
+    root
+        ``data.root`` of this machine.
+    runtime
+        ``runtime`` of this machine.
+
+    Raises
+    ------
+    ExperimentError
+        If the text is no experiment that this version of FedLoom can run.
+    """
+    source = "experiment sent by the aggregator"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ExperimentError(f"{source}: not JSON ({error})") from error
+    if not isinstance(value, dict) or not isinstance(value.get("data"), dict):
+        raise ExperimentError(f"{source}: found {shown(value)}; allowed: a mapping with the key data")
+    value["data"]["root"] = root
+    value["runtime"] = (runtime or Runtime()).model_dump(mode="json")
+    return validated(value, source, {})
