@@ -285,8 +285,13 @@ def test_the_checkpoints_of_a_finished_run_are_kept_once(store: Store, tmp_path:
     assert not any(
         "checkpoints/" in name and "folder" not in blob for name, blob in records(store)[-1]["files"].items()
     )
-    assert aggregator(tmp_path / "d", store, "d").take_up()
+    d = aggregator(tmp_path / "d", store, "d")
+    assert d.take_up()
     assert contents(tmp_path / "d") == contents(tmp_path / "c")
+    run_folder(tmp_path / "d", 7)
+    d.finish()
+    checkpoints = [name for name in contents(tmp_path / "d") if name.startswith("checkpoints/")]
+    assert [entry.name for entry in store.entries("checkpoints/")] == sorted(checkpoints)
     store.write(next(n for n in contents(tmp_path / "d") if n.startswith("checkpoints/")), b"other")
     with pytest.raises(DataError, match="damaged"):
         aggregator(tmp_path / "e", store, "e").take_up()

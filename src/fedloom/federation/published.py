@@ -173,10 +173,12 @@ class Published:
         RefusedError
             If the store refuses us.
         """
+        # Of the run before it was resumed. Listed first: what a successor writes after our record is not among them.
+        there = [entry.name for entry in self._store.entries(CHECKPOINTS)]
         # Who writes over what others may read has just shown that the run is its own.
         self.publish(self._last.round if self._last is not None else 0)
         assert self._last is not None
-        self._store.remove([SUMMARY])  # of the run before it was resumed with more rounds
+        self._store.remove([SUMMARY, *(name for name in there if name not in self._last.files)])
         for name in sorted(self._everything(), key=_summary_last):
             self._store.upload(name, self._folder.path / name)
         files = {
