@@ -137,7 +137,7 @@ def test_the_page_is_called_after_method_data_set_and_seed(small: Path, tmp_path
 @pytest.mark.parametrize("n", [8, 40])
 def test_clients_are_named_with_their_owners_and_how_many_classes(tmp_path: Path, n: int) -> None:
     owners = [f"Hospital <{i}>" for i in range(n)]
-    run = write_run(tmp_path / "r", n=n, unseen=2, rounds=(0, 1), owners=owners)
+    run = write_run(tmp_path / "r", n=n, unseen=2, rounds=(0, 1), owners=owners, ensemble=True)
     with (run / "clients.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["owner"] for row in rows] == owners
@@ -149,7 +149,9 @@ def test_clients_are_named_with_their_owners_and_how_many_classes(tmp_path: Path
     found = re.findall(r"client-0*(\d+)<span class=\"note\">Hospital &lt;(\d+)&gt;</span>", table)
     assert len(found) == (n if n <= 20 else 4)
     assert all(int(client) == int(owner) for client, owner in found)
-    assert re.findall(r"</span></td><td>\d+</td><td>(.*?)</td>", table) == ["5"] * len(found)
+    assert re.findall(r"</span></td><td>[\d.]+</td><td>\d+</td><td>(.*?)</td>", table) == ["5"] * len(found)
+    entropy = page[page.index("<h3>Clients of highest entropy") :]
+    assert re.findall(r"Hospital &lt;\d+&gt;", entropy[: entropy.index("</table>")])
 
 
 def test_training_loss_is_that_of_every_round(small: Path) -> None:

@@ -402,11 +402,11 @@ def _worst(rows: Sequence[Mapping[str, str]], reading: str, names: Mapping[str, 
     measured = sorted((row for row in rows if row[column]), key=lambda row: (float(row[column]), row["id"]))
     few = len(measured) <= FEW_CLIENTS
     shown = [
-        _client(row, row["train"], _classes(row["labels"].split(), names), _percent(float(row[column])))
+        _client(row, _percent(float(row[column])), row["train"], _classes(row["labels"].split(), names))
         for row in (measured if few else measured[: min(NAMED, math.ceil(len(measured) / 10))])
     ]
     title = "Clients, lowest accuracy first" if few else "Clients of lowest accuracy"
-    return Table(title, ("client", "training examples", "classes", "accuracy, %"), tuple(shown))
+    return Table(title, ("client", "accuracy, %", "training examples", "classes"), tuple(shown))
 
 
 def _changed(rows: Sequence[Mapping[str, str]], reading: str) -> Table:
@@ -433,6 +433,14 @@ def _client(row: Mapping[str, str], *cells: str) -> Row:
 def _classes(labels: Sequence[str], names: Mapping[str, str]) -> str:
     """The classes of a client as long as they are few, else how many."""
     return ", ".join(names.get(label, label) for label in labels) if len(labels) <= 2 else str(len(labels))
+
+
+def _named(run: RunFolder) -> dict[str, dict[str, str]]:
+    """Rows of ``clients.csv`` by id; none where it cannot be read."""
+    try:
+        return {row["id"]: row for row in run.clients()}
+    except (DataError, KeyError):
+        return {}
 
 
 def _class_names(run: RunFolder) -> dict[str, str]:
@@ -518,12 +526,13 @@ def _uncertainty(run: RunFolder) -> Section:
         Panel("uncertainty-training", clients_over_training(document), wide=True),
         Panel("uncertainty-clients", accuracy_by_uncertainty(document)),
     )
+    clients = _named(run)
     most = sorted((-entropy, i) for i, entropy in enumerate(last["entropy"]) if entropy is not None)[:NAMED]
     rows = []
     for _, i in most:
         right = _percent(sum(last["right"][i]) / sum(last["examples"][i]))
         numbers = (right, f"{last['entropy'][i]:.3f}", f"{last['mutual_information'][i]:.3f}")
-        rows.append(Row(str(ids[i]), numbers, "seen" if seen[i] else "unseen"))
+        rows.append(_client(clients.get(ids[i], {"id": ids[i], "seen": str(seen[i]).lower()}), *numbers))
     headings = ("client", "accuracy, %", "entropy, nats", "mutual information, nats")
     table = Table("Clients of highest entropy", headings, tuple(rows))
     text = (

@@ -104,8 +104,8 @@ def accuracy_by_uncertainty(document: Mapping[str, Any]) -> Figure:
         x, name = np.array([last[key][i] for i in here], dtype=np.float64), key.replace("_", " ")
         dots(axes, x, accuracy, seen)
         r = rank_correlation(x, accuracy)
-        axes.set_title(f"Accuracy by {name}" + ("" if r is None else f" (Spearman's ρ {r:.2f})"))
-        axes.set(xlabel=f"mean {name}, nats", ylabel="accuracy")
+        axes.set(title=f"Accuracy by {name}", ylabel="accuracy")
+        axes.set_xlabel(f"mean {name}, nats" + ("" if r is None else f" (Spearman's ρ {r:.2f})"))
         percent(axes.yaxis, bins=4)
     figure.axes[0].legend(loc="best")
     return figure
