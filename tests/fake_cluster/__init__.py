@@ -4,24 +4,19 @@
         cluster.add_secret("storage", {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"})
         kubernetes.config.load_kube_config(str(cluster.kubeconfig))
 
-What it covers: Services, Pods (and their logs and evictions), Jobs, Secrets, ConfigMaps, Events, Workflows as mere
-owners; quotas of objects and of pods' resources; create, read, list, watch, patch, update, delete, with 401, 403, 404,
-409, 410 and 422 as the API gives them;
-manifests are checked strictly against the schemas of Kubernetes and against the rules between fields of a Job. Jobs:
-completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``, pod failure policy,
-pod replacement policy, deadline, suspension, TTL. Garbage collection by owner: background, foreground, orphan. Pods:
-one node with a capacity, node selector, unknown images, missing Secrets, environment from Secrets and fields, emptyDir,
-probes, grace, termination messages, eviction.
+What it covers is what a launcher of FedLoom uses. Services, Pods (their logs, evictions and forwarded ports), Jobs,
+Secrets, Events, Workflows as mere owners; quotas of objects and of pods' resources; create, read, list, watch, delete,
+with 401, 403, 404, 409, 410 and 422 as the API gives them; manifests are checked strictly against the schemas of
+Kubernetes. Jobs: completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``,
+pod failure policy, pod replacement policy, deadline, TTL. Garbage collection by owner: background, foreground. Pods:
+one node with a capacity, unknown images, missing Secrets and volumes, environment from Secrets and fields, emptyDir,
+grace, termination messages.
 
 How a process is made to feel like a container: mount paths in its arguments and environment become temporary folders,
 ``0.0.0.0`` becomes the pod's own loopback address, ``NAME.NAMESPACE.svc`` the Service's, and each Service's address
 forwards to its ready pods. So a program that follows its arguments runs unchanged.
 
-What it does not cover: isolation of any kind (read-only root, users, capabilities, limits, network policies, memory),
-image pulls, init containers and restarts within a pod, other volumes than emptyDir, Secret and ConfigMap, headless
-Services, DNS, taints, affinity, priorities, admission webhooks, server-side apply, success policies. It speaks
-plain HTTP, over which kubectl sends no token: it needs ``cluster.api.identities[""]``. It needs Linux, where all of
-127.0.0.0/8 is the machine's own.
+It speaks plain HTTP. It needs Linux, where all of 127.0.0.0/8 is the machine's own.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import yaml
 
@@ -68,8 +63,6 @@ class FakeCluster:
         What every image has in its environment; of this process' environment a container gets PATH alone.
     capacity
         What the node has, in addition to or in place of plenty of cpu, memory and pods.
-    node_labels
-        The node's labels, for ``nodeSelector``.
     backoff_s
         Wait before a failed pod is replaced and a failed pull is tried again: 10 s in Kubernetes.
     """
@@ -82,7 +75,6 @@ class FakeCluster:
         namespace: str = "federations",
         environment: Mapping[str, str] | None = None,
         capacity: Mapping[str, str] | None = None,
-        node_labels: Mapping[str, str] | None = None,
         backoff_s: float = 0.3,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="cluster-") if root is None else None
@@ -92,8 +84,8 @@ class FakeCluster:
         self._network = Network()
         self._store = Store()
         plenty = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "1Ti"}
-        self.node = Scheduler(self._store, {**plenty, **(capacity or {})}, node_labels or {})
-        """Its ``capacity`` and ``labels`` may be changed while the cluster runs."""
+        self.node = Scheduler(self._store, {**plenty, **(capacity or {})})
+        """Its ``capacity`` may be changed while the cluster runs."""
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(environment or {})}
         self.kubelet = Kubelet(
             self._store, self._network, self.root / "pods", self.images, environment, self._resolve, backoff_s
@@ -233,7 +225,7 @@ class FakeCluster:
             if (ready and "deletionTimestamp" not in pod["metadata"]) or (
                 service["spec"].get("publishNotReadyAddresses") and pod["status"].get("podIP")
             ):
-                found.append((pod["status"]["podIP"], _target(pod, port["targetPort"])))
+                found.append((pod["status"]["podIP"], port["targetPort"]))
         return found
 
     def _resolve(self, text: str) -> str:
@@ -247,14 +239,3 @@ class FakeCluster:
 
         name = rf"(?<![\w.-])([a-z0-9-]+)\.{re.escape(self.namespace)}\.svc(?:\.cluster\.local)?(?![\w.-])"
         return re.sub(name, address, text)
-
-
-def _target(pod: Object, port: Any) -> int:
-    """The number of a port that a Service may name."""
-    if isinstance(port, int):
-        return port
-    for container in pod["spec"]["containers"]:
-        for declared in container.get("ports") or []:
-            if declared.get("name") == port:
-                return int(declared["containerPort"])
-    return 0

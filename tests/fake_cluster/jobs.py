@@ -92,18 +92,14 @@ class JobController:
         staying = [pod for pod in live if "deletionTimestamp" not in pod["metadata"]]
         if "deletionTimestamp" in meta:
             return  # the pods go with the Job
-        if "startTime" not in status and not spec["suspend"]:
+        if "startTime" not in status:
             status = {**status, "startTime": now()}
         ended = self._ended(spec, status, count)
         conditions = list(status.get("conditions", []))
-        if ended or spec["suspend"]:
+        if ended:
             self._stop(staying)
         else:
             staying += self._make(job, count, live, staying)
-        if spec["suspend"] != bool(condition(status, "Suspended")):
-            conditions = [c for c in conditions if c["type"] != "Suspended"]
-            conditions.append(_condition("Suspended", str(spec["suspend"]), "JobSuspended", "Job suspended"))
-            status = {k: v for k, v in status.items() if k != "startTime"} if spec["suspend"] else status
         if ended:
             kind, reason, message = ended
             first = {"Failed": "FailureTarget", "Complete": "SuccessCriteriaMet"}[kind]

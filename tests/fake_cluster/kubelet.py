@@ -6,12 +6,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -46,14 +44,11 @@ class Scheduler:
     ----------
     capacity
         Resource -> quantity of the node.
-    labels
-        The node's, for ``nodeSelector``.
     """
 
-    def __init__(self, store: Store, capacity: Mapping[str, str], labels: Mapping[str, str]) -> None:
+    def __init__(self, store: Store, capacity: Mapping[str, str]) -> None:
         self._store = store
         self.capacity = dict(capacity)
-        self.labels = dict(labels)
 
     def tick(self) -> None:
         """Place what can be placed; say of the others why not."""
@@ -72,8 +67,6 @@ class Scheduler:
                 for kind, amount in wanted.items()
                 if used.get(kind, 0.0) + amount > quantity(self.capacity.get(kind, "0"))
             ]
-            if (pod["spec"].get("nodeSelector") or {}).items() - self.labels.items():
-                lacking = ["1 node(s) didn't match Pod's node affinity/selector"]
             if lacking:
                 message = (
                     f"0/1 nodes are available: {', '.join(lacking)}. preemption: 0/1 nodes are available: "
@@ -139,6 +132,8 @@ class Kubelet:
 
     def tick(self) -> None:
         """Begin with the pods that are new here."""
+        if self.stopping.is_set():
+            return
         for pod in self.store.list(PODS)[0]:
             uid = pod["metadata"]["uid"]
             if uid not in self.runs and (pod["spec"].get("nodeName") or _leaving(pod)):
@@ -146,15 +141,17 @@ class Kubelet:
 
     def run_of(self, name: str) -> PodRun:
         """The pod of a name, newest first."""
-        found = [run for run in self.runs.values() if run.name == name]
+        found = [run for run in [*self.runs.values()] if run.name == name]
         if not found:
             raise ApiError(404, "NotFound", f'pods "{name}" not found')
         return found[-1]
 
     def stop(self) -> None:
         """Kill everything."""
-        self.stopping.set()
-        for run in self.runs.values():
+        with self.store.changed:  # what looks for new pods holds this, too
+            self.stopping.set()
+            runs = [*self.runs.values()]
+        for run in runs:
             run.thread.join(30)
 
 
@@ -205,7 +202,6 @@ class PodRun:
     def _live(self) -> None:
         self.address = self.kubelet.network.address()
         self.folder.mkdir(parents=True)
-        began = time.monotonic()
         retry_at = 0.0
         while not self.kubelet.stopping.is_set():
             pod = self.current()
@@ -220,15 +216,6 @@ class PodRun:
             for container in self.containers:
                 container.look()
             if all(container.code is not None for container in self.containers):
-                return
-            deadline = pod["spec"].get("activeDeadlineSeconds")
-            if deadline is not None and time.monotonic() - began > deadline:
-                self._terminate(pod)
-                self._tell(
-                    "ended",
-                    reason="DeadlineExceeded",
-                    message="Pod was active on the node longer than the specified deadline",
-                )
                 return
             self._tell("live")
             time.sleep(TICK_S)
@@ -260,7 +247,7 @@ class PodRun:
 
     def _tell(self, moment: str, **extra: str) -> None:
         """Write the pod's status, if it is another."""
-        ready = moment == "live" and all(container.ready for container in self.containers)
+        ready = moment == "live" and all(container.running for container in self.containers)
         started = any(container.process is not None for container in self.containers)
         phase = "Running" if started else "Pending"
         if moment == "ended":
@@ -276,7 +263,7 @@ class PodRun:
                 if before.get(kind, {}).get("status") != str(value):
                     before[kind] = {"type": kind, "status": str(value), "lastTransitionTime": now()}
                     if not value and kind in ("Ready", "ContainersReady"):
-                        unready = [container.name for container in self.containers if not container.ready]
+                        unready = [container.name for container in self.containers if not container.running]
                         reason = "PodCompleted" if phase == "Succeeded" else "ContainersNotReady"
                         before[kind] |= {"reason": reason, "message": f"containers with unready status: {unready}"}
             if status["phase"] not in ("Succeeded", "Failed"):
@@ -305,22 +292,11 @@ class Container:
         self._waiting: tuple[str, str] = ("ContainerCreating", "")
         self._told = ""
         self._started_at = self._finished_at = ""
-        self._probes = {kind: Probe(self, spec[f"{kind}Probe"]) for kind in PROBES if spec.get(f"{kind}Probe")}
 
     @property
     def running(self) -> bool:
         """Whether its process runs."""
         return self.process is not None and self.code is None
-
-    @property
-    def started(self) -> bool:
-        """Whether it runs and its startup probe, if there is one, has succeeded."""
-        return self.running and ("startup" not in self._probes or self._probes["startup"].healthy)
-
-    @property
-    def ready(self) -> bool:
-        """Whether its Service may send it connections."""
-        return self.started and ("readiness" not in self._probes or self._probes["readiness"].healthy)
 
     def said(self) -> str:
         """Its log."""
@@ -366,7 +342,7 @@ class Container:
         emit(store, pod, "Normal", "Started", f"Started container {self.name}")
 
     def look(self) -> None:
-        """Notice an end, and probe."""
+        """Notice an end."""
         if self.process is None or self.code is not None:
             return
         code = self.process.poll()
@@ -374,15 +350,6 @@ class Container:
             self._finish(code if code >= 0 else 128 - code, None, self.killed_for)
             self._kill_group()
             return
-        for kind in PROBES:
-            probe = self._probes.get(kind)
-            if probe and (kind == "startup" or self.started) and not (kind == "startup" and probe.healthy):
-                probe.look()
-                if probe.failed and kind != "readiness":
-                    message = f"Container {self.name} failed {kind} probe, will be restarted"
-                    emit(self.run.kubelet.store, self.run.pod, "Normal", "Killing", message)
-                    self.kill()
-                    return
 
     def signal(self, number: int) -> None:
         """Signal its first process."""
@@ -408,8 +375,8 @@ class Container:
         elif self.process is not None:
             state = {"running": {"startedAt": self._started_at}}
         return {
-            "name": self.name, "image": self.spec["image"], "imageID": self.spec["image"], "ready": self.ready,
-            "restartCount": 0, "started": self.started, "state": state, "lastState": {},
+            "name": self.name, "image": self.spec["image"], "imageID": self.spec["image"], "ready": self.running,
+            "restartCount": 0, "started": self.running, "state": state, "lastState": {},
         }  # fmt: skip
 
     def _finish(self, code: int, message: str | None, reason: str | None) -> None:
@@ -439,8 +406,6 @@ class Container:
         """
         image = self.spec["image"]
         entrypoint = self.run.kubelet.images.get(image)
-        if entrypoint is None and self.spec["imagePullPolicy"] == "Never":
-            raise Waiting("ErrImageNeverPull", f'Container image "{image}" is not present with pull policy of Never')
         if entrypoint is None:
             raise Waiting(
                 "ErrImagePull",
@@ -450,11 +415,6 @@ class Container:
         given = self._variables()
         command = self.spec.get("command") or entrypoint
         arguments = self.spec.get("args") or []
-        context = self.spec.get("securityContext") or {}
-        pod_context = self.run.pod["spec"].get("securityContext") or {}
-        user = context.get("runAsUser", pod_context.get("runAsUser"))
-        if user == 0 and context.get("runAsNonRoot", pod_context.get("runAsNonRoot")):
-            raise Waiting("CreateContainerConfigError", "container's runAsUser breaks non-root policy")
         words = [self._localize(expand(word, given), mounts) for word in (*command, *arguments)]
         if not words:
             raise Waiting("CreateContainerError", "no command specified")
@@ -496,10 +456,6 @@ class Container:
 
     def _variables(self) -> dict[str, str]:
         made: dict[str, str] = {}
-        for source in self.spec.get("envFrom") or []:
-            resource, reference = (SECRETS, "secretRef") if "secretRef" in source else (CONFIG_MAPS, "configMapRef")
-            for key in self._held_or_wait(resource, source[reference]):
-                made[source.get("prefix", "") + key] = self._value(resource, {**source[reference], "key": key}) or ""
         for entry in self.spec.get("env") or []:
             value_from = entry.get("valueFrom")
             if not value_from:
@@ -507,9 +463,7 @@ class Container:
                 continue
             value: str | None
             if "secretKeyRef" in value_from:
-                value = self._value(SECRETS, value_from["secretKeyRef"])
-            elif "configMapKeyRef" in value_from:
-                value = self._value(CONFIG_MAPS, value_from["configMapKeyRef"])
+                value = self._secret_key(value_from["secretKeyRef"])
             elif "fieldRef" in value_from:
                 value = self._field(value_from["fieldRef"]["fieldPath"])
             else:
@@ -518,26 +472,19 @@ class Container:
                 made[entry["name"]] = value
         return made
 
-    def _value(self, resource: Any, reference: Object) -> str | None:
-        held = self._held_or_wait(resource, reference)
-        if reference["key"] not in held:
-            if reference.get("optional"):
-                return None
-            where = f"{self.run.namespace}/{reference['name']}"
-            raise Waiting(
-                "CreateContainerConfigError", f"couldn't find key {reference['key']} in {resource.kind} {where}"
-            )
-        value: str = held[reference["key"]]
-        return b64decode(value).decode() if resource is SECRETS else value
-
-    def _held_or_wait(self, resource: Any, reference: Object) -> dict[str, str]:
+    def _secret_key(self, reference: Object) -> str | None:
         try:
-            return self._held(resource, reference["name"])
+            held = self._held(SECRETS, reference["name"])
         except ApiError:
             if reference.get("optional"):
-                return {}
-            missing = f'{resource.kind.lower()} "{reference["name"]}" not found'
-            raise Waiting("CreateContainerConfigError", missing) from None
+                return None
+            raise Waiting("CreateContainerConfigError", f'secret "{reference["name"]}" not found') from None
+        if reference["key"] in held:
+            return b64decode(held[reference["key"]]).decode()
+        if reference.get("optional"):
+            return None
+        where = f"{self.run.namespace}/{reference['name']}"
+        raise Waiting("CreateContainerConfigError", f"couldn't find key {reference['key']} in Secret {where}")
 
     def _held(self, resource: Any, name: str) -> dict[str, str]:
         return self.run.kubelet.store.get(resource, self.run.namespace, name).get("data") or {}
@@ -558,75 +505,6 @@ class Container:
             own = re.escape(str(self.run.kubelet.root.parent))  # a path of this machine is meant as it is
             text = re.sub(rf"(?<![\w./~-])(?!{own})({paths})(?![\w.-])", lambda found: str(mounts[found[1]]), text)
         return self.run.kubelet.resolve(text.replace("0.0.0.0", self.run.address).replace("[::]", self.run.address))
-
-
-PROBES = ("startup", "liveness", "readiness")
-
-
-class Probe:
-    """One probe of a container: looks every ``periodSeconds``."""
-
-    def __init__(self, container: Container, spec: Object) -> None:
-        self._container, self._spec = container, spec
-        self._since: float | None = None
-        self._next = 0.0
-        self._in_a_row = 0
-        self.healthy = False
-        self.failed = False
-
-    def look(self) -> None:
-        """Probe if it is time."""
-        if self._since is None:
-            self._since = time.monotonic()
-            self._next = self._since + self._spec.get("initialDelaySeconds", 0)
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + self._spec.get("periodSeconds", 10)
-        good = self._ask()
-        self._in_a_row = max(self._in_a_row, 0) + 1 if good else min(self._in_a_row, 0) - 1
-        if good and self._in_a_row >= self._spec.get("successThreshold", 1):
-            self.healthy = True
-        if -self._in_a_row >= self._spec.get("failureThreshold", 3):
-            self.healthy, self.failed = False, True
-
-    def _ask(self) -> bool:
-        timeout = self._spec.get("timeoutSeconds", 1)
-        address = self._container.run.address
-        try:
-            if action := self._spec.get("grpc"):
-                return serving(f"{address}:{action['port']}", action.get("service", ""), timeout)
-            if action := self._spec.get("tcpSocket"):
-                socket.create_connection((address, action["port"]), timeout).close()
-                return True
-            if action := self._spec.get("httpGet"):
-                with urllib.request.urlopen(
-                    f"http://{address}:{action['port']}{action.get('path', '/')}", timeout=timeout
-                ):
-                    return True
-            words, environment, _ = self._container._prepare()
-            words = [
-                self._container._localize(word, self._container._mounts()) for word in self._spec["exec"]["command"]
-            ]
-            return (
-                subprocess.run(words, env=environment, timeout=timeout, capture_output=True, check=False).returncode
-                == 0
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-
-
-def serving(address: str, service: str, timeout_s: float) -> bool:
-    """Whether a gRPC server says of itself that it serves."""
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    with grpc.insecure_channel(address) as channel:
-        try:
-            request = health_pb2.HealthCheckRequest(service=service)
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
-        except grpc.RpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:

@@ -1,8 +1,7 @@
-"""The API over HTTP, as the Python client and kubectl speak it."""
+"""The API over HTTP, as the Python client speaks it."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import select
@@ -20,12 +19,9 @@ from fake_cluster.kubelet import Kubelet
 from fake_cluster.network import Network
 from fake_cluster.portforward import accept, forward
 from fake_cluster.quotas import Quotas
-from fake_cluster.resources import RESOURCES, VERSION, Invalid, Resource, admit, selects, validate
+from fake_cluster.resources import RESOURCES, Invalid, Resource, admit, selects
 from fake_cluster.store import ApiError, Object, Store, now
 
-IMMUTABLE = {
-    "Job": ("selector", "template", "completions", "completionMode", "backoffLimitPerIndex", "podFailurePolicy")
-}
 POLL_S = 0.2
 ROUTE = re.compile(
     r"/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+)/(?P<version>[^/]+))"
@@ -73,7 +69,6 @@ class Request:
     sub: str | None
     query: dict[str, str]
     body: Object
-    media: str = ""
 
     @property
     def qualified(self) -> str:
@@ -119,8 +114,7 @@ class Api:
         if request.sub:
             return self._sub(request)
         verbs: dict[str, Callable[[Request], Object | Iterator[bytes]]] = {
-            "get": self._get, "list": self._list, "watch": self._watch, "create": self._create, "update": self._update,
-            "patch": self._patch, "delete": self._delete, "deletecollection": self._delete_all,
+            "get": self._get, "list": self._list, "watch": self._watch, "create": self._create, "delete": self._delete,
         }  # fmt: skip
         try:
             return verbs[request.verb](request)
@@ -214,45 +208,6 @@ class Api:
                 self.network.release(made["spec"]["clusterIP"])
             raise
 
-    def _update(self, request: Request) -> Object:
-        def replace(found: Object) -> None:
-            given = copy.deepcopy(request.body)
-            wanted = given.get("metadata", {}).get("resourceVersion")
-            if wanted not in (None, found["metadata"]["resourceVersion"]):
-                message = "the object has been modified; please apply your changes to the latest version and try again"
-                raise ApiError(409, "Conflict", f'Operation cannot be fulfilled on "{request.name}": {message}')
-            kept = {"metadata": {**found["metadata"], **given.get("metadata", {})}}
-            kept["metadata"]["resourceVersion"] = found["metadata"]["resourceVersion"]
-            found.update({**given, **kept, **({"status": found["status"]} if "status" in found else {})})
-
-        return self._changed(request, replace)
-
-    def _patch(self, request: Request) -> Object:
-        def patch(found: Object) -> None:
-            status = copy.deepcopy(found.get("status"))
-            if request.media == "application/json-patch+json":
-                for step in request.body:
-                    _json_patch(found, step)  # type: ignore[arg-type]
-            else:
-                _merge(found, request.body)
-            if status is not None:  # only its own subresource changes it
-                found["status"] = status
-
-        return self._changed(request, patch)
-
-    def _changed(self, request: Request, change: Callable[[Object], None]) -> Object:
-        def checked(found: Object) -> None:
-            before = copy.deepcopy(found)
-            change(found)
-            validate(request.resource, found)
-            for key in IMMUTABLE.get(request.resource.kind, ()):
-                if found["spec"].get(key) != before["spec"].get(key):
-                    raise Invalid(
-                        422, f'{request.resource.kind} "{request.name}" is invalid: spec.{key}: field is immutable'
-                    )
-
-        return self.store.modify(*self._named(request), checked)
-
     def _delete(self, request: Request) -> Object:
         options = request.body or {}
         propagation = options.get("propagationPolicy") or request.query.get("propagationPolicy")
@@ -263,29 +218,11 @@ class Api:
             pod = self.store.get(*named)
             if pod["status"]["phase"] in ("Succeeded", "Failed"):
                 grace = 0
-        if propagation is None and options.get("orphanDependents") is False:
-            propagation = "Background"
         gone = self.store.delete(*named, propagation, None if grace is None else int(grace), uid)
         if request.resource.kind in ("Pod", "Service"):
             return gone
         details = {"name": request.name, "kind": request.resource.plural, "uid": gone["metadata"]["uid"]}
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
-
-    def _delete_all(self, request: Request) -> Object:
-        found = self._list(request)
-        for item in found["items"]:
-            one = Request(
-                "delete",
-                request.resource,
-                request.namespace,
-                item["metadata"]["name"],
-                None,
-                request.query,
-                request.body,
-            )
-            with suppress(ApiError):
-                self._delete(one)
-        return found
 
     def _sub(self, request: Request) -> Object | Iterator[bytes] | str:
         kind = (request.resource.kind, request.sub, request.verb)
@@ -298,8 +235,6 @@ class Api:
             return f"{pod['status']['podIP']}:{request.query['ports']}"
         if kind == ("Pod", "eviction", "create"):
             return self._evict(request)
-        if request.sub == "status" and request.verb == "get":
-            return self._get(request)
         raise ApiError(404, "NotFound", f"the fake cluster covers no {request.verb} of {request.qualified}")
 
     def _evict(self, request: Request) -> Object:
@@ -336,8 +271,6 @@ class Api:
         if "tailLines" in query:
             lines = int(query["tailLines"])
             text = "".join(text.splitlines(keepends=True)[-lines:]) if lines else ""
-        if "limitBytes" in query:
-            text = text.encode()[: int(query["limitBytes"])].decode(errors="ignore")
         if query.get("follow") not in ("true", "True", "1"):
             return text
 
@@ -358,42 +291,6 @@ class Api:
 
 def _line(kind: str, item: Object) -> bytes:
     return json.dumps({"type": kind, "object": item}).encode() + b"\n"
-
-
-def _merge(target: Object, patch: Object) -> None:
-    """RFC 7386. A strategic merge patch is read as one too: its lists replace."""
-    for key, value in patch.items():
-        if value is None:
-            target.pop(key, None)
-        elif isinstance(value, dict):
-            if not isinstance(target.get(key), dict):
-                target[key] = {}
-            _merge(target[key], value)
-        else:
-            target[key] = value
-
-
-def _json_patch(target: Any, step: Object) -> None:
-    """One step of RFC 6902: add, replace, remove or test."""
-    *parents, last = [part.replace("~1", "/").replace("~0", "~") for part in step["path"].split("/")[1:]]
-    try:
-        for part in parents:
-            target = target[int(part)] if isinstance(target, list) else target[part]
-        key: Any = last if isinstance(target, dict) else len(target) if last == "-" else int(last)
-        if step["op"] == "add" and isinstance(target, list):
-            target.insert(key, step["value"])
-        elif step["op"] in ("add", "replace"):
-            if step["op"] == "replace":
-                target[key]  # must be there
-            target[key] = step["value"]
-        elif step["op"] == "remove":
-            del target[key]
-        elif step["op"] == "test" and target[key] != step["value"]:
-            raise Invalid(422, f"the server rejected our request due to a test of {step['path']} that failed")
-    except (KeyError, IndexError, TypeError) as error:
-        raise Invalid(
-            422, f"the server rejected our request due to a patch path that is not there: {step['path']}"
-        ) from error
 
 
 class Server(ThreadingHTTPServer):
@@ -423,10 +320,10 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: tests look at ``Api.requests``."""
 
     def do_GET(self) -> None:
-        """Read, list, watch, log, and discovery."""
+        """Read, list, watch and log."""
         self._do()
 
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+    do_POST = do_DELETE = do_GET
 
     def _do(self) -> None:
         try:
@@ -461,8 +358,6 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(url.path).rstrip("/")
         if path == "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" and self.command == "POST":
             return self.server.api.review(body.get("spec") or {}, identity)
-        if self.command == "GET" and (found := discovery(path)) is not None:
-            return found
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         return self.server.api.answer(self._request(path, query, body), identity)
 
@@ -474,11 +369,9 @@ class Handler(BaseHTTPRequestHandler):
         watching = query.get("watch") in ("1", "true", "True")
         verb = {
             "GET": "get" if found["name"] else "watch" if watching else "list",
-            "POST": "create", "PUT": "update", "PATCH": "patch",
-            "DELETE": "delete" if found["name"] else "deletecollection",
+            "POST": "create", "DELETE": "delete",
         }[self.command]  # fmt: skip
-        media = (self.headers.get("Content-Type") or "").partition(";")[0]
-        return Request(verb, resource, found["namespace"] or "", found["name"], found["sub"], query, body, media)
+        return Request(verb, resource, found["namespace"] or "", found["name"], found["sub"], query, body)
 
     def _forward(self, address: str) -> None:
         self.send_response(101)
@@ -515,35 +408,3 @@ class Handler(BaseHTTPRequestHandler):
     def _left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
         return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
-
-
-def discovery(path: str) -> Object | str | None:
-    """What kubectl asks before it asks for anything; None if that is not such a question."""
-    if path in ("/healthz", "/readyz", "/livez"):
-        return "ok"
-    if path == "/version":
-        major, minor = VERSION.split(".")
-        return {"major": major, "minor": minor, "gitVersion": f"v{VERSION}.0", "platform": "linux/amd64"}
-    if path == "/api":
-        return {"kind": "APIVersions", "versions": ["v1"]}
-    if path == "/apis":
-        groups = []
-        for resource in RESOURCES.values():
-            if resource.group:
-                version = {"groupVersion": resource.api_version, "version": resource.version}
-                groups.append({"name": resource.group, "versions": [version], "preferredVersion": version})
-        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
-    within = [resource for resource in RESOURCES.values() if resource.path == path]
-    if not within:
-        return None
-    verbs = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
-    return {
-        "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": within[0].api_version,
-        "resources": [
-            {
-                "name": resource.plural, "singularName": resource.kind.lower(), "namespaced": resource.namespaced,
-                "kind": resource.kind, "verbs": verbs, "shortNames": resource.short,
-            }
-            for resource in within
-        ],
-    }  # fmt: skip

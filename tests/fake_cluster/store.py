@@ -160,10 +160,6 @@ class Store:
                     "Conflict",
                     f"the UID in the precondition ({uid}) does not match the UID in record ({meta['uid']})",
                 )
-            if propagation is None and resource.plural == "jobs":
-                propagation = "Orphan"  # what batch/v1 does to this day if nobody says otherwise
-            if propagation == "Orphan":
-                self._orphan(meta["uid"])
 
             def begin(item: Object) -> None:
                 found = item["metadata"]
@@ -220,18 +216,6 @@ class Store:
         self._objects[key] = item
         self._history.append(Change(self._version, kind, key[0], item, before))
         self.changed.notify_all()
-
-    def _orphan(self, uid: str) -> None:
-        for (plural, namespace, name), item in list(self._objects.items()):
-            references = item["metadata"].get("ownerReferences", [])
-            if any(reference["uid"] == uid for reference in references):
-                kept = [reference for reference in references if reference["uid"] != uid]
-                self.modify(
-                    RESOURCES[plural],
-                    namespace,
-                    name,
-                    lambda found, kept=kept: found["metadata"].update(ownerReferences=kept),
-                )
 
 
 def emit(store: Store, about: Object, kind: str, reason: str, message: str) -> None:
