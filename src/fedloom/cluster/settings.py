@@ -135,7 +135,7 @@ class ClusterSettings(Settings):
     failing_timeout_s: float = Field(
         default=30.0,
         ge=0,
-        description="Seconds that a pod may wait for what only a person can mend, such as an image or a Secret.",
+        description="Seconds that a pod may wait for what only a person can fix, such as an image or a Secret.",
     )
     orphan_after_s: float | None = Field(
         default=None,

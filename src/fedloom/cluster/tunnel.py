@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import select
 import socket
+import ssl
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +18,8 @@ log = logging.getLogger("fedloom.cluster")
 
 DATA, ERROR = 0, 1
 """Channels of a forwarded port; a message begins with the channel's number."""
+BINARY, CLOSE = 0x2, 0x8
+"""Kinds of WebSocket frames (RFC 6455, section 11.8)."""
 CHUNK = 1 << 16
 
 
@@ -75,42 +79,35 @@ class Tunnel:
                 return
             if remote is None:
                 return
-            up = threading.Thread(target=_send, args=(local, remote), name="tunnel", daemon=True)
-            up.start()
-            try:
-                _receive(remote, local)
-            finally:
-                with suppress(OSError):
-                    local.shutdown(socket.SHUT_RDWR)
-                remote.shutdown()
-                up.join()
+            with closing(remote):
+                try:
+                    _pump(local, remote)
+                except Exception as error:
+                    log.debug("the tunnel has ended: %s", error)
 
 
-def _send(local: socket.socket, remote: Any) -> None:
-    with suppress(Exception):  # the other direction says how it ended
-        while data := local.recv(CHUNK):
-            remote.send_binary(bytes([DATA]) + data)
-    remote.shutdown()
-
-
-def _receive(remote: Any, local: socket.socket) -> None:
+def _pump(local: socket.socket, remote: Any) -> None:
+    """Copy both ways until one side ends; in one thread, since a TLS connection is not to be used by two."""
     announced: set[int] = set()
     while True:
-        try:
-            message = remote.recv()
-        except Exception as error:
-            log.debug("the tunnel has ended: %s", error)
-            return
-        if not message:
-            return
-        channel, content = message[0], message[1:]
-        if channel not in announced:  # the first message of each channel is the port's number
-            announced.add(channel)
-        elif channel == DATA:
-            try:
-                local.sendall(content)
-            except OSError:
+        # What TLS has read ahead does not show in select.
+        ahead = isinstance(remote.sock, ssl.SSLSocket) and remote.sock.pending()
+        ready = [remote.sock] if ahead else select.select([local, remote.sock], [], [])[0]
+        if local in ready:
+            data = local.recv(CHUNK)
+            if not data:
                 return
-        elif channel == ERROR:
-            log.debug("the pod's node says: %s", content.decode(errors="replace"))
-            return
+            remote.send_binary(bytes([DATA]) + data)
+        if remote.sock in ready:
+            opcode, frame = remote.recv_data_frame(control_frame=True)
+            if opcode == CLOSE:
+                return
+            if opcode == BINARY:
+                channel, content = frame.data[0], frame.data[1:]
+                if channel not in announced:  # the first message of each channel is the port's number
+                    announced.add(channel)
+                elif channel == DATA:
+                    local.sendall(content)
+                elif channel == ERROR:
+                    log.debug("the pod's node says: %s", content.decode(errors="replace"))
+                    return
