@@ -24,7 +24,7 @@ from transport_support import (
 from fedloom.federation.carrier import Lost
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.codec import FRAME_BYTES, Refusal, serialize
-from fedloom.transport.switchboard import IGNORED_TRANSFERS
+from fedloom.transport.dispatcher import IGNORED_TRANSFERS
 from fedloom.transport.wire import federation_pb2 as wire
 
 COHORT = ("honest", "mallory", "honest2")

@@ -34,10 +34,10 @@ from fedloom.transport.codec import (
     parse,
     serialize,
 )
+from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Exchange, Link, WorkerInfo
 from fedloom.transport.notices import Notices
 from fedloom.transport.stream import METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
-from fedloom.transport.switchboard import STOPPED, Switchboard
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import counted
 
@@ -109,7 +109,7 @@ class Aggregator:
         self._stopped = False  # guarded by _joined
         self._joined = threading.Condition()
         self._workers: tuple[WorkerInfo, ...] = ()  # guarded by _joined
-        self._board = Switchboard(run, incarnation, vocabulary, dtype, self._publish, self._tell)
+        self._board = Dispatcher(run, incarnation, vocabulary, dtype, self._publish, self._tell)
 
     # ---- what the round loop uses, in its own thread
 

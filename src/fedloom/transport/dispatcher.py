@@ -1,6 +1,6 @@
-"""The aggregator's switchboard: which worker is asked for which row, and what becomes of what it answers.
+"""The aggregator's dispatcher: which worker is asked for which row, and what becomes of what it answers.
 
-All of it runs on the event loop's thread (but for :meth:`Switchboard.refuse` and :meth:`Switchboard.count`) and
+All of it runs on the event loop's thread (but for :meth:`Dispatcher.refuse` and :meth:`Dispatcher.count`) and
 waits for nothing; the server in ``aggregator.py`` moves the bytes.
 """
 
@@ -44,7 +44,7 @@ IGNORED_TRANSFERS = 1024
 STOPPED = "the aggregator stopped"
 
 
-class Switchboard:
+class Dispatcher:
     """Connects exchanges with workers.
 
     Parameters
