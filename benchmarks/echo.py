@@ -45,7 +45,7 @@ from fedloom.algorithms.pefll import (
 )
 from fedloom.algorithms.training import predictors_of
 from fedloom.data.federated import ClientData, Split
-from fedloom.federation.conversations import Conversations
+from fedloom.federation.client_side import ClientSide
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.lenet import LeNet
 from fedloom.settings import Settings
@@ -203,7 +203,7 @@ def main() -> None:
     serve(
         address,
         Identity(worker, names(int(clients)), {method.name: method.version}),
-        make_session=lambda joined: Conversations(half, vocabulary(method), _without_data, 1, _received),
+        make_session=lambda joined: ClientSide(half, vocabulary(method), _without_data, 1, _received),
         stop=threading.Event(),
         reconnect_s=5.0,
     )

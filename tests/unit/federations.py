@@ -16,7 +16,7 @@ from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalizat
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.summary import Evaluation
-from fedloom.federation.conversations import Conversations
+from fedloom.federation.client_side import ClientSide
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss, Replay
@@ -163,7 +163,7 @@ def federation(
         return metrics(found, clients.clients, half.predictors, batch_size=16)
 
     carrier = InProcess(
-        Conversations(
+        ClientSide(
             half,
             vocabulary(algorithm),
             load or by_id.__getitem__,

@@ -40,7 +40,7 @@ class Rules:
     """Of a method whose clients keep a state: which version each client starts from now."""
 
 
-class Conversation:
+class CarriedCohort:
     """One cohort and the conversation held with it (``algorithms.base.Cohort``)."""
 
     def __init__(
@@ -188,7 +188,7 @@ class Attempting:
         self._rules = rules
         self._helper = helper
         self._planned = planned
-        self._conversations: list[Conversation] = []
+        self._conversations: list[CarriedCohort] = []
 
     def sample(
         self,
@@ -197,7 +197,7 @@ class Attempting:
         weights: Tensor | None = None,
         replace: bool = False,
         always: Sequence[str] = (),
-    ) -> Conversation:
+    ) -> CarriedCohort:
         """Draw a cohort from the roster, without looking at who answered before.
 
         Parameters
@@ -240,7 +240,7 @@ class Attempting:
             drawn = torch.multinomial(chances, size, replacement=replace, generator=random)
         return self.hold([self._roster[i] for i in sorted(drawn.tolist())])
 
-    def everyone(self) -> Conversation:
+    def everyone(self) -> CarriedCohort:
         """The whole roster as one cohort."""
         return self.hold(self._roster)
 
@@ -248,13 +248,13 @@ class Attempting:
         """The server's random numbers for this round and purpose."""
         return generator(self._rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
 
-    def hold(self, clients: Sequence[str]) -> Conversation:
+    def hold(self, clients: Sequence[str]) -> CarriedCohort:
         """Begin a conversation with these clients."""
         planned = None
         if self._planned is not None:
             planned = self._planned_conversation(clients)
             clients = planned.clients
-        conversation = Conversation(
+        conversation = CarriedCohort(
             ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose),
             clients,
             torch.tensor([self._sizes[client] for client in clients]),

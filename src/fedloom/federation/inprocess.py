@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
-from fedloom.federation.conversations import Conversations
+from fedloom.federation.client_side import ClientSide
 from fedloom.federation.validation import fault
 from fedloom.messages import Message
 
@@ -15,8 +15,8 @@ from fedloom.messages import Message
 class InProcess:
     """Carries exchanges by calling. Deadlines do not apply: nothing can interrupt a client that runs in our thread."""
 
-    def __init__(self, conversations: Conversations, dtype: torch.dtype) -> None:
-        self._conversations = conversations
+    def __init__(self, client_side: ClientSide, dtype: torch.dtype) -> None:
+        self._client_side = client_side
         self._dtype = dtype
         self.traffic = Traffic()
         self.refusals = Refusals()
@@ -24,7 +24,7 @@ class InProcess:
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
         """Ask each row in turn; an answer that does not fit is refused, as on the wire."""
         answers: dict[int, Message | Lost] = {}
-        for row, answer in self._conversations.answer(
+        for row, answer in self._client_side.answer(
             call.key, call.exchange, call.rows, call.clients, call.message, call.states
         ):
             wrong = None if isinstance(answer, Lost) else fault(answer, call.shapes, self._dtype)
@@ -35,4 +35,4 @@ class InProcess:
 
     def close(self, key: ConversationKey) -> None:
         """End a conversation."""
-        self._conversations.close(key)
+        self._client_side.close(key)

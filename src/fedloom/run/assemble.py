@@ -31,7 +31,7 @@ from fedloom.evaluation.summary import (
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
-from fedloom.federation.conversations import Conversations
+from fedloom.federation.client_side import ClientSide
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Replay
@@ -92,7 +92,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
 
 
 def make_partition(experiment: Experiment) -> FederatedDataset:
-    """The experiment's partition, dealt now if it is not there, and whole.
+    """The experiment's partition, made now if it is not there, and whole.
 
     Raises
     ------
@@ -196,13 +196,13 @@ Conclude = Callable[[Predictors, Group], Message]
 """What is done with the predictors that clients end up with."""
 
 
-def conversations(
+def client_side(
     parts: Parts,
     dataset: FederatedDataset,
     device: torch.device,
     states: str | None,
     conclude: Conclude | None = None,
-) -> Conversations:
+) -> ClientSide:
     """The clients' side of all conversations; by default predictors are measured.
 
     ``states`` is the folder or URL of the clients' states, which every worker of the run shares.
@@ -223,7 +223,7 @@ def conversations(
     def evaluate(predictors: Predictors, clients: Group) -> Message:
         return metrics(predictors, clients.clients, half.predictors, batch_size=batch_size)
 
-    return Conversations(
+    return ClientSide(
         half,
         vocabulary(parts.algorithm),
         dataset.client,
@@ -242,7 +242,7 @@ def in_process(
     """Clients in this process, on the experiment's device; their states lie where the run has them."""
     runtime = parts.experiment.runtime
     device = use_device(runtime.device, runtime.threads)
-    return InProcess(conversations(parts, dataset, device, states_of(folder), conclude), DTYPE)
+    return InProcess(client_side(parts, dataset, device, states_of(folder), conclude), DTYPE)
 
 
 def states_of(folder: RunFolder) -> str:

@@ -14,7 +14,7 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find
 from fedloom.data.federated import FederatedDataset
 from fedloom.errors import DataError, ExperimentError
-from fedloom.federation.conversations import Conversations
+from fedloom.federation.client_side import ClientSide
 from fedloom.run import assemble
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
@@ -119,7 +119,7 @@ class Worker:
             reconnect_s=self._options.reconnect_s,
         )
 
-    def _session(self, joined: Joined) -> Conversations:
+    def _session(self, joined: Joined) -> ClientSide:
         told: dict[str, Any] = json.loads(joined.experiment)
         options, found = self._options, self._dataset.manifest
         if told["partition"] != found.fingerprint:
@@ -133,7 +133,7 @@ class Worker:
         )
         shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
         parts = assemble.make_parts(shared, found)
-        return assemble.conversations(parts, self._dataset, self._device, options.states)
+        return assemble.client_side(parts, self._dataset, self._device, options.states)
 
 
 def select_clients(everyone: Sequence[str], clients: str | None, part: str | None = None) -> list[str]:

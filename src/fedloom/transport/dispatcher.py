@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
-from fedloom.federation.conversations import TRAIN
+from fedloom.federation.client_side import TRAIN
 from fedloom.federation.placement import deal
 from fedloom.federation.validation import mismatch
 from fedloom.messages import Message
@@ -32,7 +32,7 @@ from fedloom.transport.codec import (
     read_specs,
     serialize,
 )
-from fedloom.transport.exchanges import Arrival, Arrived, Conversation, Exchange, Link, WorkerInfo
+from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenConversation, WorkerInfo
 from fedloom.transport.stream import key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import counted
@@ -77,7 +77,7 @@ class Dispatcher:
         self._stopping = False
         self._finished = False
         self._links: dict[str, Link] = {}
-        self._conversations: dict[ConversationKey, Conversation] = {}
+        self._conversations: dict[ConversationKey, OpenConversation] = {}
         self._newest: tuple[int, int, int] = (-1, -1, -1)
 
     # ---- workers
@@ -158,7 +158,7 @@ class Dispatcher:
         key = exchange.call.key
         try:
             if exchange.call.exchange == 0 and key not in self._conversations:
-                self._conversations[key] = Conversation(key)
+                self._conversations[key] = OpenConversation(key)
                 self._newest = max(self._newest, (key.round, key.attempt, key.conversation))
             if key not in self._conversations:
                 raise ValueError(f"{key}: exchange {exchange.call.exchange} of a conversation that is not open")
@@ -203,7 +203,7 @@ class Dispatcher:
             if conversation.current is not None:
                 self._dispatch(conversation, because)
 
-    def _dispatch(self, conversation: Conversation, because: str = "") -> None:
+    def _dispatch(self, conversation: OpenConversation, because: str = "") -> None:
         """Send the outstanding rows that nobody is working on to a worker that may serve them, if there is one."""
         exchange = conversation.current
         assert exchange is not None
@@ -246,7 +246,7 @@ class Dispatcher:
         who = f"{len(exchange.unserved)} of {counted(asked, 'client')} ({names}{more})"
         self._say(f"{because}{when}: no worker for {who}; {until}")
 
-    def _send(self, conversation: Conversation, exchange: Exchange, link: Link, rows: list[int]) -> None:
+    def _send(self, conversation: OpenConversation, exchange: Exchange, link: Link, rows: list[int]) -> None:
         """Ask a worker for these rows; before that, tell it what was said so far, if it lacks that."""
         lacking = conversation.moves_to(link, rows)
         *earlier, call = conversation.calls

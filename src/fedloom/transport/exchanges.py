@@ -118,7 +118,7 @@ class Exchange:
         self.inbox.put((row, outcome))
 
 
-class Conversation:
+class OpenConversation:
     """A conversation that has been opened and not closed."""
 
     def __init__(self, key: ConversationKey) -> None:

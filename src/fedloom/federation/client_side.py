@@ -35,8 +35,8 @@ class _Open:
     answers: list[Message | Lost] = field(default_factory=list)
 
 
-class Conversations:
-    """Answers for clients. One instance per worker process, or one in the aggregator's own process.
+class ClientSide:
+    """Holds the conversations of clients. One instance per worker process, or one in the aggregator's own process.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ from fedloom.data.federated import ClientData
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
-from fedloom.federation.conversations import Conversations
+from fedloom.federation.client_side import ClientSide
 from fedloom.federation.loop import vocabulary
 from fedloom.messages import Message, Metrics
 
@@ -50,7 +50,7 @@ D_V = torch.randn(4, 4, generator=RANDOM, dtype=torch.float64)
 TALK = [EmbeddingNetwork(ETA_V), PersonalizedModel(THETA), DescriptorUpdate(D_V)]
 
 
-class Clients(Conversations):
+class Clients(ClientSide):
     """Conversations over DATA, counting how often data are asked for."""
 
     def __init__(self, at_once: int = 1, broken: str = "") -> None:
