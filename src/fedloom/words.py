@@ -1,8 +1,23 @@
-"""How counts are said, wherever a person reads them."""
+"""How counts and tables are written, in every room alike."""
 
 from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """A count with its noun, ``1 model``, ``2,000 models``, ``3 classes``: in the plural unless it is one."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows with the same columns as CSV text with a header line; empty without rows."""
+    if not rows:
+        return ""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

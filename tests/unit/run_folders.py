@@ -16,7 +16,6 @@ from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import (
     Communication,
     Evaluation,
-    as_csv,
     calibration_document,
     client_rows,
     confusion_document,
@@ -24,6 +23,7 @@ from fedloom.evaluation.summary import (
     summary,
 )
 from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
+from fedloom.words import as_csv
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 ROUNDS = (0, 50, 100, 150, 200, 250, 300, 350, 400)

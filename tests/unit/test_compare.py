@@ -288,7 +288,7 @@ def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str | None, 
 def test_an_experiment_that_cannot_be_read(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "pefll")
     (folder / "experiment.yaml").write_text("name: x\n")
-    with pytest.raises(DataError, match=r"experiment\.yaml: \d mistakes"):
+    with pytest.raises(DataError, match=r"experiment\.yaml: "):
         compare([folder])
 
 

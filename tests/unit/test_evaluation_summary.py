@@ -19,7 +19,6 @@ from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.summary import (
     Communication,
     Evaluation,
-    as_csv,
     best,
     calibration_document,
     client_rows,
@@ -33,6 +32,7 @@ from fedloom.evaluation.summary import (
     validation_pooled,
 )
 from fedloom.evaluation.uncertainty import BINS
+from fedloom.words import as_csv
 
 KEYS = {
     "clients",

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from run_folders import write_run
+
+from fedloom.cli.characters import write_anything
+from fedloom.cli.tables import print_results, print_table
+from fedloom.errors import ExitCode
+from fedloom.experiment import loads
+from fedloom.federation.folder import RunFolder
 
 Fedloom = Callable[..., tuple[int, str, str]]
 
@@ -30,6 +45,9 @@ def experiment(tiny_root: Path, tmp_path: Path) -> Path:
     return path
 
 
+DIVERGING = ("--set", "model={name: mlp, hidden: [8]}", "--set", "algorithm.local.lr=1e30")
+
+
 def test_resuming_what_is_not_there_is_said(fedloom: Fedloom, experiment: Path) -> None:
     code, _, err = fedloom("run", experiment, "--out", "new", "--resume")
     assert code == 0
@@ -37,3 +55,121 @@ def test_resuming_what_is_not_there_is_said(fedloom: Fedloom, experiment: Path) 
     code, _, err = fedloom("run", experiment, "--out", "new", "--resume", "--set", "federation.rounds=2")
     assert code == 0
     assert "nothing to resume" not in err
+
+
+SUMMARY: dict[str, Any] = {
+    "name": "first",
+    "algorithm": "fedavg",
+    "seed": 1,
+    "seen": {
+        "clients": 4, "accuracy_mean": 0.8125, "accuracy_std": 0.0625, "accuracy_worst_decile": 0.7187,
+        "accuracy_worst": 0.7031, "accuracy_pooled": 0.8203, "loss_mean": 0.5781,
+    },
+    "unseen": None,
+    "global": None,
+}  # fmt: skip
+FIGURES = ("0.8125", "0.0625", "0.7187", "0.7031", "0.8203", "0.5781")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_results_are_shown_in_any_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    write_anything()
+    print_results(SUMMARY)
+    stream.flush()
+    shown = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert all(figure in shown for figure in FIGURES)
+    assert "?" not in shown
+
+
+@pytest.mark.parametrize("columns", [20, 30, 50, 80, 200])
+def test_no_figure_is_lost_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_results(SUMMARY)
+    shown = capsys.readouterr().out
+    assert all(figure in shown for figure in FIGURES)
+    assert max(map(len, shown.splitlines())) <= columns
+
+
+def test_a_file_has_no_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    print_table("", ("", "n"), [("a" * 100, "1" * 100)])
+    assert "1" * 100 in capsys.readouterr().out
+
+
+PROGRAM = """
+import sys
+from fedloom.cli.main import main
+sys.argv = ["fedloom", *sys.argv[1:]]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules, "torch"
+"""
+
+
+@pytest.mark.parametrize("arguments", [("compare", "run"), ("runs", ".")])
+def test_what_reads_finished_runs_needs_no_torch_and_writes_ascii(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    finished_run(tmp_path / "run")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert "fedavg" in done.stdout.lower()
+
+
+def finished_run(folder: Path) -> Path:
+    """A run of one evaluated round, as `fedloom run` leaves it."""
+    text = EXPERIMENT.format(root="/nowhere").replace("dataset: tiny", "dataset: fashion-mnist")
+    resolved = loads(text, (), source="first.yaml").resolved_yaml()
+    return write_run(folder, algorithm="fedavg", n=6, unseen=1, rounds=(0, 1), experiment=resolved)
+
+
+def test_runs_are_listed_with_how_far_they_came(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
+    assert fedloom("run", experiment, "--out", "runs/done")[0] == 0
+    assert fedloom("run", experiment, "--out", "runs/deep/er/failed", *DIVERGING)[0] == ExitCode.QUORUM
+    damaged = tmp_path / "runs" / "damaged"
+    shutil.copytree(tmp_path / "runs" / "done", damaged)
+    (damaged / "summary.json").write_text("{")
+    code, out, _ = fedloom("runs", "--json")
+    assert code == 0
+    found = {Path(run["path"]).name: run for run in json.loads(out)}
+    done, failed = found["done"], found["failed"]
+    assert (done["state"], done["done"], done["rounds"]) == ("finished", 1, 1)
+    assert (done["name"], done["method"], done["dataset"], done["seed"]) == ("first", "fedavg", "tiny", 1)
+    summary = json.loads((tmp_path / "runs" / "done" / "summary.json").read_text())
+    assert done["seen"] == summary["seen"]["accuracy_mean"]
+    assert (failed["state"], failed["done"], failed["rounds"]) == ("interrupted", 0, 1)
+    assert found["damaged"]["state"] == "damaged"
+    code, out, err = fedloom("runs")
+    assert code == 0
+    assert all(name in out for name in ("done", "deep/er/failed", "damaged"))
+    assert "summary.json" in err
+    with RunFolder(tmp_path / "runs" / "done").held():
+        assert json.loads(fedloom("runs", "runs/done", "--json")[1])[0]["state"] == "running"
+
+
+def test_runs_where_there_are_none(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
+    code, _, err = fedloom("runs")
+    assert code == ExitCode.DATA
+    assert "runs" in err
+    experiment.rename(tmp_path / "experiment.yaml")  # somebody's experiment is no run
+    code, out, _ = fedloom("runs", ".")
+    assert (code, "no runs" in out) == (0, True)
+    assert fedloom("runs", ".", "--json")[1].strip() == "[]"
+
+
+def test_training_that_diverges_is_said_before_who_answered(fedloom: Fedloom, experiment: Path) -> None:
+    code, _, err = fedloom("run", experiment, *DIVERGING)
+    assert code == ExitCode.QUORUM
+    (failed,) = [line for line in err.splitlines() if line.startswith("error:")]
+    said = re.search(r"diverged|not finite", failed)
+    assert said is not None
+    assert said.start() < failed.index("0 of 3 clients")
+    assert "--out" in err.rpartition("error:")[2], "other settings cannot be given to --resume"

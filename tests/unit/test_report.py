@@ -13,10 +13,9 @@ import pytest
 from run_folders import write_run
 
 from fedloom.errors import DataError, StorageError
-from fedloom.evaluation.summary import as_csv
 from fedloom.federation.folder import RunFolder
 from fedloom.reporting.report import write_report
-from fedloom.words import counted
+from fedloom.words import as_csv, counted
 
 SECTIONS = [
     "Learning curves", "Results", "Clients", "Confusion matrix", "Calibration", "Descriptors", "Data", "Time",

@@ -16,7 +16,8 @@ from typing import Annotated, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import cluster, data, pipeline, run, schema, use, worker
+from fedloom.cli import cluster, data, pipeline, run, runs, schema, use, worker
+from fedloom.cli.characters import write_anything
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command("aggregator")(run.aggregator)
 app.command("worker")(worker.worker)
 app.command("personalize")(use.personalize)
 app.command("evaluate")(use.evaluate)
+app.command("runs")(runs.runs)
 app.command("report")(use.report)
 app.command("compare")(use.compare)
 app.command("partition")(data.partition)
@@ -73,6 +75,7 @@ def main() -> NoReturn:
     """
     # From the start, before imports that take seconds: the first process of a container has no default for it.
     signal.signal(signal.SIGTERM, _terminated)
+    write_anything()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to standard error what we say in our words
     try:
         app()

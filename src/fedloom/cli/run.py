@@ -121,13 +121,11 @@ def aggregator(
 
 def _run(experiment: Experiment, options: RunOptions) -> None:
     """Run, and show the results."""
-    from rich.console import Console
-
-    from fedloom.cli.tables import results
+    from fedloom.cli.tables import print_results
     from fedloom.cli.watch import Watch
     from fedloom.run.run_experiment import run_experiment
 
     found = run_experiment(experiment, options, Watch())
-    Console().print(results(found.summary))
+    print_results(found.summary)
     if found.report is not None:
         typer.echo(f"report: {found.report}")

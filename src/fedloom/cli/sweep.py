@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from fedloom.cli.tables import narrow
+from fedloom.cli.tables import print_table
 from fedloom.cli.use import show_comparison
 from fedloom.cli.watch import Watch
 from fedloom.errors import QuorumError
@@ -59,17 +58,17 @@ def show_sweep(folder: Path) -> None:
     chosen = {run.path for choice in comparison.chosen for run in comparison.rows[choice.row].runs}
     shown: dict[Path, None] = {}
     title = f"Validation {comparison.scale.words} (seen clients, pooled)"
-    table = narrow(title, ("", "last round", "best round"))
+    rows: list[tuple[str, ...]] = []
     for row in comparison.rows:
         paths = [run.path for run in row.runs]
         candidate = (row.block, row.runs[0].method) in tried
         personal = [r for r in comparison.rows if r.runs == row.runs and r.predictor == "personal"]
         if candidate and (row in personal or not personal):  # without fine-tuning the global model is everybody's own
             mark = "  <- chosen" if chosen.issuperset(paths) else ""
-            table.add_row(row.label + mark, *(row.scale.shown(row.validation(best=best)) for best in (False, True)))
+            rows.append((row.label + mark, *(row.scale.shown(row.validation(best=best)) for best in (False, True))))
         if not candidate or chosen.issuperset(paths):
             shown |= dict.fromkeys(paths)
     if comparison.chosen:
-        Console().print(table)
+        print_table(title, ("", "last round", "best round"), rows)
     show_comparison(list(shown), folder / "comparison")
     typer.echo(f"comparison: {folder / 'comparison' / 'compare.html'}")

@@ -1,41 +1,91 @@
-"""Tables of results, as a terminal shows them."""
+"""Tables on standard output, whatever its width and its characters."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from fedloom.cli.characters import shown_as
+
+FIRST_COLUMN = 16
+"""Characters that the first column has at least; longer cells are wrapped where there is not room for all."""
 
 
-def results(summary: dict[str, Any]) -> Table:
-    """The table that a run ends with."""
-    headings = ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss")
-    table = narrow(f"{summary['name']} · {summary['algorithm']} · seed {summary['seed']}", headings)
+def print_results(summary: dict[str, Any]) -> None:
+    """Print what a run ends with."""
+    rows = []
     for label, group in (("seen", "seen"), ("unseen", "unseen"), ("global model", "global")):
         row = summary[group]
         if row is not None:
-            table.add_row(
-                label,
-                str(row["clients"]),
-                *_accuracies(row),
-                f"{row['loss_mean']:.4f}",
-            )
-    return table
+            rows.append((label, str(row["clients"]), *_accuracies(row), f"{row['loss_mean']:.4f}"))
+    print_table(
+        f"{summary['name']} · {summary['algorithm']} · seed {summary['seed']}",
+        ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss"),
+        rows,
+    )
 
 
 def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Four cells of :func:`results`; dashes for data without classes."""
+    """Four cells of a group; dashes for data without classes."""
     if row["accuracy_mean"] is None:
         return ("–",) * 4
     mean = f"{row['accuracy_mean']:.4f} ± {row['accuracy_std']:.4f}"
     return (mean, *(f"{row[f'accuracy_{key}']:.4f}" for key in ("worst_decile", "worst", "pooled")))
 
 
-def narrow(title: str, headings: Sequence[str]) -> Table:
-    """A table whose first column is text and whose headings, not cells, wrap: it fits eighty columns."""
+def print_table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str | Text]], *, texts: Sequence[int] = (0,)
+) -> None:
+    """Print a table; where the terminal is too narrow for it, each row as a list of its cells. Nothing is left out.
+
+    Parameters
+    ----------
+    title
+        Above it; may be empty.
+    headings, rows
+        Headings wrap, so that a table of numbers fits eighty columns; cells do not, but for those of the first column.
+    texts
+        Columns that are text, and not numbers.
+    """
+    console = Console(highlight=False)
+    title, headings = shown_as(console.encoding, title), [shown_as(console.encoding, text) for text in headings]
+    cells = [[_cell(console, cell) for cell in row] for row in rows]
+    names = [row[0].plain for row in cells]
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    first = max((cell_len(line) for text in (headings[0], *names) for line in text.split("\n")), default=0)
+    least = min(first, FIRST_COLUMN)
     for i, heading in enumerate(headings):
-        heading = heading.replace(" ", "\n") if i and "±" not in heading else heading
-        table.add_column(heading, justify="right" if i else "left", no_wrap=True, vertical="bottom")
-    return table
+        table.add_column(
+            heading.replace(" ", "\n") if i and "±" not in heading and "+/-" not in heading else heading,
+            justify="left" if i in texts else "right",
+            vertical="bottom",
+            no_wrap=bool(i),
+            overflow="fold",
+            min_width=0 if i else least,
+        )
+    for row in cells:
+        table.add_row(*row)
+    width = console.measure(table, options=console.options.update(max_width=10_000)).maximum - first + least
+    if width > console.width and not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, width=width)  # a file has no width
+    if width <= console.width:
+        console.print(table)
+        return
+    if title:
+        console.print(Text(title, "italic"), overflow="fold")
+    for row in cells:
+        console.print(row[0], overflow="fold")
+        for heading, cell in zip(headings[1:], row[1:], strict=True):
+            if cell.plain:
+                console.print(Text.assemble(f"  {heading}: ", cell), overflow="fold")
+
+
+def _cell(console: Console, cell: str | Text) -> Text:
+    text = cell if isinstance(cell, Text) else Text(cell)
+    return Text(shown_as(console.encoding, text.plain), text.style)

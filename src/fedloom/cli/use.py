@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -26,13 +27,11 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
 ) -> None:
     """Measure a trained model again on every client, or on the clients of another partition."""
-    from rich.console import Console
-
-    from fedloom.cli.tables import results
+    from fedloom.cli.tables import print_results
     from fedloom.run import trained
 
     statistics = trained.evaluate(run, checkpoint, partition).statistics
-    Console().print(results(statistics))  # first: what was measured is not lost with a file that cannot be written
+    print_results(statistics)  # first: what was measured is not lost with a file that cannot be written
     if out is not None:
         from fedloom.errors import StorageError
         from fedloom.storage.folder import write_atomically
@@ -87,10 +86,9 @@ def compare(
 
 def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
     """Show what finished runs found, and write it to a folder that is new or an earlier comparison's."""
-    from rich.console import Console
     from rich.text import Text
 
-    from fedloom.cli.tables import narrow
+    from fedloom.cli.tables import print_table
     from fedloom.reporting.compare import compare
     from fedloom.reporting.compare_report import check_out, write_comparison
     from fedloom.reporting.compare_tables import as_text, choice_headings, choices_as_text, headings, text_title
@@ -98,23 +96,18 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
     if out is not None:
         check_out(out)
     comparison = compare(runs)
-    console = Console()
     for notice in comparison.notices:
         typer.echo(notice, err=True)
     several = len(comparison.blocks) > 1
     styles = {"best": "bold", "tied": "underline"}
     for title, lines in as_text(comparison).items():
         about = text_title(comparison)
-        table = narrow(f"{about}\n{title}" if several else about, headings(comparison))
-        for cells in lines:
-            table.add_row(*(Text(cell.text, styles.get(cell.mark, "")) for cell in cells))
-        console.print(table)
-    if console.is_terminal and len(comparison.rows) > 1:
+        rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in cells] for cells in lines]
+        print_table(f"{about}\n{title}" if several else about, headings(comparison), rows)
+    if sys.stdout.isatty() and len(comparison.rows) > 1:
         typer.echo("bold: best; underlined: not told from it by a paired test over clients")
     if comparison.chosen:
-        table = narrow(f"\nBest on validation ({comparison.scale.words})", choice_headings(comparison))
-        for line in choices_as_text(comparison):
-            table.add_row(*map(Text, line))
-        console.print(table)
+        title = f"\nBest on validation ({comparison.scale.words})"
+        print_table(title, choice_headings(comparison), choices_as_text(comparison))
     if out is not None:
         write_comparison(comparison, out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -382,17 +380,6 @@ def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[
                 row[f"{predictor}_loss_{reading}"] = f"{loss / total:.6f}" if total else ""
         rows.append({**row, "owner": entry.owner or ""})
     return rows
-
-
-def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows with the same columns as CSV text with a header line; empty without rows."""
-    if not rows:
-        return ""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def confusion_document(evaluation: Evaluation, class_names: Sequence[str]) -> dict[str, Any]:

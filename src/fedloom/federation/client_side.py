@@ -282,6 +282,8 @@ def _ended() -> Conversation:
 
 def _line(error: Exception) -> str:
     text = str(error).splitlines()
+    if isinstance(error, FloatingPointError) and text:  # a method's own sentence about numbers that left their range
+        return text[0][:300]
     return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 
 

@@ -124,10 +124,10 @@ class CarriedCohort:
         self._exchange += 1
         if len(answers) < self._rules.min_replies:
             # Often all were lost for one reason, which is then the one to fix.
-            why = "".join(f"; {loss.client} was lost: {loss.reason}" for loss in self._record.lost[-1:])
+            why = "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
             raise TooFewReplies(
-                f"{len(answers)} of {len(self.clients)} clients answered {name}, federation.min_replies is "
-                f"{self._rules.min_replies}{why}"
+                f"{why}{len(answers)} of {counted(len(self.clients), 'client')} answered {name}, "
+                f"federation.min_replies is {self._rules.min_replies}"
             )
         stacked = None
         if answers:

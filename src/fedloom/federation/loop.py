@@ -28,6 +28,7 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Metrics
+from fedloom.words import counted
 
 _log = logging.getLogger(__name__)
 
@@ -328,8 +329,8 @@ class Loop:
             self.observer.attempt_failed(attempt, self.schedule.attempts)
             self._check_stop()
         raise QuorumError(
-            f"round {t} failed {self.schedule.attempts} times, at last because {self.journal.attempts[-1].outcome}",
-            hint="fix the cause and go on with --resume",
+            f"{self.journal.attempts[-1].outcome} (round {t} failed {counted(self.schedule.attempts, 'time')})",
+            hint="fix the cause and go on with --resume; with other settings, run anew, elsewhere with --out",
         )
 
     def _evaluation_due(self) -> bool:

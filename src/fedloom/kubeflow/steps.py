@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
+from fedloom.words import as_csv
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.planning import Plan
@@ -285,7 +286,7 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
     for name, text in {
         "partition.json": manifest.to_json(),
         "metrics.jsonl": json.dumps(line) + "\n",
-        "clients.csv": summary.as_csv(summary.client_rows(evaluation, manifest.clients)),
+        "clients.csv": as_csv(summary.client_rows(evaluation, manifest.clients)),
         "confusion.json": json.dumps(summary.confusion_document(evaluation, manifest.class_names)),
         "calibration.json": json.dumps(summary.calibration_document(evaluation)),
     }.items():

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedloom.evaluation.summary import as_csv
 from fedloom.reporting.compare import (
     ACCURACY,
     DASH,
@@ -22,6 +21,7 @@ from fedloom.reporting.compare import (
 )
 from fedloom.reporting.runs import GROUPS, USERS
 from fedloom.reporting.words import human_bytes
+from fedloom.words import as_csv
 
 NARROW = 22
 """Columns of a terminal that the details of a method may take."""

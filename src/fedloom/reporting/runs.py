@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom import experiment
 from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment.yaml_reader import parse
 from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.words import is_masked
 from fedloom.words import counted
@@ -22,6 +22,10 @@ GROUPS = ("seen", "unseen")
 USERS = "users"
 """A third group, of methods that make one model for some clients: those clients (WGA with ``users: one``)."""
 PREDICTORS = ("global", "personal")
+APART = ("name", "seed", "runtime.", "storage", "data.root")
+"""Keys of an experiment that do not tell one setting from another: how they begin."""
+SECTIONS = ("name", "seed", "data", "model", "algorithm", "federation")
+"""Keys that the experiment of a run has."""
 MILLION = 10**6
 RESUME = "go on with it: fedloom run ... --resume"
 
@@ -163,6 +167,27 @@ def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     return list(found.values()), notices
 
 
+def experiment_of(run: RunFolder) -> dict[str, Any]:
+    """Return the experiment of a run, as its folder has it: with every default, and not checked again.
+
+    Checking it would need its method and model, and with them torch.
+
+    Raises
+    ------
+    DataError
+        If it is missing or damaged.
+    """
+    try:
+        value, _ = parse(run.text(EXPERIMENT), str(run.path / EXPERIMENT))
+    except ExperimentError as error:  # not what somebody asks for now, but a file of the run
+        raise DataError(str(error)) from error
+    found = dict(value) if isinstance(value, dict) else {}
+    lacking = [key for key in SECTIONS if key not in found]
+    if lacking:
+        raise DataError(f"{run.path / EXPERIMENT}: not an experiment, it has no {', '.join(lacking)}")
+    return found
+
+
 def read_run(folder: Path) -> Run:
     """Read a finished run.
 
@@ -172,10 +197,7 @@ def read_run(folder: Path) -> Run:
         If a file of it is missing or damaged, the experiment's included.
     """
     files = RunFolder.open(folder)
-    try:
-        e = experiment.load(folder / EXPERIMENT)
-    except ExperimentError as error:  # not what somebody asks for now, but a file of the run
-        raise DataError(str(error)) from error
+    e = experiment_of(files)
     summary = files.json("summary.json")
     partition = files.json("partition.json")
     environment = files.json("environment.json")
@@ -197,7 +219,7 @@ def read_run(folder: Path) -> Run:
             model=str(summary["model"]),
             masked=masked,
             by_loss=by_loss,
-            settings=_flat({k: v for k, v in json.loads(e.shared_json()).items() if k not in ("name", "seed")}),
+            settings={key: value for key, value in _flat(e).items() if not key.startswith(APART)},
             partition=hashlib.sha256(_canonical(partition)).hexdigest(),  # = Manifest.fingerprint, of any version
             environment=environment,
             payload_up=int(traffic["payload_up"]),

@@ -21,7 +21,6 @@ from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_do
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.summary import (
     Evaluation,
-    as_csv,
     calibration_document,
     client_rows,
     confusion_document,
@@ -40,7 +39,7 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.storage import is_url, open_store
-from fedloom.words import counted
+from fedloom.words import as_csv, counted
 
 DTYPE = torch.float32
 

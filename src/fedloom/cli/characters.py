@@ -1,0 +1,42 @@
+"""Characters that standard output cannot write, in those that it can."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import sys
+import unicodedata
+
+PLAIN = {
+    "±": "+/-", "·": "-", "–": "-", "—": "-", "−": "-", "→": "->", "×": "x", "…": "...", "≤": "<=", "≥": ">=",
+    "Δ": "d", "θ": "theta", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho", "α": "alpha", "“": '"', "”": '"',
+}  # fmt: skip
+
+_HANDLER = "fedloom"
+
+
+def write_anything() -> None:
+    """Let standard output and error write every character, as well as their encoding allows (LANG=C, ASCII)."""
+    codecs.register_error(_HANDLER, _replace)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_HANDLER)
+
+
+def shown_as(encoding: str, text: str) -> str:
+    """Return a text as an encoding has it, for tables to be laid out by."""
+    codecs.register_error(_HANDLER, _replace)
+    return text.encode(encoding, _HANDLER).decode(encoding)
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_plain, error.object[error.start : error.end])), error.end
+
+
+def _plain(character: str) -> str:
+    """``±`` as ``+/-``, ``é`` as ``e``; what has no likeness in ASCII as ``?``."""
+    if character in PLAIN:
+        return PLAIN[character]
+    return unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode() or "?"

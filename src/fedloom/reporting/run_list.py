@@ -1,0 +1,135 @@
+"""Which runs there are below a folder, finished or not: what ``fedloom runs`` lists."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import DataError
+from fedloom.federation.folder import EXPERIMENT, RunFolder
+from fedloom.reporting.runs import experiment_of
+
+FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
+DONE = "done"  # federation.journal.DONE, whose module needs torch
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run, as a list shows it.
+
+    Attributes
+    ----------
+    path
+        Its folder.
+    state
+        ``finished``, ``interrupted``, ``running``, or ``damaged``.
+    name, method, dataset, seed
+        Of its experiment; None where that is damaged.
+    done, rounds
+        Rounds that are done, and how many there are to be.
+    seen, unseen
+        Mean test accuracy over clients in the last evaluated round, as a fraction; None where nobody was measured or
+        the data have no classes.
+    seen_loss, unseen_loss
+        Mean test loss over clients there.
+    changed
+        When it was last worked on, in seconds since 1970.
+    fault
+        What is wrong with a damaged run.
+    """
+
+    path: str
+    state: str
+    name: str | None = None
+    method: str | None = None
+    dataset: str | None = None
+    seed: int | None = None
+    done: int | None = None
+    rounds: int | None = None
+    seen: float | None = None
+    unseen: float | None = None
+    seen_loss: float | None = None
+    unseen_loss: float | None = None
+    changed: float | None = None
+    fault: str | None = None
+
+
+def list_runs(folder: Path) -> list[Listed]:
+    """Runs in a folder and all folders below it, in the order of their names.
+
+    Raises
+    ------
+    DataError
+        If there is no such folder.
+    """
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder}: found no such folder, expected one that holds runs",
+            hint="fedloom run EXPERIMENT makes one; runs elsewhere: fedloom runs DIR",
+        )
+    return [_listed(path) for path in _run_folders(folder)]
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    """Folders of runs; one that has somebody's experiment file and nothing else is none."""
+    for path, folders, files in os.walk(folder):
+        folders.sort()
+        if EXPERIMENT in files and ("logs" in folders or "partition.json" in files):
+            folders.clear()
+            yield Path(path)
+
+
+def _listed(path: Path) -> Listed:
+    run = RunFolder(path)
+    try:
+        e = experiment_of(run)
+        method = e["algorithm"]
+        rule = f" {method['rule']}" if "rule" in method else ""
+        summary = run.json("summary.json") if (path / "summary.json").exists() else None
+        lines = run.metrics()
+        last: dict[str, Any] = summary or (lines[-1] if lines else {})
+        rounds = int(e["federation"]["rounds"])
+        journal = [line.get("round", 0) for line in run.lines("journal.jsonl") if line.get("outcome") == DONE]
+        done = int(summary["rounds"]) if summary is not None else max(journal, default=0)
+        ended = FINISHED if summary is not None and done >= rounds else INTERRUPTED
+        found = {group: last.get(group) or {} for group in ("seen", "unseen")}
+        return Listed(
+            path=str(path),
+            state=RUNNING if _held(path) else ended,
+            name=str(e["name"]),
+            method=f"{method['name']}{rule}",
+            dataset=str(e["data"]["dataset"]),
+            seed=int(e["seed"]),
+            done=done,
+            rounds=rounds,
+            seen=found["seen"].get("accuracy_mean"),
+            unseen=found["unseen"].get("accuracy_mean"),
+            seen_loss=found["seen"].get("loss_mean"),
+            unseen_loss=found["unseen"].get("loss_mean"),
+            changed=_changed(path),
+        )
+    except DataError as error:
+        return Listed(str(path), DAMAGED, changed=_changed(path), fault=str(error))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return Listed(str(path), DAMAGED, changed=_changed(path), fault=f"{path}: not what FedLoom writes ({error!r})")
+
+
+def _held(path: Path) -> bool:
+    """Whether a process works on the run (:meth:`RunFolder.held`)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _changed(path: Path) -> float:
+    files = (path / name for name in ("summary.json", "journal.jsonl", "metrics.jsonl", EXPERIMENT))
+    return max(file.stat().st_mtime for file in files if file.exists())
