@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
+import os
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +46,10 @@ def fedloom(
 
     yield run
     logger.setLevel(level)
+
+
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # ours and our processes': two that fight over a core are slower
+    os.environ.setdefault(name, "1")
 
 
 @pytest.fixture(scope="session")

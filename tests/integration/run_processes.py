@@ -108,10 +108,11 @@ def ended(process: subprocess.Popen[str], code: int) -> str:
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
     """Wait for something."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, 0.01
     while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.05)  # asking costs whoever is asked, such as a store
 
 
 def alive(pid: int) -> bool:

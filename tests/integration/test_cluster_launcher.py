@@ -241,9 +241,7 @@ def test_a_job_of_workers_that_have_done_their_part_may_be_collected(world: Worl
 def test_too_many_failed_workers(world: World) -> None:
     world.program(aggregator="exec sleep 60", worker="test $INDEX = 1 && exec sleep 60; echo error: no memory; exit 7")
     launcher = world.launcher(world.federation(retries=1))
-    with pytest.raises(
-        WorkerLostError, match=r"1 of 2 workers failed for good .index 0., and cluster.max_failed_workers allows 0"
-    ) as error:
+    with pytest.raises(WorkerLostError, match=r"1 of 2 .*index 0.*cluster\.max_failed_workers.* 0") as error:
         launcher.run()
     assert "no memory" in str(error.value)
     failed = [pod for pod in world.cluster.pods() if "-worker-0-" in pod["metadata"]["name"]]

@@ -270,7 +270,7 @@ def test_wrong_secret(s3_server: S3Server) -> None:
     url = f"s3://{s3_server.new_bucket()}/x"
     error = refusal(s3_server, url, lambda s: s.check(), AWS_SECRET_ACCESS_KEY="another-secret")
     assert error.exit_code == ExitCode.REFUSED
-    assert "does not take the credentials (SignatureDoesNotMatch)" in str(error)
+    assert "SignatureDoesNotMatch" in str(error)
     assert "AWS_SECRET_ACCESS_KEY" in str(error)
     assert "another-secret" not in str(error)
 
@@ -496,7 +496,7 @@ def other_service() -> Iterator[tuple[type[OtherService], Store]]:
 
 def test_a_service_that_ignores_conditions_is_found_out(other_service: tuple[type[OtherService], Store]) -> None:
     handler, store = other_service
-    with pytest.raises(RefusedError, match="ignores If-None-Match, so two aggregators could go on with one run"):
+    with pytest.raises(RefusedError, match="If-None-Match"):
         store.check()
     assert handler.seen[-1] == "POST"  # the trace is removed
     store.check(writing=False)

@@ -187,12 +187,11 @@ def test_one_that_is_stopped_leaves_no_process(small_run: tuple[Path, Path], tmp
         known = descendants(process.pid)
         assert len(known) >= 4  # runner, task, federation, workers
         process.send_signal(signal.SIGTERM)
-        said = ended(process, 130)
+        ended(process, 130)
     finally:
         for pid in (process.pid, *known):
             if Path(f"/proc/{pid}").exists() and process.poll() is None:
                 os.kill(pid, signal.SIGKILL)
-    assert "stopped; nothing of it is left running" in said
     until(lambda: not any(running(pid) for pid in known), "all processes are gone", WAIT_S)
     assert (out / "run" / "checkpoints").is_dir()
 

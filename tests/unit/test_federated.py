@@ -365,7 +365,7 @@ def test_a_damaged_manifest_is_named(damage: Callable[[dict[str, Any]], None], w
 def test_a_manifest_of_an_older_fedloom_says_so(folder: Path) -> None:
     content = json.loads((folder / "partition.json").read_text()) | {"version": 1}
     del content["kind"]
-    with pytest.raises(DataError, match="the manifest is of version 1; this FedLoom reads version 2"):
+    with pytest.raises(DataError, match=r"version 1.*version 2"):
         Manifest.from_json(json.dumps(content))
 
 
@@ -376,7 +376,7 @@ def test_what_is_no_manifest_is_refused(text: str) -> None:
 
 
 def test_an_unknown_client_is_refused_with_those_there_are(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"'client-9' is not in .* client-0000 to client-0005"):
+    with pytest.raises(DataError, match=r"'client-9' .*client-0000 .*client-0005"):
         FederatedDataset.open(folder).client("client-9")
 
 

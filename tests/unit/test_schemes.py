@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from facts import tells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -273,14 +274,14 @@ def test_fixed_counts_are_met_exactly_or_refused(
         # papers/003 asks for more than MNIST has of its scarcest class, once validation is put aside.
         (
             MNIST, 10, 900, 300,
-            ["class 5 runs out: 5 clients hold it, each with 900 training, 150 validation and 300 test examples",
-             "together 6,750; there are 6,313; allowed: validation_from: train, or at most 62 for validation"],
+            ["class 5", "5 clients", "900 train", "150 validation", "300 test", "6,750", "6,313", "allowed: ",
+             "validation_from: train", "62"],
         ),
         (
             CIFAR10, 20, 450, 150,
-            ["runs out: 10 clients hold it", "together 6,750; there are 6,000; allowed: validation_from: train, or"],
+            ["10 clients", "6,750", "6,000", "allowed: ", "validation_from: train"],
         ),
-        (CIFAR10, 20, 600, 150, ["together 8,500; there are 6,000; allowed: fewer examples per class, or fewer cli"]),
+        (CIFAR10, 20, 600, 150, ["8,500", "6,000", "allowed: "]),
     ],
 )  # fmt: skip
 def test_a_class_that_runs_out_is_named(
@@ -288,8 +289,7 @@ def test_a_class_that_runs_out_is_named(
 ) -> None:
     scheme = FixedScheme(clients=clients, train_per_class=train, test_per_class=test, labels_per_client=5)
     message = refusal(counts, scheme)
-    for word in [f"data.partition.train_per_class: found {train}", *words]:
-        assert word in message
+    assert tells(message, f"data.partition.train_per_class: found {train}", *words)
 
 
 def test_the_remedies_that_are_named_work() -> None:
@@ -301,7 +301,7 @@ def test_the_remedies_that_are_named_work() -> None:
 
 def test_validation_leaves_something_to_train_on() -> None:
     scheme = FixedScheme(clients=2, train_per_class=1, test_per_class=1, labels_per_client=1, validation_from="train")
-    assert "none would be left beside 1 for validation" in refusal(CIFAR10, scheme)
+    assert tells(refusal(CIFAR10, scheme), "train_per_class: found 1", "1 for validation")
 
 
 # settings

@@ -268,7 +268,7 @@ def test_owners_that_do_not_qualify_are_counted(scheme: NaturalScheme, words: li
 def test_text_too_short_for_the_gap_does_not_qualify() -> None:
     whole = official([0] * 100 + [1] * 20, [0] * 20 + [1] * 20, 2, divided=True, overlap=30)
     assert deal(whole, NaturalScheme(), unseen=0.0).owners == ("writer-0",)
-    with pytest.raises(ExperimentError, match=r"1 of 2 owners qualify: 0 have fewer .* 1 more would have no train"):
+    with pytest.raises(ExperimentError, match=r"1 of 2 owners .*\b0 .*\b1 "):
         deal(whole, NaturalScheme(clients=2))
 
 

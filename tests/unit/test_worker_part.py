@@ -42,5 +42,5 @@ def test_a_part_of_those_named() -> None:
 
 @pytest.mark.parametrize("clients", ["", ",", " , "])
 def test_nobody(clients: str) -> None:
-    with pytest.raises(ExperimentError, match="allowed: ids of the partition's 2 clients, such as a, separated"):
+    with pytest.raises(ExperimentError, match=r"allowed: .*2 clients"):
         select_clients(["a", "b"], clients, None)
