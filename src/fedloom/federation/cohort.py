@@ -103,13 +103,13 @@ class CarriedCohort:
                 deadline_s=self._rules.deadline_s,
                 states=self._states() if self._exchange == 0 else (),
             )
-            given = self._carry(call, meanwhile)
-            kinds = Counter(type(answer) for answer in given if isinstance(answer, Message))
+            received = self._carry(call, meanwhile)
+            kinds = Counter(type(answer) for answer in received if isinstance(answer, Message))
             # What most answered, the first on ties: one client that says something else loses nobody but itself.
             cls = max(kinds, key=lambda kind: kinds[kind]) if kinds else None
-            if self._rules.stop.is_set() and any(isinstance(answer, Lost) for answer in given):
+            if self._rules.stop.is_set() and any(isinstance(answer, Lost) for answer in received):
                 raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with --resume")
-            for row, answer in zip(call.rows, given, strict=True):
+            for row, answer in zip(call.rows, received, strict=True):
                 if isinstance(answer, Lost):
                     self._lose(row, answer.reason)
                 elif type(answer) is not cls:
