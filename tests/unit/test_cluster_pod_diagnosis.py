@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.cluster.pod_diagnosis import PodDiagnosis, Verdict, lacking, trouble
+from fedloom.cluster.pod_diagnosis import PodMonitor, Verdict, count_missing, diagnose
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
 
 GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available."
@@ -34,13 +34,13 @@ def warning(reason: str, message: str) -> dict[str, Any]:
 
 
 class Watched:
-    """PodDiagnosis with a clock and events of the test's."""
+    """PodMonitor with a clock and events of the test's."""
 
     def __init__(self, events: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> None:
         self.said: list[str] = []
         self.asked: list[str] = []
         self._events = events or {}
-        self._pending = PodDiagnosis(600, 15, self._ask, self.said.append)
+        self._pending = PodMonitor(600, 15, self._ask, self.said.append)
 
     def _ask(self, name: str) -> Sequence[Mapping[str, Any]]:
         self.asked.append(name)
@@ -52,13 +52,13 @@ class Watched:
 
 @pytest.mark.parametrize("phase", ["Running", "Succeeded", "Failed"])
 def test_what_runs_or_has_run_is_no_trouble(phase: str) -> None:
-    assert trouble(pod(phase=phase)) is None
+    assert diagnose(pod(phase=phase)) is None
 
 
 def test_what_is_being_removed_is_no_trouble() -> None:
     leaving = waiting("ImagePullBackOff")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert trouble(leaving) is None
+    assert diagnose(leaving) is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_being_removed_is_no_trouble() -> None:
     ],
 )
 def test_classes(found: dict[str, Any], verdict: Verdict) -> None:
-    seen = trouble(found)
+    seen = diagnose(found)
     assert seen is not None
     assert seen.verdict is verdict
 
@@ -170,4 +170,4 @@ def test_without_rights_to_events_a_start_is_given_up_in_the_end() -> None:
     ],
 )
 def test_pods_that_are_lacking(of: dict[str, Any], phases: list[str], expected: int) -> None:
-    assert lacking(of, [pod(phase=phase) for phase in phases]) == expected
+    assert count_missing(of, [pod(phase=phase) for phase in phases]) == expected

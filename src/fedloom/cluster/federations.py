@@ -23,7 +23,7 @@ from fedloom.cluster.manifests import (
     Manifest,
     label,
 )
-from fedloom.cluster.pod_diagnosis import trouble, trouble_of_events
+from fedloom.cluster.pod_diagnosis import diagnose, diagnose_events
 from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import ExperimentError, RefusedError
 from fedloom.transport.progress import Progress, follow
@@ -183,9 +183,9 @@ def _status(api: Api, root: Manifest, workers: Sequence[Manifest], pods: Sequenc
 def _waiting(api: Api, things: Sequence[Manifest]) -> str:
     """Why a federation does not start, if something says so."""
     for thing in things:
-        seen = trouble(thing) if "completions" not in thing["spec"] else None
+        seen = diagnose(thing) if "completions" not in thing["spec"] else None
         if seen is None or not seen.reason:
-            seen = trouble_of_events(api.events(thing["metadata"]["name"]))
+            seen = diagnose_events(api.events(thing["metadata"]["name"]))
         if seen is not None and seen.reason:
             return f"{thing['metadata']['name']}: {seen.reason}: {seen.message}"
     return ""

@@ -31,7 +31,7 @@ from fedloom.cluster.manifests import (
     service,
     worker_job,
 )
-from fedloom.cluster.pod_diagnosis import PodDiagnosis
+from fedloom.cluster.pod_diagnosis import PodMonitor
 from fedloom.cluster.progress_client import ProgressClient
 from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import ExperimentError, RefusedError, WorkerLostError
@@ -84,7 +84,7 @@ class Launcher:
         self._digest = federation.digest()
         s = federation.settings
         self._pending = {
-            component: PodDiagnosis(s.pending_timeout_s, s.failing_timeout_s, api.events, say)
+            component: PodMonitor(s.pending_timeout_s, s.failing_timeout_s, api.events, say)
             for component in (AGGREGATOR, WORKER)
         }
         self._told: set[str] = set()

@@ -24,7 +24,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Diagnosis:
     """What keeps a pod from running."""
 
     verdict: Verdict
@@ -60,7 +60,7 @@ EVENTS = {"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodS
 """Reasons of events that say what a status does not."""
 
 
-def trouble(pod: Mapping[str, Any]) -> Trouble | None:
+def diagnose(pod: Mapping[str, Any]) -> Diagnosis | None:
     """Say why a pod does not run.
 
     Parameters
@@ -70,7 +70,7 @@ def trouble(pod: Mapping[str, Any]) -> Trouble | None:
 
     Returns
     -------
-    Trouble or None
+    Diagnosis or None
         None if it runs, has run, or is being removed.
     """
     status = pod.get("status") or {}
@@ -81,24 +81,24 @@ def trouble(pod: Mapping[str, Any]) -> Trouble | None:
         reason = waiting.get("reason", "")
         if reason in IMAGE | CONFIGURATION | CREATION:
             message = waiting.get("message") or container.get("image", "")
-            return Trouble(Verdict.FAIL, reason, f"{container.get('image', '')}: {message}".removeprefix(": "))
+            return Diagnosis(Verdict.FAIL, reason, f"{container.get('image', '')}: {message}".removeprefix(": "))
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             gated = condition.get("reason") == "SchedulingGated"  # a queue holds it, and will let it go
             verdict = Verdict.START if gated else Verdict.WAIT
-            return Trouble(verdict, condition.get("reason", "Unschedulable"), condition.get("message", ""))
-    return Trouble(Verdict.START, "", "")
+            return Diagnosis(verdict, condition.get("reason", "Unschedulable"), condition.get("message", ""))
+    return Diagnosis(Verdict.START, "", "")
 
 
-def trouble_of_events(events: Iterable[Mapping[str, Any]]) -> Trouble | None:
+def diagnose_events(events: Iterable[Mapping[str, Any]]) -> Diagnosis | None:
     """Return what the last of some events says, if it is one that keeps a pod from existing or starting."""
     told = [event for event in events if event.get("type", "Warning") == "Warning"]
     if told and told[-1].get("reason") in EVENTS:
-        return Trouble(Verdict.FAIL, told[-1]["reason"], str(told[-1].get("message", "")))
+        return Diagnosis(Verdict.FAIL, told[-1]["reason"], str(told[-1].get("message", "")))
     return None
 
 
-def lacking(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
+def count_missing(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
     """Count the pods that a job should have and has not: they were refused, or it waits before it tries again."""
     spec, status = job.get("spec") or {}, job.get("status") or {}
     if spec.get("suspend"):
@@ -108,7 +108,7 @@ def lacking(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
     return max(0, int(spec.get("completions") or 1) - live - int(status.get("succeeded") or 0) - given_up)
 
 
-class PodDiagnosis:
+class PodMonitor:
     """How long each pod has been kept from running, and by what.
 
     Parameters
@@ -158,14 +158,14 @@ class PodDiagnosis:
         error
             Why the federation should be given up, if it should.
         """
-        found: dict[str, Trouble] = {}
+        found: dict[str, Diagnosis] = {}
         for pod in pods:
-            seen = trouble(pod)
+            seen = diagnose(pod)
             if seen is not None:
                 found[pod["metadata"]["name"]] = seen
         name = job["metadata"]["name"]
-        if lacking(job, pods):
-            found[name] = Trouble(Verdict.START, "", f"pods that were not created: {lacking(job, pods)}")
+        if count_missing(job, pods):
+            found[name] = Diagnosis(Verdict.START, "", f"pods that were not created: {count_missing(job, pods)}")
         for clocks in (self._pending, self._failing):
             for who in clocks.keys() - found.keys():
                 del clocks[who]
@@ -176,18 +176,18 @@ class PodDiagnosis:
                 continue
             pending_s = now - self._pending.setdefault(who, now)
             if seen.verdict is Verdict.START and pending_s >= self._quiet_s:
-                seen = trouble_of_events(self._events(who)) or seen
+                seen = diagnose_events(self._events(who)) or seen
             self._tell(who, seen)
             if seen.verdict is not Verdict.FAIL:
                 self._failing.pop(who, None)
                 if pending_s >= self._pending_timeout_s:
                     known = seen.reason or "no reason is known"
-                    errors.append(Trouble(Verdict.WAIT, known, seen.message).error(who, pending_s))
+                    errors.append(Diagnosis(Verdict.WAIT, known, seen.message).error(who, pending_s))
             elif (failing_s := now - self._failing.setdefault(who, now)) >= self._failing_timeout_s:
                 errors.append(seen.error(who, failing_s))
         return not found, next(iter(errors), None)
 
-    def _tell(self, who: str, seen: Trouble) -> None:
+    def _tell(self, who: str, seen: Diagnosis) -> None:
         if seen.verdict is not Verdict.START and (who, seen.reason) not in self._said:
             self._said.add((who, seen.reason))
             self._say(f"{who} waits: {seen.reason}: {seen.message}")
