@@ -219,9 +219,9 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
             launcher.remove()
         raise
     except FedloomError:
-        _put_away(launcher, out, say)
+        _save_logs_and_remove(launcher, out, say)
         raise
-    _put_away(launcher, out, say)
+    _save_logs_and_remove(launcher, out, say)
 
 
 def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
@@ -373,7 +373,7 @@ def _collect(run: Store, out: Path, say: Say) -> None:
         say(f"it has no report, as the aggregator's image cannot make one; make it here: fedloom report {out}")
 
 
-def _put_away(launcher: Launcher, out: Path, say: Say) -> None:
+def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
     """At the end: keep the logs, delete the objects. What fails here changes no outcome: they have a time to live."""
     acts: tuple[Callable[[], None], ...] = (lambda: launcher.save_logs(out / "logs"), lambda: launcher.remove())
     for act in acts:

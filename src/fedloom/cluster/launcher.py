@@ -83,11 +83,11 @@ class Launcher:
         self._inside = inside
         self._digest = federation.digest()
         s = federation.settings
-        self._pending = {
+        self._monitors = {
             component: PodMonitor(s.pending_timeout_s, s.failing_timeout_s, api.events, say)
             for component in (AGGREGATOR, WORKER)
         }
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._said_last = ""
         self._own: set[str] = set()  # uids of what was created or adopted here; nothing else is ever removed
 
@@ -248,9 +248,9 @@ class Launcher:
             by_name = {job["metadata"]["name"]: job for job in jobs}
             aggregator = self._present(by_name.get(f"{self._federation.name}-{AGGREGATOR}"), AGGREGATOR)
             pods = self._pods()
-            self._tell_of(pods)
+            self._report_exits(pods)
             if not client.under_way:
-                self._tell_phases(pods)
+                self._report_phases(pods)
             if end := end_of(aggregator):
                 if end.complete:
                     return
@@ -263,10 +263,10 @@ class Launcher:
                 if failure is not None:
                     raise failure
                 ended = workers
-            settled = self._check_pending(aggregator, workers, pods, client)
+            settled = self._diagnose_pods(aggregator, workers, pods, client)
             self._api.wait_for_change("Job", self._federation.selector, version, SETTLED_POLL_S if settled else POLL_S)
 
-    def _check_pending(
+    def _diagnose_pods(
         self, aggregator: Manifest, workers: Manifest, pods: Sequence[Manifest], client: ProgressClient
     ) -> bool:
         settled = True
@@ -274,7 +274,7 @@ class Launcher:
             if end_of(job):
                 continue
             own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(COMPONENT) == component]
-            quiet, error = self._pending[component].check(job, own, time.monotonic())
+            quiet, error = self._monitors[component].check(job, own, time.monotonic())
             settled = settled and quiet
             # Once the rounds have begun, a worker that cannot run is one that is lost: the quorum decides.
             if error is not None and (component == AGGREGATOR or not client.under_way):
@@ -289,16 +289,16 @@ class Launcher:
             )
         return job
 
-    def _tell_of(self, pods: Sequence[Manifest]) -> None:
+    def _report_exits(self, pods: Sequence[Manifest]) -> None:
         """Say once of each pod that failed how it did."""
         failed: list[Exit] = [*exits(pods, AGGREGATOR), *exits(pods, WORKER)]
         for one in failed:
-            if one.pod not in self._told:
-                self._told.add(one.pod)
+            if one.pod not in self._reported:
+                self._reported.add(one.pod)
                 reason = f", {one.reason}" if one.reason not in ("", "Error") else ""
                 self._say(f"{one.pod} ended with code {one.code} ({name_of(one.code)}{reason}): {one.words}")
 
-    def _tell_phases(self, pods: Sequence[Manifest]) -> None:
+    def _report_phases(self, pods: Sequence[Manifest]) -> None:
         """Say how far the pods are, whenever that changes: all there is to see before the aggregator answers."""
         phases: dict[str, list[str]] = {AGGREGATOR: [], WORKER: []}
         for pod in pods:

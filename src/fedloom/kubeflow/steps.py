@@ -115,7 +115,7 @@ def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str
         in_pod = "KFP_POD_NAME" in os.environ  # which keeps nothing for the next task, and may have no home
         home = data_root(root or (folder if in_pod else None))
         if not found.synthetic:
-            files = _brought(source, Path(folder) / "brought")
+            files = _source_files(source, Path(folder) / "brought")
             sources.fetch(found, home, copy_from=files, on_progress=_Lines(dataset))
         for stored in (one.folder(home) for one in (found, *found.needs) if not one.synthetic):
             shutil.copytree(stored, out / "datasets" / stored.name)
@@ -241,7 +241,7 @@ def federate(
             task_config=task_config,
             say=say,
         )
-    return {"label": task, **_told(json.loads((out / "summary.json").read_text(encoding="utf-8")))}
+    return {"label": task, **_metadata(json.loads((out / "summary.json").read_text(encoding="utf-8")))}
 
 
 @step
@@ -380,7 +380,7 @@ def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _told(summary: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata of a model: of a summary, what identifies the run and how good it is."""
     known = {key: summary[key] for key in ("name", "algorithm", "dataset", "model", "seed", "rounds")}
     if summary["best"] is not None:
@@ -389,7 +389,7 @@ def _told(summary: Mapping[str, Any]) -> dict[str, Any]:
     return known | {key: found[key] for key in found if key.endswith(("accuracy_mean", "loss_mean"))}
 
 
-def _brought(source: str, downloads: Path) -> Path | None:
+def _source_files(source: str, downloads: Path) -> Path | None:
     """The folder from which files are to be taken; those of a store are downloaded first."""
     from fedloom.storage import is_url, open_store
 
