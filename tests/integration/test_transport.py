@@ -195,6 +195,7 @@ def test_connections_cut_at_random_change_nothing(aggregator, worker, background
         for conversation in [background(converse, number) for number in range(3)]:
             conversation.result(60)
     finally:
+        over.set()
         cutting.result(5)
     assert set(aggregator.refusals.counts) <= {Refusal.LATE}
     for proxy in proxies:
