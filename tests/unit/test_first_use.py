@@ -173,3 +173,19 @@ def test_training_that_diverges_is_said_before_who_answered(fedloom: Fedloom, ex
     assert said is not None
     assert said.start() < failed.index("0 of 3 clients")
     assert "--out" in err.rpartition("error:")[2], "other settings cannot be given to --resume"
+
+
+@pytest.mark.parametrize("command", ["report", "evaluate", "compare", "runs"])
+def test_a_file_where_a_folder_is_expected(fedloom: Fedloom, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").write_text("x")
+    code, _, err = fedloom(command, "file")
+    assert code == ExitCode.DATA
+    assert "file: found a file" in err
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_file_where_the_run_is_to_be(fedloom: Fedloom, experiment: Path, tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").write_text("x")
+    code, _, err = fedloom("run", experiment, "--out", out)
+    assert code == ExitCode.EXPERIMENT
+    assert err.startswith("error: --out: ")

@@ -19,7 +19,7 @@ def write_anything() -> None:
     """Let standard output and error write every character, as well as their encoding allows (LANG=C, ASCII)."""
     codecs.register_error(_HANDLER, _replace)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors=_HANDLER)
 
 

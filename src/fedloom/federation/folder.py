@@ -46,7 +46,8 @@ class RunFolder:
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise DataError(f"{folder}: found no such folder, expected that of a run", hint="fedloom run EXPERIMENT")
+            what = "a file" if folder.exists() else "no such folder"
+            raise DataError(f"{folder}: found {what}, expected the folder of a run", hint="fedloom run EXPERIMENT")
         if not (folder / EXPERIMENT).is_file():
             raise DataError(
                 f"{folder}: found no {EXPERIMENT}, expected the folder of a run", hint="fedloom run EXPERIMENT"

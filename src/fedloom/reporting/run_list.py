@@ -68,7 +68,7 @@ def list_runs(folder: Path) -> list[Listed]:
     """
     if not folder.is_dir():
         raise DataError(
-            f"{folder}: found no such folder, expected one that holds runs",
+            f"{folder}: found {'a file' if folder.exists() else 'no such folder'}, expected one that holds runs",
             hint="fedloom run EXPERIMENT makes one; runs elsewhere: fedloom runs DIR",
         )
     return [_listed(path) for path in _run_folders(folder)]

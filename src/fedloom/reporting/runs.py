@@ -150,7 +150,8 @@ def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
         below = sorted(path.iterdir(), key=_naturally) if path.is_dir() else []
         inside = [one for one in below if (one / EXPERIMENT).is_file()]
         if not inside:
-            what = "no such folder" if not path.is_dir() else f"a folder with no {EXPERIMENT}, and no runs in it"
+            missing = "a file" if path.exists() else "no such folder"
+            what = missing if not path.is_dir() else f"a folder with no {EXPERIMENT}, and no runs in it"
             raise DataError(
                 f"{path}: found {what}, expected the folder of a finished run, or one that holds such folders",
                 hint="fedloom run EXPERIMENT",

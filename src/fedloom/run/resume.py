@@ -39,6 +39,9 @@ def check_folder(folder: RunFolder, e: Experiment, resume: bool, where: str | No
     ExperimentError
         If the folder is taken and not to be resumed, or holds another experiment, or more rounds than are asked for.
     """
+    file = next((path for path in (folder.path, *folder.path.parents) if path.exists()), None)
+    if file is not None and not file.is_dir():
+        raise ExperimentError(f"--out: found {folder.path}, but {file} is a file; allowed: a new folder")
     before = folder.read("experiment.yaml")
     if before is None:
         if folder.path.is_dir() and any(folder.path.iterdir()):

@@ -147,12 +147,8 @@ def restore(
     """
     if checkpoint not in ("last", "best") and not checkpoint.isdecimal():
         raise ExperimentError(f"--checkpoint: found {checkpoint!r}, allowed: last, best or a round")
-    folder = RunFolder(run)
-    text = folder.read("partition.json")
-    if text is None or folder.read("experiment.yaml") is None:
-        raise DataError(
-            f"{run}: not a run's folder (no experiment.yaml or partition.json)", hint="fedloom run EXPERIMENT"
-        )
+    folder = RunFolder.open(run)
+    text = folder.text("partition.json")
     e = experiments.load(run / "experiment.yaml")
     trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
     dataset = assemble.make_partition(e) if partition is None else FederatedDataset.open(partition)
