@@ -31,6 +31,7 @@ from echo import ECHO, EchoServer, federation, names
 from fedloom.federation.cohort import Attempting, Rules
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Attempt, Journal
+from fedloom.messages import answer_shapes
 from fedloom.transport.aggregator import Aggregator
 
 GOAL = (100, 100, 85_822)  # clients, cohort, d: what docs/benchmarks.md holds against 1.5
@@ -46,7 +47,9 @@ class Rounds:
         self._roster = names(clients)
         self._sizes = dict.fromkeys(self._roster, 100)
         self._aggregator = aggregator
-        self._rules = Rules(1, cohort, 60.0, cohort, self._server.shapes(), threading.Event())
+        self._rules = Rules(
+            1, cohort, 60.0, cohort, answer_shapes(ECHO.messages, self._server.sizes), threading.Event()
+        )
         self._helper = ThreadPoolExecutor(1)
         self._journal = Journal(RunFolder(folder))
 
@@ -61,7 +64,7 @@ class Rounds:
             session.close()
         self._journal.append(attempt)
         seconds = time.perf_counter() - started
-        if not torch.equal(self._server.received, self._server.theta):
+        if not torch.equal(self._server.received, self._server.state["theta"]):
             raise RuntimeError("an echo that is not what was sent")
         return seconds
 

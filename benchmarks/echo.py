@@ -12,7 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,11 @@ from fedloom.algorithms.base import (
     Cohort,
     Conversation,
     Group,
-    Predictors,
     Round,
     ServerHalf,
-    Shapes,
     Statistics,
     Task,
-    opened_by,
+    conversation,
 )
 from fedloom.algorithms.pefll import (
     PEFLL,
@@ -43,11 +41,11 @@ from fedloom.algorithms.pefll import (
     PeFLLSettings,
     PersonalizedModel,
 )
-from fedloom.algorithms.training import predictors_of
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.client_side import ClientSide
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.lenet import LeNet
+from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.worker import Identity, serve
@@ -67,43 +65,32 @@ class Model(Message):
 class Update(Message):
     """What the client answers."""
 
-    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE)  # [c, d]
+    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
 
 
 class EchoServer(ServerHalf):
     """Sends each client of a cohort its row of θ [c, d], and takes as much back: PeFLL's second exchange."""
 
     def __init__(self, theta: Tensor) -> None:
-        self.theta = theta
+        self.state = {"theta": theta}
+        self.sizes = {"d": theta.shape[1]}
         self.received = torch.zeros(0)
-
-    def state(self) -> dict[str, Tensor]:
-        """θ."""
-        return {"theta": self.theta}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over θ."""
-        self.theta = state["theta"]
-
-    def shapes(self) -> Shapes:
-        """As much as was sent."""
-        return {Update: {"delta_theta": (self.theta.shape[1],)}}
 
     def train_round(self, round: Round) -> Statistics:
         """One exchange with a cohort of as many clients as θ has rows."""
-        cohort = round.sample(len(self.theta))
-        self.received = cohort.send(Model(self.theta)).delta_theta
+        theta = self.state["theta"]
+        self.received = round.sample(len(theta)).send(Model(theta)).delta_theta
         return {"client_steps": 0.0}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """The same exchange: an echo's predictor is what it was sent."""
-        return cohort.send(Model(self.theta[: len(cohort.clients)]))
+        return cohort.send(Model(self.state["theta"][: len(cohort.clients)]))
 
 
 class EchoClient(ClientHalf):
     """Answers at once."""
 
-    @opened_by(Model)
+    @conversation
     def train(self, clients: Group, opening: Model) -> Conversation:
         """Send the model back."""
         yield Update(opening.theta)
@@ -114,30 +101,22 @@ class EchoClient(ClientHalf):
 class Received(Message):
     """A client has got its model."""
 
-    models: Tensor = rows(Quantity.COUNT)  # [c, 1]
-
-
-class InstantServer(PeFLLServer):
-    """PeFLL's server half, with the answer of clients that measure nothing."""
-
-    def shapes(self) -> Shapes:
-        """Those of PeFLL, and ``Received``."""
-        return {**super().shapes(), Received: {"models": (1,)}}
+    models: Tensor = rows(Quantity.COUNT, 1)  # [c, 1]
 
 
 class InstantClient(ClientHalf):
     """Algorithm 1 of papers/001 for a client that knows its descriptor."""
 
-    @opened_by(DescribeYourself)
+    @conversation
     def personalize(self, clients: Group, opening: DescribeYourself) -> Conversation:
         """Lines 2-6."""
         model: PersonalizedModel = yield Descriptor(torch.full((len(clients), DESCRIPTOR_SIZE), 0.1))
         return predictors_of(LENET, personal=model.theta)
 
 
-def _instant_server(settings: Any, task: Any, generator: torch.Generator) -> InstantServer:
+def _instant_server(settings: Any, task: Any, generator: torch.Generator) -> PeFLLServer:
     settings = PeFLLSettings(descriptor=DescriptorSettings(size=DESCRIPTOR_SIZE))
-    return InstantServer(settings, Task(LENET, 10, (1, 28, 28), 100), generator)
+    return PeFLLServer(settings, Task(LENET, 10, (1, 28, 28), 100), generator)
 
 
 ECHO = Algorithm(
@@ -145,7 +124,7 @@ ECHO = Algorithm(
     version=1,
     settings=Settings,
     server=lambda settings, task, generator: EchoServer(torch.randn(1, 1, generator=generator)),
-    client=lambda settings, task: EchoClient(),
+    client=EchoClient,
     messages=(Model, Update),
 )
 INSTANT_PEFLL = Algorithm(
@@ -153,7 +132,7 @@ INSTANT_PEFLL = Algorithm(
     version=1,
     settings=Settings,
     server=_instant_server,
-    client=lambda settings, task: InstantClient(),
+    client=InstantClient,
     messages=(*PEFLL.messages, Received),
 )
 METHODS = {method.name: method for method in (ECHO, INSTANT_PEFLL)}

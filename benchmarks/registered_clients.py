@@ -35,6 +35,7 @@ from echo import ECHO, INSTANT_PEFLL, federation, names
 from fedloom.data.federated import ClientEntry, Manifest, Normalization
 from fedloom.federation.cohort import Attempting, Rules
 from fedloom.federation.journal import Attempt
+from fedloom.messages import answer_shapes
 from fedloom.transport.aggregator import Aggregator
 
 D = 85_822
@@ -124,7 +125,7 @@ def _latencies(aggregator: Aggregator, server: Any, roster: Any, sizes: Any, siz
         start = number * size % (len(roster) - size)
         cohort = roster[start : start + size]
         started = time.perf_counter()
-        session = _session(aggregator, roster, sizes, server.shapes(), number)
+        session = _session(aggregator, roster, sizes, answer_shapes(INSTANT_PEFLL.messages, server.sizes), number)
         try:
             server.personalize(session.hold(cohort))
         finally:

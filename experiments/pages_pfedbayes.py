@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 from summaries import Evaluation, Run, Runs, chosen, last, spread, table
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.pfedbayes import BayesianPredictor
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
+from fedloom.models.predictors import Ensemble
 from fedloom.reporting.drawing import FULL
 from fedloom.run import assemble
+from fedloom.theory.gaussian import MeanField
 
 UNCERTAINTY = ("ece", "entropy", "mutual_information")
 _OF_TABLE = ("", "_sd", "_highest", "_highest_sd", "_validated", "_validated_sd", *(f"_{name}" for name in UNCERTAINTY))
@@ -54,7 +55,7 @@ def measured_too(folder: Path) -> dict[str, float]:
     parts = assemble.make_parts(e, dataset.manifest)
     v = Checkpoints(folder / "checkpoints").load("last").state["v"]
     noise = torch.randn(parts.settings.draws, v.shape[-1], generator=torch.Generator().manual_seed(0), dtype=v.dtype)
-    predictor = BayesianPredictor(parts.task.model, v, noise)
+    predictor = Ensemble(parts.task.model, MeanField(v).sample(noise))
     right = total = 0
     for entry in dataset.manifest.clients:
         split = dataset.client(entry.id).validation

@@ -35,8 +35,8 @@ def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     if not isinstance(server, PeFLLServer):
         raise SystemExit(f"{run} is a run of {e.algorithm.name}; allowed: a run of pefll")
     server.load(Checkpoints(RunFolder(run).checkpoints).load(which).state)
-    shift, scale, _ = server.standard.tolist()
-    eta_v = server.embedding.layout.split(server.eta_v)
+    shift, scale, _ = server.state["standard"].tolist()
+    eta_v = server.embedding.layout.split(server.state["eta_v"])
     found = Networks(
         server.embedding, server.hypernetwork, parts.task.model, eta_v, server.eta_h, lambda v: (v - shift) / scale
     )

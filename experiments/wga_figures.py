@@ -20,9 +20,8 @@ from pages_small import WGA_COLUMNS
 from summaries import Evaluation, Run, Runs, written
 from torch import Tensor
 
-from fedloom.algorithms.wga import next_bias, weighted_gradient
 from fedloom.theory import collaboration
-from fedloom.theory.collaboration import Problem
+from fedloom.theory.collaboration import Problem, next_bias, weighted_gradient
 
 RUNS = 400
 POINTS = 40

@@ -4,20 +4,22 @@ A *quantity* is what a tensor means; the wire contract fixes the list. A *messag
 fields are ``rows`` (one row per client, ``[c, ...]``) or ``broadcast`` (one tensor, sent once to each worker)::
 
     @dataclass(frozen=True, eq=False)
-    class PersonalizedModel(Message):
-        theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+    class ModelUpdate(Message):
+        delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
+        steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1]
 
-Any such dataclass can be sent; the transport needs nothing else to encode it.
+Any such dataclass can be sent; the transport needs nothing else to encode it. What a client may answer says the shape
+of its rows, by numbers and by names that the server half knows (``ServerHalf.sizes``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,23 +42,38 @@ class Quantity(StrEnum):
     OTHER = "other"
 
 
+Shapes: TypeAlias = Mapping[type["Message"], Mapping[str, tuple[int, ...]]]
+"""For each message that a client may answer with: the trailing shape of each field (without the row axis)."""
+
+
 @dataclass(frozen=True)
 class MessageField:
-    """One field of a message class: its name, quantity, and whether it has one row per client."""
+    """One field of a message class.
+
+    Attributes
+    ----------
+    name, quantity
+        What it is called, and what it means.
+    per_client
+        Whether it has one row per client.
+    shape
+        Of one row, in numbers and names of sizes; empty if a client never answers with it.
+    """
 
     name: str
     quantity: Quantity
     per_client: bool
+    shape: tuple[int | str, ...] = ()
 
 
-def rows(quantity: Quantity) -> Any:
-    """Declare a field with one row per client, shape ``[c, ...]``."""
-    return dataclasses.field(metadata={"quantity": quantity, "per_client": True})
+def rows(quantity: Quantity, *shape: int | str) -> Any:
+    """Declare a field with one row per client: ``[c, *shape]`` where a client answers with it, else ``[c, ...]``."""
+    return dataclasses.field(metadata={"quantity": quantity, "per_client": True, "shape": shape})
 
 
 def broadcast(quantity: Quantity) -> Any:
     """Declare a field that every client of the cohort gets whole, of any shape."""
-    return dataclasses.field(metadata={"quantity": quantity, "per_client": False})
+    return dataclasses.field(metadata={"quantity": quantity, "per_client": False, "shape": ()})
 
 
 @cache
@@ -72,8 +89,36 @@ def fields_of(cls: type[Message]) -> tuple[MessageField, ...]:
     for field in dataclasses.fields(cls):
         if "quantity" not in field.metadata:
             raise TypeError(f"{cls.__name__}.{field.name} is declared neither with rows() nor with broadcast()")
-        found.append(MessageField(field.name, field.metadata["quantity"], field.metadata["per_client"]))
+        found.append(MessageField(field.name, **field.metadata))
     return tuple(found)
+
+
+def answer_shapes(messages: Sequence[type[Message]], sizes: Mapping[str, int]) -> Shapes:
+    """Look up what clients may answer: the messages of which every field says the shape of its rows.
+
+    Parameters
+    ----------
+    messages
+        Of a method, both directions.
+    sizes
+        The numbers behind the names in shapes, such as d.
+
+    Raises
+    ------
+    TypeError
+        If a shape names a size that is not among them.
+    """
+
+    def number(cls: type[Message], field: MessageField, size: int | str) -> int:
+        if isinstance(size, str) and size not in sizes:
+            raise TypeError(f"{cls.__name__}.{field.name}: found size {size!r}, allowed: {', '.join(sorted(sizes))}")
+        return sizes[size] if isinstance(size, str) else size
+
+    return {
+        cls: {field.name: tuple(number(cls, field, size) for size in field.shape) for field in cls.fields()}
+        for cls in messages
+        if cls.fields() and all(field.shape for field in cls.fields())
+    }
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,18 @@ TINY: dict[str, dict[str, Any]] = {
         "server": {"rule": "adam", "lr": 0.01},
     },
     "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "fedprox": {
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "mu": 0.5,
+        "stragglers": 0.5,
+        "personalize_steps": 2,
+    },
+    "fedrep": {
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "head": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "personalize_epochs": 1,
+    },
+    "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 4, "lr": 0.02, "personalize_epochs": 1},
     "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
     "comfedl": {
         "objective": "damaml",
@@ -88,11 +100,14 @@ class Federation:
     tmp: Path
 
     def changed(self, **keys: Any) -> Federation:
-        """The same with other keys under ``federation`` and ``evaluation`` (``federation__rounds=2``)."""
+        """The same with other keys of a section (``federation__rounds=2``), or another section whole."""
         tree = self.these.experiment.model_dump(mode="json")
         for key, value in keys.items():
             section, _, name = key.partition("__")
-            tree[section][name] = value
+            if name:
+                tree[section][name] = value
+            else:
+                tree[section] = value
         return dataclasses.replace(self, these=_parts(self.tmp, tree, self.dataset))
 
     def carrier(self, name: str, change: Callable[[ClientHalf], Any] = lambda half: half) -> InProcess:
@@ -173,7 +188,7 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
             "partition": {"scheme": "classes", "clients": 8, "classes_per_client": 2, "shares": [0.8, 0.2]},
             "unseen_fraction": 0.25,
         },
-        "model": {"name": "logistic"},
+        "model": {"name": "mlp", "hidden": [4]},
         "algorithm": {"name": algorithm, **settings},
         "federation": {
             "rounds": ROUNDS if trains else 0,
@@ -200,7 +215,8 @@ def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> Parts:
 
 def state(loop: Loop) -> dict[str, Tensor]:
     """A copy of the server's state."""
-    return {name: tensor.clone() for name, tensor in loop.server.state().items()}
+    loop.server.settle()
+    return {name: tensor.clone() for name, tensor in loop.server.state.items()}
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -313,6 +329,33 @@ class Poisoned:
                 answer = type(answer)(**{name: with_nan(tensor) for name, tensor in answer.tensors().items()})
             told = yield answer
             exchange += 1
+
+
+class Huge:
+    """A client half whose answers in training are finite, and too large for the server: its state overflows.
+
+    All float32 numbers, of which models and their updates are made, are 3e38; those in float64, which count and
+    measure, are 0.
+    """
+
+    def __init__(self, half: ClientHalf) -> None:
+        self.predictors, self.stateful = half.predictors, half.stateful
+        self._half = half
+
+    def open(self, clients: Group, opening: Message) -> Conversation:
+        honest, told = self._half.open(clients, opening), None
+        while True:
+            try:
+                answer = honest.send(told)
+            except StopIteration as end:
+                return end.value
+            clients.lost.clear()  # who starts from such a state diverges
+            told = yield type(answer)(**{name: huge(tensor) for name, tensor in answer.tensors().items()})
+
+
+def huge(tensor: Tensor) -> Tensor:
+    """3e38 everywhere in a float32 tensor, 0 in another."""
+    return torch.full_like(tensor, 3e38 if tensor.dtype == torch.float32 else 0)
 
 
 def with_nan(tensor: Tensor) -> Tensor:

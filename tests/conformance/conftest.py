@@ -11,21 +11,39 @@ from conformance_kit import TINY, Federation, federation
 
 from fedloom.algorithms.base import available, find
 
+PROBE = "probe"
+"""The method of conformance_probe.py, which is registered for the tests that ask for it."""
+
+THOROUGH = ("pefll", "fedrep")
+"""Three exchanges and a server that puts work off; one exchange and clients that keep a state."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--algorithm", help="run the conformance kit for this method alone")
     parser.addoption("--settings", help="the method's settings on the tiny federation, as YAML")
+    parser.addoption("--keep-bits", action="store_true", help="write kept_bits.json anew (test_kept_bits.py)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``method`` is every registered algorithm, some with a second setting, ``trained`` those that have rounds."""
+    """``method`` is every registered algorithm, some with a second setting, ``trained`` those that have rounds.
+
+    Of these, ``thorough`` are those that are killed at every exchange, and ``sampled`` the others: what is killed and
+    resumed is the loop, the journal and the clients' states, which all methods share. A method that is chosen by
+    ``--algorithm`` is thorough.
+    """
     chosen = metafunc.config.getoption("--algorithm", default=None)
     methods = available() if chosen is None else (find(chosen).name,)
     names = [*methods, *(name for name in TINY if ":" in name and _method(name) in methods)]
     if "method" in metafunc.fixturenames:
         metafunc.parametrize("method", names)
+    trained = [name for name in names if find(_method(name)).trains]
     if "trained" in metafunc.fixturenames:
-        metafunc.parametrize("trained", [name for name in names if find(_method(name)).trains])
+        metafunc.parametrize("trained", trained)
+    thorough = [PROBE, *THOROUGH] if chosen is None else trained
+    if "thorough" in metafunc.fixturenames:
+        metafunc.parametrize("thorough", thorough)
+    if "sampled" in metafunc.fixturenames:
+        metafunc.parametrize("sampled", [name for name in trained if name not in thorough])
 
 
 def _method(name: str) -> str:
@@ -38,9 +56,18 @@ def _one_thread() -> None:
 
 
 @pytest.fixture
-def tiny(request: pytest.FixtureRequest, tiny_root: Path, tmp_path: Path) -> Federation:
+def tiny(
+    request: pytest.FixtureRequest, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Federation:
     """The method of this test on eight clients of very different sizes, two of them unseen."""
-    name = request.getfixturevalue("method" if "method" in request.fixturenames else "trained")
+    which = next(name for name in ("method", "trained", "thorough", "sampled") if name in request.fixturenames)
+    name = request.getfixturevalue(which)
+    if name == PROBE:
+        about = tmp_path / "site" / "fedloom_probe-0.1.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fedloom-probe\nVersion: 0.1\n")
+        (about / "entry_points.txt").write_text("[fedloom.algorithms]\nprobe = conformance_probe:PROBE\n")
+        monkeypatch.syspath_prepend(about.parent)
     given = request.config.getoption("--settings", default=None)
     settings = yaml.safe_load(given) if given is not None else TINY.get(name, {})
     return federation(tmp_path, tiny_root, _method(name), settings)

@@ -8,7 +8,9 @@ runs it for one registered method, this repository's or another's.
 from __future__ import annotations
 
 import json
+import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from conformance_kit import (
     ROUNDS,
     Faulty,
     Federation,
+    Huge,
     Killed,
     Poisoned,
     Spread,
@@ -41,7 +44,7 @@ def training(call: Call, round: int = AT) -> bool:
 
 
 def assert_finite(loop: Loop) -> None:
-    for name, tensor in loop.server.state().items():
+    for name, tensor in loop.server.state.items():
         assert torch.isfinite(tensor).all(), name
 
 
@@ -160,6 +163,28 @@ def test_a_reply_that_is_not_finite_loses_its_client_and_nobody_else(tiny: Feder
         assert tiny.final(f"{name}-lost") == tiny.final(name)
 
 
+GROWS: dict[str, dict[str, Any]] = {"pfedbayes": {"beta": 2.0}, "wga": {"lr": 2.0}}
+"""Settings with which the server's step is longer than what it averages: else it stays finite, as it may."""
+
+
+def test_a_state_that_would_not_be_finite_is_not_taken_over(tiny: Federation, trained: str) -> None:
+    """Every answer is finite, but their sum with the state, or a square, or a product, is not."""
+    tree = tiny.these.experiment.model_dump(mode="json")["algorithm"]
+    tiny = tiny.changed(algorithm={**tree, **GROWS.get(trained, {})}, federation__rounds=4)
+    loop = tiny.loop("huge", tiny.carrier("huge", Huge))
+    states = [state(loop)]
+    unchanged: list[bool] = []
+    loop.observer.on_round = lambda attempt: states.append(state(loop))
+    loop.observer.on_failure = lambda attempt: unchanged.append(same_bits(states[-1], state(loop)))
+    with pytest.raises(QuorumError, match="not finite"):
+        loop.run()
+    assert_finite(loop)
+    failed = [attempt for attempt in tiny.attempts("huge") if attempt.outcome != "done"]
+    assert [attempt.round for attempt in failed] == [loop.round + 1] * loop.schedule.attempts
+    assert unchanged == [True] * len(failed)
+    assert same_bits(states[-1], state(loop))
+
+
 def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, trained: str) -> None:
     tiny.run("whole")
     folder = RunFolder(tiny.tmp / "whole")
@@ -179,24 +204,48 @@ def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, traine
 
 
 @pytest.mark.parametrize("checkpoint_every_s", [0.0, 1e9])
-def test_killed_at_every_exchange_and_resumed(tiny: Federation, trained: str, checkpoint_every_s: float) -> None:
+def test_killed_at_every_exchange_and_resumed(tiny: Federation, thorough: str, checkpoint_every_s: float) -> None:
     tiny = tiny.changed(federation__checkpoint_every_s=checkpoint_every_s)
+    calls = undisturbed(tiny)
+    for i in range(len(calls)):
+        killed_and_resumed(tiny, i, calls)
+
+
+def test_killed_at_one_exchange_of_each_kind_and_resumed(tiny: Federation, sampled: str) -> None:
+    """At a call drawn at random, the same in every run; checkpoints after every round, and only at the end, in turn."""
+    calls = undisturbed(tiny)
+    kinds: dict[tuple[str, int], list[int]] = {}
+    for i, call in enumerate(calls):
+        kinds.setdefault((call.key.purpose, call.exchange), []).append(i)
+    draw = random.Random(sampled)
+    seldom = draw.randrange(2)
+    for k, those in enumerate(kinds.values()):
+        often = tiny.changed(federation__checkpoint_every_s=1e9 if k % 2 == seldom else 0.0)
+        killed_and_resumed(often, draw.choice(those), calls)
+
+
+def undisturbed(tiny: Federation) -> list[Call]:
+    """The calls of a whole run, in the folder ``whole``."""
     carrier = Faulty(tiny.carrier("whole"))
     tiny.run("whole", carrier)
-    for i in range(len(carrier.calls)):
-        name = f"killed-{i}"
-        left = iter(range(i + 1))
+    return carrier.calls
 
-        def kill(call: Call, left=left, i=i) -> None:
-            if next(left) == i:
-                raise Killed
 
-        with pytest.raises(Killed):
-            tiny.run(name, Faulty(tiny.carrier(name), before=kill))
-        tiny.resume(name)
-        assert tiny.final(name) == tiny.final("whole"), carrier.calls[i].key
-        assert tiny.metrics(name) == tiny.metrics("whole")
-        assert tiny.attempts(name) == tiny.attempts("whole")
+def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
+    """A run that is killed at its i-th call and resumed ends as the whole one."""
+    name = f"killed-{i}"
+    left = iter(range(i + 1))
+
+    def kill(call: Call) -> None:
+        if next(left) == i:
+            raise Killed
+
+    with pytest.raises(Killed):
+        tiny.run(name, Faulty(tiny.carrier(name), before=kill))
+    tiny.resume(name)
+    assert tiny.final(name) == tiny.final("whole"), calls[i].key
+    assert tiny.metrics(name) == tiny.metrics("whole")
+    assert tiny.attempts(name) == tiny.attempts("whole")
 
 
 @pytest.mark.parametrize("purpose", ["train", "evaluate"])

@@ -23,7 +23,7 @@ def test_the_state_has_one_size(tmp_path: Path) -> None:
     sizes = []
     for clients in (100, 1000):
         task = Task(model, 10, (1, 28, 28), clients)
-        state = pefll.server(settings, task, generator(1, "init")).state()
+        state = pefll.server(settings, task, generator(1, "init")).state
         sizes.append({name: tuple(tensor.shape) for name, tensor in state.items()})
     assert sizes[0] == sizes[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, Group, Predictors, Task
+from fedloom.algorithms.base import Algorithm, Group, Task
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
@@ -26,6 +26,7 @@ from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
+from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
 from fedloom.storage import Store, open_store
 
@@ -87,7 +88,8 @@ class Federation:
     @property
     def state(self) -> dict[str, Tensor]:
         """A copy of the server's state."""
-        return {name: tensor.clone() for name, tensor in self.loop.server.state().items()}
+        self.loop.server.settle()
+        return {name: tensor.clone() for name, tensor in self.loop.server.state.items()}
 
     def run(self) -> Evaluation:
         """Run all rounds."""

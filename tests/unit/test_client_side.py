@@ -11,19 +11,19 @@ import torch
 from federations import clients, task
 from torch import Tensor
 
-from fedloom.algorithms.base import Group, Predictors
+from fedloom.algorithms.base import Group
 from fedloom.algorithms.pefll import (
     PEFLL,
+    DescribeAndTrain,
     DescribeYourself,
     Descriptor,
     DescriptorUpdate,
-    EmbeddingNetwork,
     EmbeddingUpdate,
-    ModelUpdate,
     PeFLLClient,
     PeFLLSettings,
     PersonalizedModel,
 )
+from fedloom.algorithms.recipe import Update
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import nothing_measured
@@ -31,6 +31,7 @@ from fedloom.federation.carrier import ConversationKey, Lost, MissingConversatio
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.loop import vocabulary
 from fedloom.messages import Message, Metrics
+from fedloom.models.predictors import Predictors
 
 DATA = clients((4, 9, 6, 5))
 KEY = ConversationKey(1, 1, 0, "train")
@@ -47,7 +48,7 @@ RANDOM = torch.Generator().manual_seed(0)
 ETA_V = HALF.embedding.init(RANDOM, torch.float64)
 THETA = torch.randn(4, HALF.task.model.layout.size, generator=RANDOM, dtype=torch.float64) / 10
 D_V = torch.randn(4, 4, generator=RANDOM, dtype=torch.float64)
-TALK = [EmbeddingNetwork(ETA_V), PersonalizedModel(THETA), DescriptorUpdate(D_V)]
+TALK = [DescribeAndTrain(ETA_V), PersonalizedModel(THETA), DescriptorUpdate(D_V)]
 
 
 class Clients(ClientSide):
@@ -83,7 +84,7 @@ def equal(one: Message | Lost, other: Message | Lost) -> bool:
 
 def test_a_conversation_from_beginning_to_end() -> None:
     found = Clients()
-    for exchange, cls in enumerate((Descriptor, ModelUpdate, EmbeddingUpdate)):
+    for exchange, cls in enumerate((Descriptor, Update, EmbeddingUpdate)):
         answers = found.ask(exchange, range(4))
         assert list(answers) == [0, 1, 2, 3]
         assert all(type(answer) is cls for answer in answers.values())

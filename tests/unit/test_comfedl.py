@@ -21,25 +21,24 @@ from pydantic import ValidationError
 from scipy.optimize import minimize
 from torch import Tensor
 
+from fedloom.algorithms import client as client_side
 from fedloom.algorithms import comfedl
+from fedloom.algorithms.client import LocalSGD, batches, train
 from fedloom.algorithms.comfedl import (
     COMFEDL,
     ComFedLSettings,
-    ModelUpdate,
-    composed_loss,
+    CompositionalUpdate,
     compositional_sgd,
     loss_there,
-    optimal_weights,
-    regularized_loss,
 )
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.training import LocalSGD, batches, local_sgd
 from fedloom.data.federated import ClientData
 from fedloom.errors import QuorumError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
+from fedloom.theory.compositional import composed_loss, optimal_weights, regularized_loss
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -228,9 +227,9 @@ def test_options_the_paper_has_not_act_on_u(local: dict[str, Any]) -> None:
         c.train.y[:] = torch.arange(11) % 2  # label 2 is absent
     s = made(gamma=1e9, local=local)
     plain = LocalSGD.model_validate({"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0} | local)
-    expected, _, _ = local_sgd(SMALL, theta, group([c]), plain)
+    expected = train(SMALL, group([c]), theta, plain).theta
     close(theta + compositional_sgd(SMALL, theta, group([c]), s, ZERO).delta_theta, expected, atol=1e-9)
-    without, _, _ = local_sgd(SMALL, theta, group([c]), LocalSGD(steps=3, batch_size=3, lr=0.05, momentum=0.0))
+    without = train(SMALL, group([c]), theta, LocalSGD(steps=3, batch_size=3, lr=0.05, momentum=0.0)).theta
     assert (expected - without).abs().max() > 1e-6
 
 
@@ -336,7 +335,7 @@ def test_the_loss_there_is_that_of_all_train_data_in_pieces(objective: str, monk
         [composed(SMALL, theta[0].clone().requires_grad_(), c, slice(None), slice(None), s).detach() for c in data]
     )
     for piece in (512, 4):
-        monkeypatch.setattr(comfedl, "PIECE", piece)
+        monkeypatch.setattr(client_side, "PIECE", piece)
         close(loss_there(SMALL, theta, group(data), s), expected[:, None])
         for i, c in enumerate(data):
             close(loss_there(SMALL, theta[:1], group([c]), s), expected[i : i + 1, None])
@@ -379,7 +378,7 @@ GROUPED: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(message: ModelUpdate) -> Sequence[Tensor]:
+def rows(message: CompositionalUpdate) -> Sequence[Tensor]:
     return list(message.tensors().values())
 
 
@@ -511,7 +510,7 @@ def test_personal_is_the_shared_model_after_its_steps_on_train_data(
             members = group([c])
             members._generator = lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 1)
             plain = LocalSGD.model_validate({"batch_size": 3, "momentum": 0.0, **tuning})
-            expected = local_sgd(problem.model, theta[None], members, plain, "adapt")[0][0]
+            expected = train(problem.model, members, theta[None], plain, purpose="adapt").theta[0]
             assert not torch.equal(expected, theta)
         assert torch.equal(named["personal"].tensors()["theta"], expected)
 

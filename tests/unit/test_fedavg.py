@@ -12,8 +12,9 @@ from federations import client, clients, federation, group, task
 from torch import Tensor
 
 from fedloom.algorithms.base import Task
-from fedloom.algorithms.fedavg import FEDAVG, FedAvgClient, FedAvgSettings, FineTune
-from fedloom.algorithms.training import batches, local_sgd
+from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.recipe import MakeItYours
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, QuorumError
 from fedloom.federation.randomness import generator
@@ -113,22 +114,22 @@ def test_fine_tuning_is_local_sgd_from_the_global_model(tmp_path: Path) -> None:
         assert torch.equal(named["global"].tensors()["theta"], theta)
         members = group([c])
         members._generator = lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 1)
-        expected, _, _ = local_sgd(problem.model, theta[None], members, tuning, "fine-tune")
+        expected = train(problem.model, members, theta[None], tuning, purpose="fine-tune").theta
         assert torch.equal(named["personal"].tensors()["theta"], expected[0])
         assert not torch.equal(named["personal"].tensors()["theta"], theta)
-    half = FedAvgClient(s, problem)
+    half = FEDAVG.client(s, problem)
     assert (half.personalization_steps("personal", 9), half.personalization_steps("global", 9)) == (4, 0)
 
 
 def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> None:
     c = client("c7", 4)
     c = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, c.classes)
-    opening = FineTune(torch.zeros(task().model.layout.size).double())
+    opening = MakeItYours(torch.zeros(task().model.layout.size).double())
     with pytest.raises(StopIteration) as end:
-        next(FedAvgClient(made(), task()).open(group([c]), opening))
+        next(FEDAVG.client(made(), task()).open(group([c]), opening))
     assert set(end.value.value[0]) == {"personal", "global"}
     with pytest.raises(DataError, match="client c7: its train split has no labels"):
-        next(FedAvgClient(made(personalize_steps=1), task()).open(group([c]), opening))
+        FEDAVG.client(made(personalize_steps=1), task()).open(group([c]), opening)
 
 
 def test_a_model_that_is_not_finite_is_not_taken_over(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from federations import clients, federation, group, task
 
+from fedloom.algorithms.client import train
 from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings, TrainAlone
-from fedloom.algorithms.training import local_sgd
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 
@@ -33,9 +33,9 @@ def test_a_clients_model_is_sgd_from_its_own_start(tmp_path: Path) -> None:
         members = group([c])
         members._generator = lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 0)
         start = problem.model.init(members.generator(0, "init"), torch.float64)
-        expected, steps, _ = local_sgd(problem.model, start[None], members, s.local)
-        assert torch.equal(run.predictors[0, c.id]["personal"].tensors()["theta"], expected[0])
-        assert steps.item() == LocalClient(s, problem).personalization_steps("personal", len(c.train))
+        expected = train(problem.model, members, start[None], s.local)
+        assert torch.equal(run.predictors[0, c.id]["personal"].tensors()["theta"], expected.theta[0])
+        assert expected.steps.item() == LocalClient(s, problem).personalization_steps("personal", len(c.train))
         starts.append(start)
     assert not torch.equal(starts[0], starts[1])
 

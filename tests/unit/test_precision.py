@@ -15,7 +15,7 @@ from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
-from fedloom.models.precision import Bfloat16
+from fedloom.models.precision import bfloat16
 from fedloom.models.registry import LeNetSettings, MLPSettings, QuadraticSettings
 from fedloom.models.resnet import ResNet20
 
@@ -60,7 +60,7 @@ def test_losses_and_gradients_are_those_of_float32_up_to_roundings(name: str) ->
     model, (x, y) = MODELS[name], data(name)
     theta = start(model)
     loss, exact = gradient(model, theta, x, y)
-    rounded_loss, rounded = gradient(Bfloat16(model), theta, x, y)
+    rounded_loss, rounded = gradient(bfloat16(model), theta, x, y)
     assert 0 < abs(rounded_loss - loss) < 4 * HALF_UNIT * loss  # it is another computation, and nearly the same
     assert 0 < (rounded - exact).norm() < SWITCHED * exact.norm()
     assert F.cosine_similarity(rounded, exact, dim=0) > 0.99
@@ -68,7 +68,7 @@ def test_losses_and_gradients_are_those_of_float32_up_to_roundings(name: str) ->
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_comes_out_is_float32(name: str) -> None:
-    model, (x, _) = Bfloat16(MODELS[name]), data(name)
+    model, (x, _) = bfloat16(MODELS[name]), data(name)
     leaves = model.layout.leaves(start(model))
     assert model.forward(leaves, x).dtype == model.features(leaves, x).dtype == torch.float32
     assert torch.equal(model.forward(leaves, x), model.forward(leaves, x))
@@ -78,19 +78,19 @@ def test_what_comes_out_is_float32(name: str) -> None:
 def test_float64_is_left_alone(name: str) -> None:
     model, (x, y) = MODELS[name], data(name, dtype=torch.float64)
     theta = start(model, torch.float64)
-    for one, other in zip(gradient(model, theta, x, y), gradient(Bfloat16(model), theta, x, y), strict=True):
+    for one, other in zip(gradient(model, theta, x, y), gradient(bfloat16(model), theta, x, y), strict=True):
         assert torch.equal(one, other)
 
 
 def test_it_starts_from_the_same_point() -> None:
     model = MODELS["vgg"]  # which has a start of its own
-    assert torch.equal(start(Bfloat16(model)), start(model))
+    assert torch.equal(start(bfloat16(model)), start(model))
 
 
 @pytest.mark.parametrize("name", ["lenet", "vgg", "mlp"])
 def test_a_group_has_the_gradients_of_its_clients(name: str) -> None:
     """``vmap(grad)``, the driver for GPUs: other sums, so equal up to roundings only."""
-    model, (x, y) = Bfloat16(MODELS[name]), data(name)
+    model, (x, y) = bfloat16(MODELS[name]), data(name)
     thetas = torch.stack([start(model), 0.9 * start(model)])
 
     def loss(theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -114,12 +114,15 @@ def test_a_second_derivative_goes_through() -> None:
         return second
 
     exact = product(model)
-    assert 0 < (product(Bfloat16(model)) - exact).norm() < 20 * HALF_UNIT * exact.norm()
+    assert 0 < (product(bfloat16(model)) - exact).norm() < 20 * HALF_UNIT * exact.norm()
 
 
 def test_the_experiment_file_chooses() -> None:
     assert isinstance(LeNetSettings().build(IMAGE, 10), LeNet)
-    assert isinstance(LeNetSettings(precision="bfloat16").build(IMAGE, 10), Bfloat16)
+    rounded, exact = (LeNetSettings(precision=p).build(IMAGE, 10) for p in ("bfloat16", "float32"))
+    theta, (x, _) = start(exact), data("lenet")
+    assert torch.equal(rounded.logits(theta, x), bfloat16(exact).logits(theta, x))
+    assert not torch.equal(rounded.logits(theta, x), exact.logits(theta, x))
     with pytest.raises(ValidationError, match="bfloat16"):
         MLPSettings(precision="float16")  # type: ignore[arg-type]
     with pytest.raises(ExperimentError, match=r"model\.precision: found bfloat16 for 'quadratic'.*allowed: float32"):

@@ -130,7 +130,7 @@ def test_the_page_is_called_after_method_data_set_and_seed(small: Path, tmp_path
     settings = {"seed": 3, "algorithm": {"name": "fedavg"}, "data": {"dataset": "vowel"}}
     (small / "summary.json").unlink()
     (small / "experiment.yaml").write_text(json.dumps(settings))
-    assert "<h1>FedAvg on vowel, seed 3</h1>" in write_report(small).read_text()
+    assert "<h1>fedavg on vowel, seed 3</h1>" in write_report(small).read_text()
 
 
 @pytest.mark.parametrize("n", [8, 40])

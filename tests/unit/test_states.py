@@ -13,12 +13,12 @@ import torch
 from federations import Federation, clients, federation, task
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, opened_by
-from fedloom.algorithms.training import predictors_of
+from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, conversation
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss
 from fedloom.federation.states import StoredStates, Version, Versions
 from fedloom.messages import Message, Quantity, broadcast, rows
+from fedloom.models.predictors import predictors_of
 from fedloom.settings import Settings
 from fedloom.storage import Store
 from fedloom.storage.folder import FolderStore
@@ -34,7 +34,7 @@ class Ask(Message):
 class Seen(Message):
     """The rounds whose states this client builds on, as bits."""
 
-    rounds: Tensor = rows(Quantity.OTHER)
+    rounds: Tensor = rows(Quantity.OTHER, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,17 +51,9 @@ class Server(ServerHalf):
     """Writes down what each client says it remembers."""
 
     def __init__(self, settings: Settings, problem: Any, generator: torch.Generator) -> None:
+        super().__init__(settings, problem)
         self.said: dict[int, list[int | None]] = {}
-        self.rounds = torch.zeros(1, dtype=torch.int64)
-
-    def state(self) -> dict[str, Tensor]:
-        return {"rounds": self.rounds}
-
-    def load(self, state: Any) -> None:
-        self.rounds = state["rounds"]
-
-    def shapes(self) -> Any:
-        return {Seen: {"rounds": ()}}
+        self.state["rounds"] = torch.zeros(1, dtype=torch.int64)
 
     def train_round(self, round: Any) -> dict[str, float]:
         cohort = round.everyone()
@@ -70,7 +62,7 @@ class Server(ServerHalf):
             int(bits) if here else None for bits, here in zip(first.rounds, first.present, strict=True)
         ]
         cohort.send(Thanks())
-        self.rounds = self.rounds + 1
+        self.state["rounds"] = self.state["rounds"] + 1
         return {"client_steps": 0.0}
 
     def personalize(self, cohort: Any) -> Any:
@@ -82,25 +74,21 @@ class Client(ClientHalf):
 
     stateful = True
 
-    def __init__(self, settings: Settings, problem: Any) -> None:
-        self.problem = problem
-
-    @opened_by(Ask)
+    @conversation
     def train(self, group: Any, opening: Ask) -> Any:
-        remembered = [torch.tensor(0) if (s := group.state(i)) is None else s["rounds"] for i in range(len(group))]
+        remembered = [torch.tensor([0]) if (s := group.state(i)) is None else s["rounds"] for i in range(len(group))]
         yield Seen(torch.stack(remembered))
         for i, bits in enumerate(remembered):
             group.keep(i, {"rounds": bits | (1 << opening.round)})
         yield Seen(torch.stack(remembered))
 
-    @opened_by(Personal)
+    @conversation
     def personalize(self, group: Any, opening: Personal) -> Any:
-        values = [torch.tensor(0) if (s := group.state(i)) is None else s["rounds"] for i in range(len(group))]
-        thetas = torch.stack(values).double()[:, None].expand(-1, self.problem.model.layout.size)
+        values = [torch.tensor([0]) if (s := group.state(i)) is None else s["rounds"] for i in range(len(group))]
+        thetas = torch.stack(values).double().expand(-1, self.task.model.layout.size)
         with pytest.raises(RuntimeError, match="nothing can be kept"):
             group.keep(0, {})
-        return predictors_of(self.problem.model, personal=thetas)
-        yield
+        return predictors_of(self.task.model, personal=thetas)
 
 
 REMEMBERS = Algorithm("remembers", 1, Settings, Server, Client, (Ask, Seen, Thanks, Personal))

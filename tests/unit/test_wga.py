@@ -8,19 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation, task
+import torch.nn.functional as F
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, task
 from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Task
-from fedloom.algorithms.training import batches, gradient
-from fedloom.algorithms.wga import WGA, OwnModel, WGAClient, WGAServer, WGASettings, next_bias, weighted_gradient
+from fedloom.algorithms.client import Batch, Local, batches
+from fedloom.algorithms.wga import (
+    WGA,
+    Gradients,
+    OwnModel,
+    SharedStates,
+    TrueGradients,
+    WGAServer,
+    WGASettings,
+    halves,
+)
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
+from fedloom.messages import answer_shapes
 from fedloom.models.lenet import LeNet
 from fedloom.models.quadratic import Quadratic
 from fedloom.theory import collaboration
+from fedloom.theory.collaboration import next_bias, weighted_gradient
 
 SIZES = (9, 12, 7)
 SEED = 7  # of the federations
@@ -47,7 +59,9 @@ def drawn(c: ClientData, s: WGASettings, round: int, steps: int = 1) -> list[Ten
 
 def at(p: Task, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
     assert c.train.y is not None
-    return gradient(p.model, theta, c.train.x[index], c.train.y[index])[0]
+    theta = theta.detach().clone().requires_grad_()
+    loss = F.cross_entropy(p.model.logits(theta, c.train.x[index]), c.train.y[index])
+    return torch.autograd.grad(loss, [theta])[0]
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -57,10 +71,11 @@ def close(found: Tensor, expected: Tensor) -> None:
 def test_a_gradient_is_that_of_the_mean_cross_entropy() -> None:
     p, c = problem(), clients((6,))[0]
     theta = p.model.init(torch.Generator().manual_seed(1), p.dtype).requires_grad_()
-    loss = torch.nn.functional.cross_entropy(p.model.logits(theta, c.train.x), c.train.y)
-    found, value = gradient(p.model, theta, c.train.x, c.train.y)
-    close(found, torch.autograd.grad(loss, [theta])[0])
-    close(value, loss.detach())
+    loss = F.cross_entropy(p.model.logits(theta, c.train.x), c.train.y)
+    local = Local(p.model, group([c]))
+    found, value = local.gradient_at(theta[None], *local.everything())
+    close(found[0], torch.autograd.grad(loss, [theta])[0])
+    close(value[0], loss.detach())
 
 
 def test_bias_correction_is_algorithm_3(tmp_path: Path) -> None:
@@ -183,10 +198,10 @@ def test_helpers_that_point_the_other_way_get_no_weight(tmp_path: Path) -> None:
         for i, factor in enumerate((1.0, 3.0, -2.0))
     ]
     server = WGAServer(made(rule="wga", weights="cosine"), problem(model=model), torch.Generator())
-    gradients = torch.stack([gradient(model, torch.zeros(2).double(), c.train.x, None)[0] for c in data])
-    weights = server._weights(("c0", "c1", "c2"), gradients, torch.ones(3).bool(), server.state(), 0)
+    gradients = torch.stack([-c.train.x.mean(0) for c in data])  # of ‖θ - x‖²/2 at θ = 0
+    weights = server._weights(("c0", "c1", "c2"), gradients, torch.ones(3).bool(), server.state, 0)
     assert weights.tolist() == [0.0, 1.0, 0.0]
-    none = server._weights(("c0", "c1", "c2"), -gradients[[0, 2, 2]], torch.ones(3).bool(), server.state(), 0)
+    none = server._weights(("c0", "c1", "c2"), -gradients[[0, 2, 2]], torch.ones(3).bool(), server.state, 0)
     assert not none.any()
     del tmp_path
 
@@ -196,19 +211,20 @@ def test_the_variance_of_a_gradient_is_estimated_without_bias() -> None:
     random = torch.Generator().manual_seed(3)
     x = torch.randn(5_000, 2, generator=random, dtype=torch.float64) * torch.tensor([1.0, 3.0])
     c = dataclasses.replace(clients((4,))[0], train=Split(x, None))
-    half = WGAClient(made(), problem(model=Quadratic(2, (2.0, 1.0))))
-    theta = torch.zeros(2, dtype=torch.float64)
-    found = [half._halves(c, theta, index) for index in torch.arange(5_000).split(5)]
+    theta = torch.zeros(1, 2, dtype=torch.float64)
+    h = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    local = Local(Quadratic(2, (2.0, 1.0)), group([c]))
+    drawn = [Batch(x[index], None, torch.full((5,), 0.2).double()) for index in torch.arange(5_000).split(5)]
+    found = [halves(local, theta, batch) for batch in drawn]
     expected = (4 * 1 + 1 * 9) / 5
-    assert sum(variance for _, _, variance in found) / len(found) == pytest.approx(expected, rel=0.1)
-    g, loss = gradient(half.task.model, theta, x[:5], None)
-    close(found[0][0], g)
-    close(found[0][1], loss)
+    assert sum(variance.item() for _, _, variance in found) / len(found) == pytest.approx(expected, rel=0.1)
+    close(found[0][0][0], -h * x[:5].mean(0))
+    close(found[0][1][0, 0], (0.5 * h * x[:5].square()).sum(1).mean())
 
 
 def test_quieter_helpers_count_more_by_the_inverse_of_their_variance(tmp_path: Path) -> None:
     server = WGAServer(made(rule="wga", weights="inverse_variance"), problem(), torch.Generator().manual_seed(0))
-    state = server.state()
+    state = server.state
     gradients, everyone = torch.zeros(3, 4), torch.ones(3).bool()
     assert server._weights(("c0", "c1", "c2"), gradients, everyone, state, 0).tolist() == [0, 0.5, 0.5]
     state["variances"][:] = torch.tensor([[9.0, 2], [2.0, 2], [12.0, 3]])
@@ -276,8 +292,7 @@ def test_a_harmonic_beta_counts_what_the_user_itself_has_observed(tmp_path: Path
 
 def test_a_block_is_no_longer_than_the_roster() -> None:
     half = WGAServer(made(users="all", block=8), problem(), torch.Generator().manual_seed(0))
-    ((_, fields),) = half.shapes().items()
-    assert fields["gradient"][0] == 3
+    assert answer_shapes(WGA.messages, half.sizes)[Gradients]["gradient"][0] == 3
 
 
 def test_optimal_weights_are_those_of_theory() -> None:
@@ -327,7 +342,7 @@ def test_who_is_no_user_gets_the_mean_and_makes_steps_from_there(tmp_path: Path)
 
 def test_a_stranger_with_a_users_name_gets_no_users_state() -> None:
     server = WGAServer(made(users="all"), problem(same_clients=False), torch.Generator().manual_seed(0))
-    server.state()["theta"][:] = torch.arange(3.0)[:, None]
+    server.state["theta"][:] = torch.arange(3.0)[:, None]
     sent: list[OwnModel] = []
 
     class Cohort:
@@ -374,9 +389,82 @@ def test_every_client_of_a_lenet_is_user_zero(tmp_path: Path) -> None:
     leaf = start[1].clone().requires_grad_()
     index = drawn(data[1], made(), 1)[0]
     assert data[1].train.y is not None
-    loss = torch.nn.functional.cross_entropy(p.model.logits(leaf, data[1].train.x[index]), data[1].train.y[index])
+    loss = F.cross_entropy(p.model.logits(leaf, data[1].train.x[index]), data[1].train.y[index])
     close(at(p, start[1], data[1], index), torch.autograd.grad(loss, [leaf])[0])
     evaluation = fed.run()
     assert torch.isfinite(fed.state["theta"]).all()
     assert not torch.equal(fed.state["theta"][0], fed.state["theta"][2])
     assert evaluation.present.all()
+
+
+# --- a stack of clients against one at a time -------------------------------------------------------------------------
+
+STACKED: dict[str, dict[str, Any]] = {
+    **{rule: {"rule": rule, "users": users} for rule, users in (("alone", "all"), ("wga", "one"), ("oracle", "all"))},
+    "bc": {"rule": "bc", "users": "all"},
+    "alone, one": {"rule": "alone", "users": "one"},
+    "cosine": {"weights": "cosine", "users": "all"},
+    "given": {"weights": {"c0": 1.0, "c1": 2.0}},
+    "variances": {"weights": "inverse_variance", "users": "all"},
+    "variances, one": {"weights": "inverse_variance"},
+    "local steps": {"local_steps": 3, "local_lr": 0.1, "users": "all"},
+    "steps": {"steps_per_round": 2, "local_steps": 2},
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stack_answers_as_its_clients_do_alone(name: str) -> None:
+    """Two steps, a block of two states and then one, the gradients of all data in between; sizes unequal."""
+    s = made(**({"steps_per_round": 2} | STACKED[name]))
+    p, data = problem(), clients((9, 2, 7))
+    half, random = WGA.client(s, p), torch.Generator().manual_seed(5)
+    states = torch.stack([p.model.init(random, torch.float64) for _ in range(3)])
+    blocks = [[0, 1], [2]] if s.users == "all" else [[0]]
+    number = torch.tensor
+
+    def talk(rows: list[int]) -> list[dict[str, Tensor]]:
+        messages: list[Any] = []
+        for step in range(s.steps_per_round):
+            for block in blocks:
+                positions = number(block, dtype=torch.float64)
+                messages.append(SharedStates(states[block], positions, number([float(step)]).double()))
+                messages += [TrueGradients(states[block])] if s.rule == "oracle" else []
+        talking = half.open(group([data[i] for i in rows]), messages[0])
+        answers = [next(talking)] + [talking.send(message) for message in messages[1:]]
+        return [answer.tensors() for answer in answers]
+
+    together, alone = talk([0, 1, 2]), [talk([i]) for i in range(3)]
+    for exchange, answer in enumerate(together):
+        for key, value in answer.items():
+            close(value, torch.cat([one[exchange][key] for one in alone]))
+    assert together[0]["gradient"].abs().max() > 1e-4
+    assert (together[0]["variance"] > 0).all() == (s.weights == "inverse_variance")
+
+
+def test_a_stack_is_personalized_as_its_clients_are_alone() -> None:
+    p, data = problem(), clients((9, 2, 7))
+    half, random = WGA.client(made(personalize_steps=3), p), torch.Generator().manual_seed(5)
+    states = torch.stack([p.model.init(random, torch.float64) for _ in range(3)])
+    steps = torch.tensor([[3.0], [0.0], [3.0]]).double()
+
+    def found(rows: list[int]) -> list[Tensor]:
+        opening = OwnModel(states[rows], states.mean(0), steps[rows])
+        with pytest.raises(StopIteration) as end:
+            next(half.open(group([data[i] for i in rows]), opening))
+        return [named["personal"].tensors()["theta"] for named in end.value.value]
+
+    together = found([0, 1, 2])
+    for i in range(3):
+        close(together[i], found([i])[0])
+    assert torch.equal(together[1], states[1])
+
+
+def test_a_client_with_one_example_has_no_variance_and_is_lost_alone() -> None:
+    p, data = problem(), clients((9, 1, 7))
+    members = group(data)
+    opening = SharedStates(
+        torch.zeros(1, p.model.layout.size).double(), torch.zeros(1).double(), torch.zeros(1).double()
+    )
+    answer = next(WGA.client(made(weights="inverse_variance"), p).open(members, opening))
+    assert list(members.lost) == [1]
+    assert all(tensor[[0, 2]].isfinite().all() for tensor in answer.tensors().values())

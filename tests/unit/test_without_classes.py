@@ -15,7 +15,6 @@ import yaml
 from federations import Silent
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.training import ModelPredictor
 from fedloom.data import sources
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.means import client_means
@@ -25,6 +24,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
 from fedloom.evaluation.summary import best
 from fedloom.federation.folder import RunFolder
+from fedloom.models.predictors import ModelPredictor
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
@@ -155,7 +155,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "found"),
     [
-        ({"algorithm": {"name": "fedavg"}}, "data.dataset: found gaussian"),
+        ({"algorithm": {"name": "pefll"}}, "data.dataset: found gaussian"),
         ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, "allowed: means"),
         ({"data": {"dataset": "mnist", "partition": {"scheme": "means", "clients": 5}}}, "draws its own examples"),
     ],

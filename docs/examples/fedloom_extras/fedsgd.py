@@ -5,20 +5,64 @@ B. McMahan et al., Communication-efficient learning of deep networks from decent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-import fedloom.algorithms.base as base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, opened_by
-from fedloom.algorithms.training import labelled, predictors_of
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import Local
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
+
+
+class FedSGDServer(base.ServerHalf):
+    """θ ← θ - η Σ (n_i / n) g_i."""
+
+    def __init__(self, settings: FedSGDSettings, task: Task, generator: torch.Generator) -> None:
+        super().__init__(settings, task)
+        self.state["theta"] = task.model.init(generator, task.dtype)
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """One round. Clients that answered count by their examples; who is lost has no weight."""
+        replies = round.sample().send(Ask(self.state["theta"]))
+        step = replies.mean(replies.g, replies.weights)
+        self.state["theta"] = self.state["theta"] - self.settings.lr * step
+        return {"client_steps": float(replies.present.sum()), "loss": float(replies.mean(replies.loss))}
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Everybody gets the global model."""
+        return cohort.send(Take(self.state["theta"]))
+
+
+class FedSGDClient(base.ClientHalf):
+    """Computes gradients."""
+
+    predictors = ("personal", "global")
+
+    @conversation
+    def train(self, clients: Group, opening: Ask) -> Conversation:
+        """The other end of :meth:`FedSGDServer.train_round`: what is yielded is the answer."""
+        local = Local(self.task.model, clients)
+        g, loss = local.gradient_at(opening.theta.expand(len(clients), -1), *local.everything())
+        yield Gradient(g, loss.double()[:, None])
+        return None
+
+    @conversation
+    def personalize(self, clients: Group, opening: Take) -> Predictors:
+        """What is returned are the client's predictors; FedLoom measures them."""
+        theta = opening.theta.expand(len(clients), -1)
+        return predictors_of(self.task.model, personal=theta, **{"global": theta})
+
+
+class FedSGDSettings(Settings):
+    """Keys of ``algorithm`` for FedSGD."""
+
+    lr: float = Field(default=0.1, gt=0, description="step size η")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +74,10 @@ class Ask(Message):
 
 @dataclass(frozen=True, eq=False)
 class Gradient(Message):
-    """The gradient of the client's mean loss over its whole train split."""
+    """The gradient of the client's mean loss over its whole train split, and that loss."""
 
-    g: Tensor = rows(Quantity.GRADIENT)  # [c, d]
+    g: Tensor = rows(Quantity.GRADIENT, "d")  # [c, d]
+    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,74 +87,6 @@ class Take(Message):
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
 
-class FedSGDSettings(Settings):
-    """Keys of ``algorithm`` for FedSGD."""
-
-    lr: float = Field(default=0.1, gt=0, description="step size η")
-
-
-class FedSGDServer(base.ServerHalf):
-    """θ ← θ - η Σ (n_i / n) g_i."""
-
-    def __init__(self, settings: FedSGDSettings, task: Task, generator: torch.Generator) -> None:
-        self.lr = settings.lr
-        self.theta = task.model.init(generator, task.dtype)
-
-    def state(self) -> dict[str, Tensor]:
-        """The global model: what a checkpoint holds."""
-        return {"theta": self.theta}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take a checkpoint over."""
-        self.theta = state["theta"]
-
-    def shapes(self) -> base.Shapes:
-        """What clients may answer, for each message: the shape of a row."""
-        return {Gradient: {"g": tuple(self.theta.shape)}}
-
-    def train_round(self, round: Round) -> base.Statistics:
-        """One round. Clients that answered count by their examples; who is lost has no weight."""
-        replies = round.sample().send(Ask(self.theta))
-        theta = self.theta - self.lr * replies.mean(replies.g, replies.weights)
-        if not torch.isfinite(theta).all():
-            raise FloatingPointError("the global model is not finite after this step")
-        self.theta = theta
-        return {"client_steps": float(replies.present.sum())}
-
-    def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Everybody gets the global model."""
-        return cohort.send(Take(self.theta))
-
-
-class FedSGDClient(base.ClientHalf):
-    """Computes gradients."""
-
-    predictors = ("personal", "global")
-
-    def __init__(self, settings: FedSGDSettings, task: Task) -> None:
-        self.model = task.model
-
-    @opened_by(Ask)
-    def train(self, clients: Group, opening: Ask) -> Conversation:
-        """The other end of :meth:`FedSGDServer.train_round`: what is yielded is the answer."""
-        gradients = []
-        for client in clients.clients:
-            x, y = labelled(client)
-            parameters = self.model.layout.leaves(opening.theta, requires_grad=True)
-            loss = F.cross_entropy(self.model.forward(parameters, x), y)
-            by_name = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
-            gradients.append(self.model.layout.join(by_name))
-        yield Gradient(torch.stack(gradients))
-        return None
-
-    @opened_by(Take)
-    def personalize(self, clients: Group, opening: Take) -> Conversation:
-        """What is returned are the client's predictors; FedLoom measures them."""
-        theta = opening.theta.expand(len(clients), -1)
-        return predictors_of(self.model, personal=theta, **{"global": theta})
-        yield  # a coroutine that says nothing
-
-
 FEDSGD = base.Algorithm(
     name="fedsgd",
     version=1,
@@ -117,4 +94,5 @@ FEDSGD = base.Algorithm(
     server=FedSGDServer,
     client=FedSGDClient,
     messages=(Ask, Gradient, Take),
+    titles=lambda settings: {"personal": "FedSGD", "global": "FedSGD"},
 )

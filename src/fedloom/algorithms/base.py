@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,13 +22,11 @@ from fedloom.data.manifest import Kind
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Replies
 from fedloom.models.flat import FlatModel
+from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
 
 Statistics: TypeAlias = dict[str, float]
 """What a round reports: ``client_steps`` (local SGD steps of all clients) always, ``loss`` and others where known."""
-
-Shapes: TypeAlias = Mapping[type[Message], Mapping[str, tuple[int, ...]]]
-"""For each message a client may reply with: the trailing shape of each field (without the row axis)."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +108,35 @@ class Round(Protocol):
 
 
 class ServerHalf(ABC):
-    """The server half. Its state is a dict of tensors, and nothing else: what is not in it is gone on resume."""
+    """The server half.
 
-    @abstractmethod
-    def state(self) -> dict[str, Tensor]:
-        """Return the state: CPU tensors, shared with the half (the caller clones before it keeps them)."""
+    A round that fails, or after which a tensor of the state that it replaced is not finite, leaves the state as it
+    was: the loop sees to that. A method that changes tensors in place, for speed, checks its update before.
 
-    @abstractmethod
+    Attributes
+    ----------
+    state
+        All that lasts from round to round: CPU tensors by name. What is not in it is gone on resume.
+    sizes
+        Numbers behind the names in the shapes of messages; d, the length of θ, is always there.
+    """
+
+    def __init__(self, settings: Any, task: Task) -> None:
+        self.settings = settings
+        self.task = task
+        self.state: dict[str, Tensor] = {}
+        self.sizes = {"d": task.model.layout.size}
+
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state made by :meth:`state`."""
+        """Take over a state of these names, from a checkpoint, which may have them in another order."""
+        self.state = {name: state[name] for name in self.state}
 
-    @abstractmethod
-    def shapes(self) -> Shapes:
-        """What the clients may answer, for validation before memory is taken."""
+    def settle(self) -> None:  # noqa: B027 - most have nothing to do
+        """Finish what was put off; called before the state is read from outside."""
 
     @abstractmethod
     def train_round(self, round: Round) -> Statistics:
-        """One training step of the method. It changes the state only after its last ``send``, or not at all."""
+        """One training step of the method."""
 
     @abstractmethod
     def personalize(self, cohort: Cohort) -> Replies[Any]:
@@ -136,24 +147,10 @@ class ServerHalf(ABC):
         """
 
 
-class Predictor(Protocol):
-    """What a client ends up with."""
-
-    def log_probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]`` log of the predicted class probabilities."""
-
-    def probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``; rows sum to one."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What to save so that the predictor can be used again."""
-
-
-Predictors: TypeAlias = list[dict[str, Predictor]]
-"""One dict per client of the group: ``personal`` and, where there is one, ``global``."""
-
 Conversation: TypeAlias = Generator[Message, Any, Predictors | None]
 """A client's side of a conversation: yields answers, is sent messages, may return predictors."""
+
+F = TypeVar("F", bound=Callable[..., Conversation | Predictors])
 
 
 class Group:
@@ -184,6 +181,7 @@ class Group:
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
         self._may_keep = may_keep
         self.kept: dict[int, dict[str, Tensor]] = {}
+        self.lost: dict[int, str] = {}
 
     def __len__(self) -> int:
         """g, the number of clients."""
@@ -213,9 +211,16 @@ class Group:
             raise RuntimeError("personalizing changes no state: nothing can be kept in it")
         self.kept[i] = tensors
 
+    def lose(self, i: int, reason: str) -> None:
+        """Lose the i-th client: its answer is this reason. The others of the group go on."""
+        self.lost.setdefault(i, reason)
+
 
 class ClientHalf:
-    """The client half: coroutines picked by the type of the opening message (see :func:`opened_by`)."""
+    """The client half: conversations, picked by the type of the message that opens them (:func:`conversation`).
+
+    Each is a coroutine, or a plain function where the opening is all that is needed to have the predictors.
+    """
 
     predictors: ClassVar[tuple[str, ...]] = ("personal",)
     """Names of the predictors that ``personalize`` returns, in the order metrics are reported."""
@@ -223,13 +228,16 @@ class ClientHalf:
     stateful: ClassVar[bool] = False
     """Whether clients keep a state from round to round (:meth:`Group.keep`)."""
 
-    _openings: ClassVar[dict[type[Message], str]] = {}
+    def __init__(self, settings: Any, task: Task) -> None:
+        self.settings = settings
+        self.task = task
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Collect the coroutines by opening message; those of the class it derives from stay."""
-        super().__init_subclass__(**kwargs)
-        own = {attribute.opening: name for name, attribute in vars(cls).items() if hasattr(attribute, "opening")}
-        cls._openings = {**cls._openings, **own}
+    @classmethod
+    @cache
+    def _openings(cls) -> dict[type[Message], str]:
+        """Message class -> name of the method that it opens, by the annotation of the parameter ``opening``."""
+        marked = [name for name in dir(cls) if hasattr(getattr(cls, name), "is_conversation")]
+        return {get_type_hints(getattr(cls, name))["opening"]: name for name in marked}
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """SGD steps that a client with so many train examples makes to get a predictor; 0 unless a method says more."""
@@ -244,22 +252,24 @@ class ClientHalf:
         TypeError
             If no coroutine is opened by this type of message.
         """
-        name = self._openings.get(type(opening))
+        openings = self._openings()
+        name = openings.get(type(opening))
         if name is None:
-            known = ", ".join(sorted(t.__name__ for t in self._openings))
+            known = ", ".join(sorted(t.__name__ for t in openings))
             raise TypeError(f"no conversation is opened by {type(opening).__name__} (those that are: {known})")
-        conversation: Conversation = getattr(self, name)(clients, opening)
-        return conversation
+        opened: Conversation | Predictors = getattr(self, name)(clients, opening)
+        return opened if isinstance(opened, Generator) else _finished(opened)
 
 
-def opened_by(opening: type[Message]) -> Callable[[Callable[..., Conversation]], Callable[..., Conversation]]:
-    """Mark a method of a client half as the coroutine that this type of message opens."""
+def _finished(predictors: Predictors) -> Conversation:
+    return predictors
+    yield
 
-    def mark(method: Callable[..., Conversation]) -> Callable[..., Conversation]:
-        method.opening = opening  # type: ignore[attr-defined]
-        return method
 
-    return mark
+def conversation(method: F) -> F:
+    """Mark a method of a client half as one that a message opens: the annotation of ``opening`` says which."""
+    method.is_conversation = True  # type: ignore[attr-defined]
+    return method
 
 
 @dataclass(frozen=True)
@@ -282,7 +292,9 @@ class Algorithm:
     labelled
         ``(settings) -> bool``: whether a client's labels are used to personalize; a label mask is refused if not.
     needs_classes
-        False for a method that trains any model by the model's own loss, so that data may have no classes.
+        False for a method that measures nothing but the model's own loss, so that data may have no classes.
+    titles
+        ``(settings) -> {predictor: title}``: how tables and figures call its predictors.
     """
 
     name: str
@@ -294,6 +306,7 @@ class Algorithm:
     trains: bool = True
     labelled: Callable[[Any], bool] = lambda settings: True
     needs_classes: bool = True
+    titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}
 
 
 def available() -> tuple[str, ...]:

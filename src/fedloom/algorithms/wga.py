@@ -1,15 +1,17 @@
-"""Weighted gradient averaging and Bias Correction (papers/004: Chayti, Karimireddy, Stich, Flammarion, Jaggi).
+"""Weighted gradient averaging and Bias Correction.
 
-User 0 minimizes its own objective f_0 with stochastic gradients of N helpers at its own state θ (papers/004,
-Algorithm 1). The aggregation on user 0 is one of four rules: Alone, WGA (Algorithm 2), Bias Correction (Algorithm 3),
-and Bias Correction with an oracle (§5.1). Our text of the paper lost its formulas; docs/algorithms/wga.md says how they
-are read. Beyond the paper (§7): every client can be user 0 at once, several exchanges make a round, a gradient can
-stand for several local steps, and the corrected gradient can go through momentum or Adam.
+E. M. Chayti, S. P. Karimireddy, S. U. Stich, N. Flammarion, M. Jaggi, Linear speedup in personalized collaborative
+learning, arXiv 2111.05968 (papers/004). User 0 minimizes its own objective f_0 with stochastic gradients of N helpers
+at its own state θ (Algorithm 1). The aggregation on user 0 is one of four rules: Alone, WGA (Algorithm 2), Bias
+Correction (Algorithm 3), and Bias Correction with an oracle (§5.1). Our text of the paper lost its formulas;
+docs/algorithms/wga.md says how they are read. Beyond the paper (§7): every client can be user 0 at once, several
+exchanges make a round, a gradient can stand for several local steps, and the corrected gradient can go through momentum
+or Adam.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, Literal, Self
@@ -26,81 +28,272 @@ from fedloom.algorithms.base import (
     Group,
     Round,
     ServerHalf,
-    Shapes,
     Statistics,
     Task,
-    opened_by,
+    conversation,
 )
-from fedloom.algorithms.training import batches, examples, gradient, predictors_of
-from fedloom.data.federated import ClientData
-from fedloom.errors import DataError, ExperimentError
+from fedloom.algorithms.client import Batch, Local, LocalSGD, train
+from fedloom.algorithms.optimizers import adam_direction
+from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 from fedloom.theory import collaboration
+from fedloom.theory.collaboration import next_bias, weighted_gradient
 
-PIECE = 512
-"""Examples that are looked at together where a gradient is that of all of a client's data."""
-
-# --- the aggregation on user 0 ----------------------------------------------------------------------------------------
+# --- the server -------------------------------------------------------------------------------------------------------
 
 
-def weighted_gradient(own: Tensor, helpers: Tensor, alpha: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
-    """(1 - α) g_0 + α (g_avg - c): papers/004, Algorithm 2 (c = 0) and Algorithm 3.
+class WGAServer(ServerHalf):
+    """Keeps, for each user, its state θ, its bias estimate c, and its optimizer's moments."""
 
-    Parameters
-    ----------
-    own, helpers
-        g_0 and g_avg, of one shape.
-    bias
-        c, what is known of g_avg - g_0 before this exchange.
+    settings: WGASettings
+
+    def __init__(self, settings: WGASettings, task: Task, generator: torch.Generator) -> None:
+        super().__init__(settings, task)
+        self.roster = {client: i for i, client in enumerate(task.roster)}
+        user = settings.user or next(iter(task.roster), "")
+        self._check(user)
+        self.always = (user,) if settings.users == "one" else ()
+        users = [user] if settings.users == "one" else list(task.roster)
+        self.row = {client: i for i, client in enumerate(users)}
+        start = task.model.init(generator, task.dtype)
+        self.state = {"theta": start.repeat(len(users), 1)}
+        if settings.rule == "bc":
+            self.state["bias"] = torch.zeros_like(self.state["theta"])
+        if settings.rule == "bc" and settings.beta == "harmonic":
+            self.state["observed"] = torch.zeros(len(users), dtype=torch.int64)
+        if settings.optimizer != "sgd":
+            self.state["first"] = torch.zeros_like(self.state["theta"])
+        if settings.optimizer == "adam":
+            self.state["second"] = torch.zeros_like(self.state["theta"])
+            self.state["steps"] = torch.zeros(len(users), dtype=torch.int64)
+        if settings.weights == "inverse_variance":
+            # Of each client of the roster: summed estimates, and their number.
+            self.state["variances"] = torch.zeros(len(task.roster), 2, dtype=torch.float64)
+        self.sizes["block"] = states_in_a_message(settings, task)
+
+    def train_round(self, round: Round) -> Statistics:
+        """``steps_per_round`` iterations of Algorithm 1, of every user in the cohort."""
+        s = self.settings
+        cohort = round.sample(always=self.always)
+        users = [client for client in cohort.clients if client in self.row]
+        new = {name: tensor.clone() for name, tensor in self.state.items()}
+        steps, losses = 0.0, []
+        for step in range(s.steps_per_round):
+            t = (round.number - 1) * s.steps_per_round + step
+            answered: list[tuple[int, Replies[Gradients]]] = []
+            for start in range(0, len(users), self.sizes["block"]):
+                block = users[start : start + self.sizes["block"]]
+                theta = new["theta"][[self.row[user] for user in block]]
+                positions = torch.tensor([self.roster[user] for user in block], dtype=torch.float64)
+                replies = cohort.send(SharedStates(theta, positions, torch.tensor([step], dtype=torch.float64)))
+                truth = cohort.send(TrueGradients(theta)) if s.rule == "oracle" else None
+                steps += replies.total(replies.steps) + (0 if truth is None else truth.total(truth.steps))
+                present = replies.present if truth is None else truth.present
+                for j, user in enumerate(block):
+                    at = cohort.clients.index(user)
+                    if not present[at]:
+                        continue  # without its own gradient a user makes no step
+                    weights = self._weights(cohort.clients, replies.gradient[:, j], present, new, at)
+                    noise = round.generator(f"oracle/{step}/{user}")
+                    self._advance(new, self.row[user], replies, truth, (at, j), weights, t, noise)
+                    losses.append(float(replies.loss[at]))
+                answered.append((len(block), replies))
+            self._note_variances(new, cohort, answered)
+        self.state = new
+        statistics = {"client_steps": steps, "users": float(len(losses)) / s.steps_per_round}
+        return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send each user its own state; the others get the mean of all, and make steps of their own from there."""
+        theta = self.state["theta"]
+        mean = theta.mean(0)
+        mine = [self.row.get(client) if self.task.same_clients else None for client in cohort.clients]
+        states = torch.stack([mean if i is None else theta[i] for i in mine])
+        steps = torch.tensor([[0.0 if i is not None else self.settings.personalize_steps] for i in mine])
+        cohort.record("user", torch.tensor([[float(i is not None)] for i in mine], dtype=torch.float64))
+        return cohort.send(OwnModel(states, mean, steps.double()))
+
+    def _advance(
+        self,
+        new: dict[str, Tensor],
+        row: int,
+        replies: Replies[Gradients],
+        truth: Replies[Gradients] | None,
+        where: tuple[int, int],
+        weights: Tensor,
+        t: int,
+        noise: torch.Generator,
+    ) -> None:
+        """The aggregation on user 0: one step of one user, whose own gradient is in row ``where[0]``, state ``[1]``."""
+        s, (at, j) = self.settings, where
+        own = replies.gradient[at, j]
+        if s.rule == "alone" or not weights.any():
+            self._step(new, row, own)
+            return
+        helpers = replies.mean(replies.gradient[:, j], weights)
+        number = 1 / float(weights.square().sum())  # N, if they count alike
+        beta = self._beta(new, row, t, number) if s.rule == "bc" else 0.0
+        alpha = s.alpha_at(t, number, beta)
+        bias: Tensor | float = 0.0
+        if s.rule == "bc":
+            bias = new["bias"][row].clone()  # as it was before this exchange: it must not know this gradient's noise
+            new["bias"][row] = next_bias(bias, own, helpers, beta)
+        if truth is not None:
+            bias = truth.mean(truth.gradient[:, j], weights) - truth.gradient[at, j]
+            spread = (s.oracle_variance / number / bias.numel()) ** 0.5
+            bias = bias + spread * torch.randn(bias.shape, generator=noise, dtype=torch.float64).to(bias)
+        self._step(new, row, weighted_gradient(own, helpers, alpha, bias))
+
+    def _beta(self, new: dict[str, Tensor], row: int, t: int, helpers: float) -> float:
+        """β of this exchange; a harmonic one counts the updates of this user's own c, and this is one."""
+        if self.settings.beta == "harmonic":
+            t = int(new["observed"][row])
+            new["observed"][row] += 1
+        return self.settings.beta_at(t, helpers)
+
+    def _step(self, new: dict[str, Tensor], row: int, g: Tensor) -> None:
+        """θ ← θ - η g, or what the optimizer makes of g."""
+        s = self.settings
+        if s.optimizer == "momentum":
+            new["first"][row] = g = s.momentum * new["first"][row] + g
+        if s.optimizer == "adam":
+            new["steps"][row] += 1
+            g = adam_direction(g, new["first"][row], new["second"][row], int(new["steps"][row]))
+        new["theta"][row] -= s.lr * g
+
+    def _weights(
+        self, clients: Sequence[str], gradients: Tensor, present: Tensor, new: Mapping[str, Tensor], at: int
+    ) -> Tensor:
+        """Weights ``[c]`` of the helpers of the user in row ``at``; they sum to 1, or are all 0 where it has none."""
+        chosen = self.settings.weights
+        weights = present.double()
+        weights[at] = 0
+        tiny = torch.finfo(torch.float64).tiny ** 0.5
+        if isinstance(chosen, dict):
+            weights *= torch.tensor([chosen.get(client, 0.0) for client in clients], dtype=torch.float64)
+        elif chosen == "cosine":
+            g = gradients.double()
+            weights *= (g @ g[at] / (g.norm(dim=1) * g[at].norm()).clamp(min=tiny)).clamp(min=0)
+        elif chosen == "inverse_variance":
+            known = new["variances"][[self.roster[client] for client in clients]]
+            if bool((known[weights > 0, 1] > 0).all()):  # the first exchange knows of none: all alike
+                weights /= (known[:, 0] / known[:, 1].clamp(min=1)).clamp(min=tiny)
+        return weights / weights.sum() if bool(weights.any()) else weights
+
+    def _note_variances(
+        self, new: dict[str, Tensor], cohort: Cohort, answered: Sequence[tuple[int, Replies[Gradients]]]
+    ) -> None:
+        """Add this step's estimates of σ_i², one for each client, over all states; they count from the next step on."""
+        if self.settings.weights == "inverse_variance":
+            for at, client in enumerate(cohort.clients):
+                estimates = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
+                if estimates:
+                    mean = sum(states * estimate for states, estimate in estimates) / sum(n for n, _ in estimates)
+                    new["variances"][self.roster[client]] += torch.stack(
+                        [torch.as_tensor(mean), torch.ones(()).double()]
+                    )
+
+    def _check(self, user: str) -> None:
+        named = list(self.settings.weights) if isinstance(self.settings.weights, dict) else []
+        for key, client in [("user", user), *(("weights", client) for client in named)]:
+            if client not in self.roster:
+                first, last = (self.task.roster[0], self.task.roster[-1]) if self.task.roster else ("", "")
+                raise ExperimentError(
+                    f"algorithm.{key}: found {client!r}; allowed: a seen client, such as {first} or {last}"
+                )
+
+
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
+class WGAClient(ClientHalf):
+    """Answers with gradients at other users' states, on its own data."""
+
+    predictors = ("personal", "global")
+    settings: WGASettings
+
+    @conversation
+    def train(self, clients: Group, opening: SharedStates) -> Conversation:
+        """Algorithm 1: sample, compute, share; as often as the server asks."""
+        s, local, block = self.settings, Local(self.task.model, clients), states_in_a_message(self.settings, self.task)
+        draws = local.batches(s.batch_size, [s.steps_per_round * s.local_steps] * len(clients), "train")
+        message: SharedStates | TrueGradients = opening
+        step, drawn = -1, list[Batch]()
+        while True:
+            if isinstance(message, SharedStates) and int(message.step) > step:
+                step, drawn = int(message.step), list(islice(draws, s.local_steps))
+            gradient = message.theta.new_zeros(len(clients), block, self.task.model.layout.size)
+            variance, loss, states, count = message.theta.new_zeros(4, len(clients), 1, dtype=torch.float64)
+            for j, state in enumerate(message.theta):
+                theta = state.expand(len(clients), -1)
+                if isinstance(message, TrueGradients):
+                    gradient[:, j], _ = local.gradient_at(theta, *local.everything())
+                    count += 1
+                    continue
+                owner = self.task.roster[int(message.users[j])]
+                own = torch.tensor([[client.id == owner] for client in clients.clients], device=theta.device)
+                used = own if s.rule == "alone" else torch.ones_like(own)  # nobody would use the others
+                if used.any():
+                    g, here, spread = self._gradient(local, theta, drawn)
+                    gradient[:, j] = torch.where(used, g, 0)
+                    variance, states, count = variance + spread * used, states + used, count + s.local_steps * used
+                    loss = torch.where(own, here, loss)
+            message = yield Gradients(gradient, variance / states.clamp(min=1), loss, count)
+
+    @conversation
+    def personalize(self, clients: Group, opening: OwnModel) -> Predictors:
+        """``personal`` is the client's own state, or what its own steps make of the mean; ``global`` is the mean."""
+        s, counts = self.settings, [int(steps) for steps in opening.steps]
+        personal = opening.theta
+        if any(counts):
+            sgd = LocalSGD(steps=max(counts), batch_size=s.batch_size, lr=self._local_lr, momentum=0.0)
+            made = train(self.task.model, clients, personal, sgd, purpose="personalize", key="local_lr").theta
+            personal = torch.where(opening.steps > 0, made, personal)
+        shared = opening.mean.expand(len(clients), -1)
+        return predictors_of(self.task.model, personal=personal, **{"global": shared})
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """``personalize_steps`` for a client without a state of its own."""
+        return self.settings.personalize_steps if predictor == "personal" else 0
+
+    @property
+    def _local_lr(self) -> float:
+        s: WGASettings = self.settings
+        return float(s.lr if s.local_lr is None else s.local_lr)
+
+    def _gradient(self, local: Local, theta: Tensor, drawn: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+        """Each client's gradient at θ ``[g, d]``, the loss there, and the gradient's variance, both ``[g, 1]`` float64.
+
+        It is that of a batch, or what several local steps moved, over their number and rate.
+        """
+        s = self.settings
+        if s.weights == "inverse_variance":
+            return halves(local, theta, drawn[0])
+        g, loss = local.gradient_at(theta, drawn[0])
+        if s.local_steps > 1:
+            moved = theta - self._local_lr * g
+            for batch in drawn[1:]:
+                moved = moved - self._local_lr * local.gradient_at(moved, batch)[0]
+            g = (theta - moved) / (self._local_lr * s.local_steps)
+        return g, loss.double()[:, None], torch.zeros_like(loss, dtype=torch.float64)[:, None]
+
+
+def halves(local: Local, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient and loss of a batch, and an unbiased estimate of the gradient's variance, from its two halves.
+
+    With b₁ + b₂ = b independent examples, E‖g₁ - g₂‖² = s² (1/b₁ + 1/b₂) where s²/b is the variance of the whole. A
+    client with one example is lost.
     """
-    return (1 - alpha) * own + alpha * (helpers - bias)
-
-
-def next_bias(bias: Tensor, own: Tensor, helpers: Tensor, beta: float | Tensor) -> Tensor:
-    """(1 - β) c + β b with the observed bias b = g_avg - g_0: papers/004, Algorithm 3, last two lines."""
-    return (1 - beta) * bias + beta * (helpers - own)
-
-
-# --- what travels -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class SharedStates(Message):
-    """States to evaluate stochastic gradients at; the first opens training (Algorithm 1, "for all users in parallel").
-
-    All exchanges of one step are answered on the same examples.
-    """
-
-    theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
-    users: Tensor = broadcast(Quantity.COUNT)  # [b] float64, whose they are: positions in the roster
-    step: Tensor = broadcast(Quantity.COUNT)  # [1] float64, 0 ... steps_per_round - 1
-
-
-@dataclass(frozen=True, eq=False)
-class TrueGradients(Message):
-    """States to evaluate the gradients of all of a client's data at: what a bias oracle knows (§5.1)."""
-
-    theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
-
-
-@dataclass(frozen=True, eq=False)
-class Gradients(Message):
-    """Gradients at the states; rows beyond b are zero."""
-
-    gradient: Tensor = rows(Quantity.GRADIENT)  # [c, block, d]
-    variance: Tensor = rows(Quantity.OTHER)  # [c, 1] float64, of one gradient, estimated; 0 unless weights need it
-    loss: Tensor = rows(Quantity.LOSS)  # [c, 1] float64, of the client's own state, if it is among them
-    steps: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, gradients evaluated
-
-
-@dataclass(frozen=True, eq=False)
-class OwnModel(Message):
-    """Opens personalization: the client's own state, or the mean of all for who has none."""
-
-    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
-    mean: Tensor = broadcast(Quantity.MODEL)  # [d]
-    steps: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, local steps to make from there
+    for i, n in zip(local.members, local.sizes, strict=True):
+        if n < 2:
+            local.group.lose(i, "it has one train example, a variance needs two")
+    one, other, share = local.halves(batch)
+    (g_1, loss_1), (g_2, loss_2) = local.gradient_at(theta, one), local.gradient_at(theta, other)
+    variance = (g_1 - g_2).double().square().sum(1, keepdim=True) * share * (1 - share)
+    a, b = share.to(g_1.dtype), (1 - share).to(g_1.dtype)
+    return a * g_1 + b * g_2, (a[:, 0] * loss_1 + b[:, 0] * loss_2).double()[:, None], variance
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -225,311 +418,48 @@ def states_in_a_message(settings: WGASettings, task: Task) -> int:
     return 1 if settings.users == "one" else min(settings.block, len(task.roster))
 
 
-# --- the server -------------------------------------------------------------------------------------------------------
+# --- what travels -----------------------------------------------------------------------------------------------------
 
 
-class WGAServer(ServerHalf):
-    """Keeps, for each user, its state θ, its bias estimate c, and its optimizer's moments."""
+@dataclass(frozen=True, eq=False)
+class SharedStates(Message):
+    """States to evaluate stochastic gradients at; the first opens training (Algorithm 1, "for all users in parallel").
 
-    def __init__(self, settings: WGASettings, task: Task, generator: torch.Generator) -> None:
-        self.settings = settings
-        self.task = task
-        self.roster = {client: i for i, client in enumerate(task.roster)}
-        user = settings.user or next(iter(task.roster), "")
-        self._check(user)
-        self.always = (user,) if settings.users == "one" else ()
-        users = [user] if settings.users == "one" else list(task.roster)
-        self.row = {client: i for i, client in enumerate(users)}
-        start = task.model.init(generator, task.dtype)
-        self._state = {"theta": start.repeat(len(users), 1)}
-        if settings.rule == "bc":
-            self._state["bias"] = torch.zeros_like(self._state["theta"])
-        if settings.rule == "bc" and settings.beta == "harmonic":
-            self._state["observed"] = torch.zeros(len(users), dtype=torch.int64)
-        if settings.optimizer != "sgd":
-            self._state["first"] = torch.zeros_like(self._state["theta"])
-        if settings.optimizer == "adam":
-            self._state["second"] = torch.zeros_like(self._state["theta"])
-            self._state["steps"] = torch.zeros(len(users), dtype=torch.int64)
-        if settings.weights == "inverse_variance":
-            # Of each client of the roster: summed estimates, and their number.
-            self._state["variances"] = torch.zeros(len(task.roster), 2, dtype=torch.float64)
+    All exchanges of one step are answered on the same examples.
+    """
 
-    def state(self) -> dict[str, Tensor]:
-        """θ and c ``[users, d]``, how often c was updated, moments, and what is known of the helpers' variances."""
-        return self._state
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state."""
-        self._state = dict(state)
-
-    def shapes(self) -> Shapes:
-        """As many gradients as a message has states."""
-        d = self.task.model.layout.size
-        return {Gradients: {"gradient": (self._block, d), "variance": (1,), "loss": (1,), "steps": (1,)}}
-
-    def train_round(self, round: Round) -> Statistics:
-        """``steps_per_round`` iterations of Algorithm 1, of every user in the cohort."""
-        s = self.settings
-        cohort = round.sample(always=self.always)
-        users = [client for client in cohort.clients if client in self.row]
-        new = {name: tensor.clone() for name, tensor in self._state.items()}
-        steps, losses = 0.0, []
-        for step in range(s.steps_per_round):
-            t = (round.number - 1) * s.steps_per_round + step
-            answered: list[tuple[int, Replies[Gradients]]] = []
-            for start in range(0, len(users), self._block):
-                block = users[start : start + self._block]
-                theta = new["theta"][[self.row[user] for user in block]]
-                positions = torch.tensor([self.roster[user] for user in block], dtype=torch.float64)
-                replies = cohort.send(SharedStates(theta, positions, torch.tensor([step], dtype=torch.float64)))
-                truth = cohort.send(TrueGradients(theta)) if s.rule == "oracle" else None
-                steps += replies.total(replies.steps) + (0 if truth is None else truth.total(truth.steps))
-                present = replies.present if truth is None else truth.present
-                for j, user in enumerate(block):
-                    at = cohort.clients.index(user)
-                    if not present[at]:
-                        continue  # without its own gradient a user makes no step
-                    weights = self._weights(cohort.clients, replies.gradient[:, j], present, new, at)
-                    noise = round.generator(f"oracle/{step}/{user}")
-                    self._advance(new, self.row[user], replies, truth, (at, j), weights, t, noise)
-                    losses.append(float(replies.loss[at]))
-                answered.append((len(block), replies))
-            self._note_variances(new, cohort, answered)
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in new.values()):
-            raise FloatingPointError("a user's state is not finite after this round")
-        self._state = new
-        statistics = {"client_steps": steps, "users": float(len(losses)) / s.steps_per_round}
-        return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
-
-    def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send each user its own state; the others get the mean of all, and make steps of their own from there."""
-        theta = self._state["theta"]
-        mean = theta.mean(0)
-        mine = [self.row.get(client) if self.task.same_clients else None for client in cohort.clients]
-        states = torch.stack([mean if i is None else theta[i] for i in mine])
-        steps = torch.tensor([[0.0 if i is not None else self.settings.personalize_steps] for i in mine])
-        cohort.record("user", torch.tensor([[float(i is not None)] for i in mine], dtype=torch.float64))
-        return cohort.send(OwnModel(states, mean, steps.double()))
-
-    @property
-    def _block(self) -> int:
-        """States in one message."""
-        return states_in_a_message(self.settings, self.task)
-
-    def _advance(
-        self,
-        new: dict[str, Tensor],
-        row: int,
-        replies: Replies[Gradients],
-        truth: Replies[Gradients] | None,
-        where: tuple[int, int],
-        weights: Tensor,
-        t: int,
-        noise: torch.Generator,
-    ) -> None:
-        """The aggregation on user 0: one step of one user, whose own gradient is in row ``where[0]``, state ``[1]``."""
-        s, (at, j) = self.settings, where
-        own = replies.gradient[at, j]
-        if s.rule == "alone" or not weights.any():
-            self._step(new, row, own)
-            return
-        helpers = replies.mean(replies.gradient[:, j], weights)
-        number = 1 / float(weights.square().sum())  # N, if they count alike
-        beta = self._beta(new, row, t, number) if s.rule == "bc" else 0.0
-        alpha = s.alpha_at(t, number, beta)
-        bias: Tensor | float = 0.0
-        if s.rule == "bc":
-            bias = new["bias"][row].clone()  # as it was before this exchange: it must not know this gradient's noise
-            new["bias"][row] = next_bias(bias, own, helpers, beta)
-        if truth is not None:
-            bias = truth.mean(truth.gradient[:, j], weights) - truth.gradient[at, j]
-            spread = (s.oracle_variance / number / bias.numel()) ** 0.5
-            bias = bias + spread * torch.randn(bias.shape, generator=noise, dtype=torch.float64).to(bias)
-        self._step(new, row, weighted_gradient(own, helpers, alpha, bias))
-
-    def _beta(self, new: dict[str, Tensor], row: int, t: int, helpers: float) -> float:
-        """β of this exchange; a harmonic one counts the updates of this user's own c, and this is one."""
-        if self.settings.beta == "harmonic":
-            t = int(new["observed"][row])
-            new["observed"][row] += 1
-        return self.settings.beta_at(t, helpers)
-
-    def _step(self, new: dict[str, Tensor], row: int, g: Tensor) -> None:
-        """θ ← θ - η g, or what the optimizer makes of g (Adam: Kingma, Ba, ICLR 2015, β = (0.9, 0.999), ε = 1e-8)."""
-        s = self.settings
-        if s.optimizer == "momentum":
-            new["first"][row] = g = s.momentum * new["first"][row] + g
-        if s.optimizer == "adam":
-            new["steps"][row] += 1
-            k = int(new["steps"][row])
-            new["first"][row] = first = 0.9 * new["first"][row] + 0.1 * g
-            new["second"][row] = second = 0.999 * new["second"][row] + 0.001 * g.square()
-            g = (first / (1 - 0.9**k)) / ((second / (1 - 0.999**k)).sqrt() + 1e-8)
-        new["theta"][row] -= s.lr * g
-
-    def _weights(
-        self, clients: Sequence[str], gradients: Tensor, present: Tensor, new: Mapping[str, Tensor], at: int
-    ) -> Tensor:
-        """Weights ``[c]`` of the helpers of the user in row ``at``; they sum to 1, or are all 0 where it has none."""
-        chosen = self.settings.weights
-        weights = present.double()
-        weights[at] = 0
-        tiny = torch.finfo(torch.float64).tiny ** 0.5
-        if isinstance(chosen, dict):
-            weights *= torch.tensor([chosen.get(client, 0.0) for client in clients], dtype=torch.float64)
-        elif chosen == "cosine":
-            g = gradients.double()
-            weights *= (g @ g[at] / (g.norm(dim=1) * g[at].norm()).clamp(min=tiny)).clamp(min=0)
-        elif chosen == "inverse_variance":
-            known = new["variances"][[self.roster[client] for client in clients]]
-            if bool((known[weights > 0, 1] > 0).all()):  # the first exchange knows of none: all alike
-                weights /= (known[:, 0] / known[:, 1].clamp(min=1)).clamp(min=tiny)
-        return weights / weights.sum() if bool(weights.any()) else weights
-
-    def _note_variances(
-        self, new: dict[str, Tensor], cohort: Cohort, answered: Sequence[tuple[int, Replies[Gradients]]]
-    ) -> None:
-        """Add this step's estimates of σ_i², one for each client, over all states; they count from the next step on."""
-        if self.settings.weights == "inverse_variance":
-            for at, client in enumerate(cohort.clients):
-                estimates = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
-                if estimates:
-                    mean = sum(states * estimate for states, estimate in estimates) / sum(n for n, _ in estimates)
-                    new["variances"][self.roster[client]] += torch.stack(
-                        [torch.as_tensor(mean), torch.ones(()).double()]
-                    )
-
-    def _check(self, user: str) -> None:
-        named = list(self.settings.weights) if isinstance(self.settings.weights, dict) else []
-        for key, client in [("user", user), *(("weights", client) for client in named)]:
-            if client not in self.roster:
-                first, last = (self.task.roster[0], self.task.roster[-1]) if self.task.roster else ("", "")
-                raise ExperimentError(
-                    f"algorithm.{key}: found {client!r}; allowed: a seen client, such as {first} or {last}"
-                )
+    theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
+    users: Tensor = broadcast(Quantity.COUNT)  # [b] float64, whose they are: positions in the roster
+    step: Tensor = broadcast(Quantity.COUNT)  # [1] float64, 0 ... steps_per_round - 1
 
 
-# --- the client -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class TrueGradients(Message):
+    """States to evaluate the gradients of all of a client's data at: what a bias oracle knows (§5.1)."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
 
 
-class WGAClient(ClientHalf):
-    """Answers with gradients at other users' states, on its own data."""
+@dataclass(frozen=True, eq=False)
+class Gradients(Message):
+    """Gradients at the states; rows beyond b are zero."""
 
-    predictors = ("personal", "global")
+    gradient: Tensor = rows(Quantity.GRADIENT, "block", "d")  # [c, block, d]
+    variance: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64, of one gradient, estimated; 0 unless weights need it
+    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64, of the client's own state, if it is among them
+    steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64, gradients evaluated
 
-    def __init__(self, settings: WGASettings, task: Task) -> None:
-        self.settings = settings
-        self.task = task
 
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """``personalize_steps`` for a client without a state of its own."""
-        del examples
-        return self.settings.personalize_steps if predictor == "personal" else 0
+@dataclass(frozen=True, eq=False)
+class OwnModel(Message):
+    """Opens personalization: the client's own state, or the mean of all for who has none."""
 
-    @opened_by(SharedStates)
-    def train(self, clients: Group, opening: SharedStates) -> Conversation:
-        """Algorithm 1: sample, compute, share; as often as the server asks."""
-        s = self.settings
-        draws = [
-            self._batches(client, s.steps_per_round * s.local_steps, clients.generator(i, "train"))
-            for i, client in enumerate(clients.clients)
-        ]
-        message: SharedStates | TrueGradients = opening
-        step, drawn = -1, [[torch.empty(0)]] * len(clients)
-        while True:
-            if isinstance(message, SharedStates) and int(message.step) > step:
-                step, drawn = int(message.step), [list(islice(draw, s.local_steps)) for draw in draws]
-            answers = [self._answer(client, message, of) for client, of in zip(clients.clients, drawn, strict=True)]
-            message = yield Gradients(*(torch.stack(fields) for fields in zip(*answers, strict=True)))
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+    mean: Tensor = broadcast(Quantity.MODEL)  # [d]
+    steps: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, local steps to make from there
 
-    @opened_by(OwnModel)
-    def personalize(self, clients: Group, opening: OwnModel) -> Conversation:
-        """``personal`` is the client's own state, or what its own steps make of the mean; ``global`` is the mean."""
-        personal = []
-        for i, client in enumerate(clients.clients):
-            steps = int(opening.steps[i])
-            drawn = list(self._batches(client, steps, clients.generator(i, "personalize"))) if steps else []
-            personal.append(self._descend(client, opening.theta[i], drawn)[0])
-        shared = opening.mean.expand(len(clients), -1)
-        return predictors_of(self.task.model, personal=torch.stack(personal), **{"global": shared})
-        yield  # a coroutine without an answer of its own
 
-    def _batches(self, client: ClientData, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
-        return batches(len(examples(client)), self.settings.batch_size, steps, generator)
-
-    def _answer(
-        self, client: ClientData, message: SharedStates | TrueGradients, drawn: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One row of each field of :class:`Gradients`."""
-        s, theta = self.settings, message.theta
-        answer = theta.new_zeros(states_in_a_message(s, self.task), theta.shape[1])
-        variances, own_loss, count = [], 0.0, 0
-        for j in range(len(theta)):
-            if isinstance(message, TrueGradients):
-                answer[j] = self._full_gradient(client, theta[j])
-                count += 1
-                continue
-            own = self.task.roster[int(message.users[j])] == client.id
-            if s.rule == "alone" and not own:
-                continue  # nobody would use it
-            if s.weights == "inverse_variance":
-                answer[j], loss, variance = self._halves(client, theta[j], drawn[0])
-                variances.append(variance)
-            elif s.local_steps == 1:
-                answer[j], loss = self._gradient(client, theta[j], drawn[0])
-            else:
-                moved, loss = self._descend(client, theta[j], drawn)
-                answer[j] = (theta[j] - moved) / (self._local_lr * s.local_steps)
-            own_loss = float(loss) if own else own_loss
-            count += s.local_steps
-        numbers = (sum(variances) / max(1, len(variances)), own_loss, float(count))
-        variance_, loss_, steps = (torch.tensor([number], dtype=torch.float64) for number in numbers)
-        return answer, variance_, loss_, steps
-
-    @property
-    def _local_lr(self) -> float:
-        return self.settings.lr if self.settings.local_lr is None else self.settings.local_lr
-
-    def _gradient(self, client: ClientData, theta: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        train = examples(client)
-        return gradient(self.task.model, theta, train.x[index], None if train.y is None else train.y[index])
-
-    def _descend(self, client: ClientData, theta: Tensor, drawn: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """SGD steps on some batches: where they lead, and the loss of the first."""
-        first = torch.zeros(())
-        for k, index in enumerate(drawn):
-            g, loss = self._gradient(client, theta, index)
-            theta = theta - self._local_lr * g
-            first = loss if k == 0 else first
-        return theta, first
-
-    def _halves(self, client: ClientData, theta: Tensor, index: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Gradient and loss of a batch, and an unbiased estimate of the gradient's variance, from its two halves.
-
-        With b₁ + b₂ = b independent examples, E‖g₁ - g₂‖² = s² (1/b₁ + 1/b₂) where s²/b is the variance of the whole.
-
-        Raises
-        ------
-        DataError
-            If the client has one example.
-        """
-        if len(index) < 2:
-            raise DataError(f"client {client.id}: it has one train example, a variance needs two")
-        (first, loss_1), (second, loss_2) = (self._gradient(client, theta, half) for half in index.tensor_split(2))
-        b_1, b = (len(index) + 1) // 2, len(index)
-        share = b_1 / b
-        variance = float((first - second).double().square().sum()) * share * (1 - share)
-        return share * first + (1 - share) * second, share * loss_1 + (1 - share) * loss_2, variance
-
-    def _full_gradient(self, client: ClientData, theta: Tensor) -> Tensor:
-        """Gradient of f_i over the client's whole train split."""
-        n = len(examples(client))
-        total = torch.zeros_like(theta)
-        for index in torch.split(torch.arange(n), PIECE):
-            total += self._gradient(client, theta, index)[0] * (len(index) / n)
-        return total
-
+RULES = {"alone": "Alone", "wga": "WGA", "bc": "Bias Correction", "oracle": "Bias Correction, oracle"}
 
 WGA = Algorithm(
     name="wga",
@@ -539,4 +469,8 @@ WGA = Algorithm(
     client=WGAClient,
     messages=(SharedStates, TrueGradients, Gradients, OwnModel),
     needs_classes=False,
+    titles=lambda settings: {
+        "personal": RULES[settings.rule],
+        "global": f"{RULES[settings.rule]}, mean of all",
+    },
 )

@@ -15,7 +15,7 @@ from fedloom.evaluation.uncertainty import BINS, Ensemble, averaged, calibration
 from fedloom.messages import Metrics
 
 if TYPE_CHECKING:
-    from fedloom.algorithms.base import Predictor
+    from fedloom.models.predictors import Predictor
 
 SPLITS = ("validation", "test")
 """Second axis of the counts."""

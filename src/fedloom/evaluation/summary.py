@@ -243,6 +243,8 @@ def metrics_line(
         Mean training loss since the line before; None at round 0.
     communication, client_steps
         Cumulative over training.
+    titles
+        How tables and figures call the predictors.
     extra
         Sub-objects of methods, by the method's name.
 
@@ -309,6 +311,7 @@ def summary(
     duration_s: float,
     client_steps: int,
     training_s: float,
+    titles: Mapping[str, str] | None = None,
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Object of ``summary.json``: DESIGN §7, key by key, and ``uncertainty``.
@@ -336,6 +339,7 @@ def summary(
     result = {
         "name": name,
         "algorithm": algorithm,
+        "titles": dict(titles or {}),
         "dataset": dataset,
         "model": model,
         "seed": seed,

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientHalf, Conversation, Group, Predictors
+from fedloom.algorithms.base import ClientHalf, Conversation, Group
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, RefusedError, StorageError
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Version, Versions
 from fedloom.messages import Message
+from fedloom.models.predictors import Predictors
 
 _log = logging.getLogger(__name__)
 
@@ -246,12 +247,13 @@ class ClientSide:
                 reply = self._conclude(end.value, opened.group)
             reply = _message_to(reply, torch.device("cpu"))
             self._store(opened)
-            opened.answers = [reply.select([i]) for i in range(g)]
+            lost = opened.group.lost
+            opened.answers = [Lost(lost[i]) if i in lost else reply.select([i]) for i in range(g)]
         except (RefusedError, StorageError):  # the store's
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
             _log.exception("clients %s failed", ", ".join(c.id for c in opened.group.clients))
-            opened.answers = [Lost(_line(error))] * g
+            opened.answers = [Lost(opened.group.lost.get(i, _line(error))) for i in range(g)]
         opened.exchange = exchange
 
     def _rows_for(self, opened: _Open, message: Message, position: Mapping[int, int]) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,7 +27,8 @@ from fedloom.federation.cohort import Attempting, Rules, TooFewReplies
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
 from fedloom.federation.states import Versions
-from fedloom.messages import Message, Metrics
+from fedloom.federation.validation import is_finite
+from fedloom.messages import Message, Metrics, answer_shapes
 from fedloom.words import counted
 
 _log = logging.getLogger(__name__)
@@ -119,7 +120,10 @@ class Loop:
         self._sizes = {entry.id: entry.train for entry in manifest.clients}
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self.personalization_payload = (0, 0)
-        shapes = {**server.shapes(), Metrics: measured_shapes(len(self.predictors), manifest.classes)}
+        shapes = {
+            **answer_shapes(algorithm.messages, server.sizes),
+            Metrics: measured_shapes(len(self.predictors), manifest.classes),
+        }
         self._rules = Rules(
             schedule.seed,
             schedule.clients_per_round,
@@ -152,7 +156,7 @@ class Loop:
             self.folder.rewrite("metrics.jsonl", [])
             return
         checkpoint = self.checkpoints.load("last")
-        check_fits(checkpoint, self.server.state(), self.algorithm.name, self.algorithm.version)
+        check_fits(checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
         journal = Journal.read(self.folder)
         found = [attempt.round for attempt in journal.counted() if attempt.round <= checkpoint.round]
         if found != list(range(1, checkpoint.round + 1)):
@@ -308,10 +312,13 @@ class Loop:
             session = Attempting(
                 attempt, "train", self.manifest.roster, self._sizes, self.carrier, self._rules, self._helper, planned
             )
+            before = dict(self.server.state)
             try:
                 attempt.statistics = self.server.train_round(session)
+                check_finite(before, self.server.state)
             except (TooFewReplies, FloatingPointError) as error:
                 attempt.outcome = str(error)
+                self.server.state = before
             finally:
                 session.close()
             attempt.seconds = time.perf_counter() - started
@@ -374,8 +381,9 @@ class Loop:
         if self._durable == (self.round, self.best):
             self.checkpoints.wait()
             return
+        self.server.settle()
         self.checkpoints.save(
-            Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state())
+            Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state)
         )
         self._durable = (self.round, self.best)
         self._saved_at = time.monotonic()
@@ -405,6 +413,19 @@ class Loop:
     def training_seconds(self) -> float:
         """Wall time of all training rounds so far, failed attempts included."""
         return sum(attempt.seconds for attempt in self.journal.attempts)
+
+
+def check_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Look at what a round made of the server's state.
+
+    Raises
+    ------
+    FloatingPointError
+        If a tensor that it put into the state is not finite.
+    """
+    for name, tensor in after.items():
+        if tensor is not before.get(name) and tensor.is_floating_point() and not is_finite(tensor):
+            raise FloatingPointError(f"{name} of the server's state is not finite after this round")
 
 
 def vocabulary(algorithm: Algorithm) -> dict[str, type[Message]]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedloom.algorithms.base import Shapes
-from fedloom.messages import Message, Quantity
+from fedloom.messages import Message, Quantity, Shapes
 
 _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
     # Counts and metrics are summed over examples: float64 whatever the model computes in.
@@ -86,12 +85,13 @@ def non_finite(message: Message) -> str | None:
     """Name the first field that holds a NaN or an infinity; None if all values are finite."""
     for field in message.fields():
         tensor = getattr(message, field.name)
-        if tensor.is_floating_point() and not _finite(tensor):
+        if tensor.is_floating_point() and not is_finite(tensor):
             return f"{type(message).__name__}.{field.name} ({field.quantity}) is not finite"
     return None
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is a NaN or an infinity."""
     # A sum is a quarter of the work; where it is finite no summand was not, and where it is not it may have overflown.
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 

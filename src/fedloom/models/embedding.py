@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatNetwork, Layout
 from fedloom.models.lenet import lenet_features, lenet_layout
 from fedloom.models.lstm import LSTM
+from fedloom.settings import Settings
 
 
 class EmbeddingNetwork(FlatNetwork):
@@ -117,3 +121,64 @@ class LSTMEmbedding(EmbeddingNetwork):
             assert y is not None
             x = torch.cat([x, y[:, None].to(x.dtype)], 1)
         return self.network.forward(parameters, x)
+
+
+EMBEDDINGS: dict[str, tuple[str, ...]] = {
+    "pixels": ("lenet", "linear", "mlp"),
+    "features": ("mlp", "linear"),
+    "tokens": ("lstm", "linear"),
+}
+"""Kind of input -> embedding networks that can take it, the first one recommended."""
+
+
+class EmbeddingSettings(Settings):
+    """Which embedding network: keys of ``algorithm.embedding``."""
+
+    network: Literal["lenet", "linear", "mlp", "lstm"] = Field(
+        default="lenet",
+        description="lenet (images; papers/001, Table 4), linear on the labels alone, mlp (images and features; "
+        "papers/001, Table 9), lstm (tokens; papers/001, A.3)",
+    )
+    width: int | None = Field(
+        default=None, ge=1, description="of the hidden layers of mlp and lstm; null is 100 for mlp and 256 for lstm"
+    )
+    labels: bool = Field(default=True, description="False: φ sees only x, so that unlabelled clients can be described")
+
+    @model_validator(mode="after")
+    def _sees_something(self) -> Self:
+        if self.network == "linear" and not self.labels:
+            raise ValueError("network linear sees nothing but labels: found labels=False, allowed with it: True")
+        if self.width is not None and self.network not in ("mlp", "lstm"):
+            raise ValueError(f"network {self.network} has no free width: found width={self.width}, allowed: null")
+        return self
+
+    def network_for(self, kind: str, input_shape: tuple[int, ...], classes: int, size: int) -> EmbeddingNetwork:
+        """The network for inputs of a kind (pixels, features, tokens) and descriptors of length ``size``.
+
+        Raises
+        ------
+        ExperimentError
+            If it cannot take such inputs.
+        """
+        allowed = EMBEDDINGS[kind]
+        if self.network not in allowed:
+            raise ExperimentError(
+                f"algorithm.embedding.network: found {self.network!r} for inputs that are {kind}; "
+                f"allowed: {', '.join(allowed)}",
+                hint=f"set algorithm.embedding.network: {allowed[0]}",
+            )
+        match self.network:
+            case "linear":
+                return LinearEmbedding(classes, size)
+            case "mlp":
+                return MLPEmbedding(input_shape, classes, size, width=self.width or 100, labels=self.labels)
+            case "lstm":
+                return LSTMEmbedding(classes, size, width=self.width or 256, labels=self.labels)
+            case "lenet":
+                try:
+                    return LeNetEmbedding(input_shape, classes, size, labels=self.labels)
+                except ValueError as error:
+                    raise ExperimentError(
+                        f"algorithm.embedding.network: found 'lenet': {error}; allowed: linear, mlp",
+                        hint="algorithm.embedding.network: linear describes a client by its labels alone",
+                    ) from error

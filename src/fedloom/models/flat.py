@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +65,23 @@ class Layout:
             leaves[name] = part.clone(memory_format=memory).requires_grad_(requires_grad)
         return leaves
 
+    @cached_property
+    def head(self) -> tuple[str, ...]:
+        """Names of the last linear layer, which are the last entries; empty if there is nothing before it."""
+        last = self.entries[-1][0].rpartition(".")[0]
+        names = tuple(name for name, _ in self.entries if last and name.rpartition(".")[0] == last)
+        return names if len(names) < len(self.entries) else ()
+
+    @cached_property
+    def body_size(self) -> int:
+        """Length of the part of θ before the head."""
+        return sum(math.prod(shape) for name, shape in self.entries if name not in self.head)
+
+    @cached_property
+    def body(self) -> tuple[str, ...]:
+        """Names of all that is not the head."""
+        return tuple(name for name, _ in self.entries if name not in self.head)
+
     def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Concatenate named tensors into θ [d], the inverse of :meth:`split`."""
         return torch.cat([parameters[name].reshape(-1) for name, _ in self.entries])
@@ -96,10 +115,13 @@ class FlatNetwork(ABC):
 
 
 class FlatModel(FlatNetwork):
-    """A classifier, unless its ``loss`` is another than the cross-entropy.
+    """A classifier, unless its ``loss`` is another than the cross-entropy: that is what every method trains it with.
 
     ``forward`` takes the named parameters, so that a training loop splits θ once and not at every step.
     """
+
+    needs_labels: ClassVar[bool] = True
+    """Whether its loss is about labels."""
 
     @abstractmethod
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -120,3 +142,21 @@ class FlatModel(FlatNetwork):
         """
         assert y is not None
         return F.cross_entropy(self.forward(parameters, x), y, reduction="none")
+
+
+def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]) -> FlatModel:
+    """The same model, its own loss included, with another ``forward``."""
+    view = copy.copy(model)
+    view.forward = forward  # type: ignore[assignment, method-assign]
+    return view
+
+
+def masked(model: FlatModel, absent: Tensor) -> FlatModel:
+    """The model with the logits of some classes at -inf.
+
+    Parameters
+    ----------
+    absent
+        ``[C]`` bool.
+    """
+    return with_forward(model, lambda parameters, x: model.forward(parameters, x).masked_fill(absent, -torch.inf))

@@ -29,6 +29,8 @@ class Quadratic(FlatModel):
         If there are not as many numbers.
     """
 
+    needs_labels = False
+
     def __init__(self, features: int, curvature: float | Sequence[float] = 1.0) -> None:
         diagonal = [curvature] * features if isinstance(curvature, int | float) else list(curvature)
         if len(diagonal) != features:

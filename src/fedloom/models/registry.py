@@ -16,7 +16,7 @@ from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
-from fedloom.models.precision import Bfloat16
+from fedloom.models.precision import bfloat16
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
 from fedloom.plugins import plugins
@@ -71,7 +71,7 @@ class ModelChoice(Settings):
         except ValueError as error:
             allowed = _allowed(input_shape, classes, kind)
             raise ExperimentError(f"model.name: found {self.name!r}: {error}; allowed: {allowed}") from error
-        return Bfloat16(model) if self.precision == "bfloat16" else model
+        return bfloat16(model) if self.precision == "bfloat16" else model
 
     @abstractmethod
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:

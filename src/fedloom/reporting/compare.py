@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from fedloom.errors import ExperimentError
 from fedloom.reporting.runs import GROUPS, PREDICTORS, USERS, NewClient, Result, Run, read_run, run_folders_in
 from fedloom.reporting.significance import holm, signed_rank_test
-from fedloom.reporting.words import method_title
 
 FEATURED = 8
 """Largest number of rows of a block that are all shown in figures."""
@@ -367,7 +366,7 @@ def compare(run_folders: Sequence[str | Path]) -> Comparison:
         for group in [runs] if len(set(seeds)) == len(seeds) else [[run] for run in runs]:
             rows += [
                 Row(
-                    method_title(group[0].method, predictor),
+                    group[0].titles.get(predictor, f"{group[0].method} ({predictor})"),
                     (),
                     _block(group[0]),
                     predictor,

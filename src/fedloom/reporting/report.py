@@ -214,7 +214,7 @@ def _head(run: RunFolder) -> Head:
         summary = run.json("summary.json")
         about = (str(summary["name"]), f"algorithm {summary['algorithm']}", f"model {summary['model']}")
         steps = None if last is None else last.get("client_steps")
-        title = _title(summary["algorithm"], summary["dataset"], summary["seed"])
+        title = _title(method_title(summary), summary["dataset"], summary["seed"])
         return Head(title, " · ".join(about), data, tuple(notices), _quality(summary), _cost(summary, steps))
     except (DataError, KeyError, TypeError, ValueError) as error:
         why = (
@@ -228,8 +228,8 @@ def _head(run: RunFolder) -> Head:
         return Head(title, f"{run.path.resolve().name} · unfinished run", data, (unfinished, *notices))
 
 
-def _title(algorithm: str, dataset: str, seed: int) -> str:
-    return f"{method_title(algorithm)} on {dataset}, seed {seed}"
+def _title(method: str, dataset: str, seed: int) -> str:
+    return f"{method} on {dataset}, seed {seed}"
 
 
 def _unfinished_title(run: RunFolder) -> str:

@@ -95,12 +95,15 @@ class Result:
 class Run:
     """A finished run, read whole: ``settings`` by dotted key, ``partition`` by its fingerprint.
 
+    ``titles``: how tables call its predictors.
+
     ``by_loss``: its data have no classes, what was measured are losses.
     """
 
     path: Path
     seed: int
     algorithm: str
+    titles: Mapping[str, str]
     dataset: str
     model: str
     masked: bool
@@ -216,6 +219,7 @@ def read_run(folder: Path) -> Run:
             path=folder.resolve(),
             seed=int(summary["seed"]),
             algorithm=str(summary["algorithm"]),
+            titles=summary.get("titles") or {},
             dataset=str(summary["dataset"]),
             model=str(summary["model"]),
             masked=masked,

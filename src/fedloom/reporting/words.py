@@ -5,32 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-METHODS = {
-    ("pefll", "personal"): "PeFLL",
-    ("fedavg", "global"): "FedAvg",
-    ("fedavg", "personal"): "FedAvg + fine-tuning",
-    ("local", "personal"): "Local",
-    ("pfedbayes", "personal"): "pFedBayes",
-    ("pfedbayes", "global"): "pFedBayes, global model",
-    ("comfedl", "personal"): "ComFedL",
-    ("comfedl", "global"): "ComFedL, shared model",
-    ("wga alone", "personal"): "Alone",
-    ("wga alone", "global"): "Alone, mean of all",
-    ("wga wga", "personal"): "WGA",
-    ("wga wga", "global"): "WGA, mean of all",
-    ("wga bc", "personal"): "Bias Correction",
-    ("wga bc", "global"): "Bias Correction, mean of all",
-    ("wga oracle", "personal"): "Bias Correction, oracle",
-    ("wga oracle", "global"): "Bias Correction, oracle, mean of all",
-}
-"""What a table calls the predictors of a method (:attr:`Run.method`); others are called by method and predictor."""
 
-
-def method_title(method: str, predictor: str | None = None) -> str:
-    """What a table calls a predictor of a method, or the method itself."""
-    if predictor is None:
-        return min((title for (name, _), title in METHODS.items() if name == method), key=len, default=method)
-    return METHODS.get((method, predictor), f"{method} ({predictor})")
+def method_title(summary: Mapping[str, Any]) -> str:
+    """What a page calls the method of a finished run: the shortest title of its predictors."""
+    titles: Mapping[str, str] = summary.get("titles") or {}
+    return min(titles.values(), key=len, default=str(summary["algorithm"]))
 
 
 def human_bytes(count: int | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fedloom
-from fedloom.algorithms.base import Algorithm, ClientHalf, Group, Predictors, ServerHalf, Task, find
+from fedloom.algorithms.base import Algorithm, ClientHalf, Group, ServerHalf, Task, find
 from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.data.partition import partition
 from fedloom.errors import DataError, ExperimentError
@@ -38,6 +38,7 @@ from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
+from fedloom.models.predictors import Predictors
 from fedloom.storage import is_url, open_store
 from fedloom.words import as_csv, counted
 
@@ -389,6 +390,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
         duration_s=duration_s,
         client_steps=steps,
         training_s=run.training_seconds(),
+        titles=parts.algorithm.titles(parts.settings),
         extra=extra,
     )
     folder.write_json("summary.json", result)

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import Group, Predictors
+from fedloom.algorithms.base import Group
 from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.evaluation.measure import nothing_measured
@@ -24,6 +24,7 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal
 from fedloom.federation.loop import Loop
 from fedloom.messages import Message
+from fedloom.models.predictors import Predictors
 from fedloom.run import assemble
 from fedloom.run.assemble import Parts
 from fedloom.run.observer import RunObserver
@@ -172,7 +173,7 @@ def restore(
         keep_descriptors=False,
     )
     loaded = loop.checkpoints.load(int(checkpoint) if checkpoint.isdecimal() else checkpoint)
-    check_fits(loaded, loop.server.state(), parts.algorithm.name, parts.algorithm.version)
+    check_fits(loaded, loop.server.state, parts.algorithm.name, parts.algorithm.version)
     loop.server.load(loaded.state)
     loop.round = loaded.round
     if parts.task.same_clients:  # a client of another partition is another client, whatever its name

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -286,3 +290,21 @@ def quadratic_losses(
         )
         losses.append(curvature * zz / 2)
     return losses
+
+
+def weighted_gradient(own: Tensor, helpers: Tensor, alpha: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
+    """(1 - α) g_0 + α (g_avg - c): papers/004, Algorithm 2 (c = 0) and Algorithm 3.
+
+    Parameters
+    ----------
+    own, helpers
+        g_0 and g_avg, of one shape.
+    bias
+        c, what is known of g_avg - g_0 before this exchange.
+    """
+    return (1 - alpha) * own + alpha * (helpers - bias)
+
+
+def next_bias(bias: Tensor, own: Tensor, helpers: Tensor, beta: float | Tensor) -> Tensor:
+    """(1 - β) c + β b with the observed bias b = g_avg - g_0: papers/004, Algorithm 3, last two lines."""
+    return (1 - beta) * bias + beta * (helpers - own)

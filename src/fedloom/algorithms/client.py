@@ -1,0 +1,477 @@
+"""Training on clients: the only place that knows one client on a CPU and a group of clients on a GPU apart.
+
+On a CPU a group is one client, and its model is a dict of leaves. On a GPU a group has up to
+``runtime.clients_at_once`` clients, and every leaf has a first axis for them. A function on lists of leaves that works
+element by element serves both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.func import vmap
+
+from fedloom.algorithms.base import Group
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import DataError
+from fedloom.models.flat import FlatModel, masked
+from fedloom.settings import Settings
+
+PIECE = 512
+"""Examples that are looked at together where a loss is that of all of a client's data."""
+
+Parameters: TypeAlias = dict[str, Tensor]
+"""w of g clients: named leaves, ``[*shape]`` where g is 1, else ``[g, *shape]``."""
+
+Correction: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], dict[str, list[Tensor]]], list[Tensor]]
+"""``(gradients, w, start, given) -> gradients``, element by element."""
+
+
+class LocalSGD(Settings):
+    """Mini-batch SGD on a client; exactly one of ``steps`` and ``epochs``."""
+
+    steps: int | None = Field(default=None, ge=1, description="local SGD steps k (exactly one of steps and epochs)")
+    epochs: int | None = Field(default=None, ge=1, description="passes over the train split, short batches dropped")
+    batch_size: int = Field(default=32, ge=1, description="batch size b; a client with fewer examples uses them all")
+    lr: float = Field(default=0.01, gt=0, description="learning rate")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum, fresh at every visit")
+    lambda_theta: float = Field(default=0.0, ge=0, description="λ_θ of the term λ_θ‖θ‖² (papers/001, eq. 1)")
+    clip: float | None = Field(default=None, gt=0, description="largest gradient norm; null does not clip")
+    mask_absent: bool = Field(
+        default=False, description="set the logits of labels absent from the client's train split to -inf"
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"exactly one of steps and epochs: found steps={self.steps}, epochs={self.epochs}")
+        return self
+
+    def count(self, examples: int) -> int:
+        """Steps that a client with so many train examples makes in one visit."""
+        if examples == 0:
+            return 0
+        per_epoch = examples // min(self.batch_size, examples)
+        return self.steps if self.steps is not None else (self.epochs or 0) * per_epoch
+
+    def lasting(self, *, steps: int | None = None, epochs: int | None = None) -> Self:
+        """The same for another number of steps or epochs."""
+        return self.model_copy(update={"steps": steps, "epochs": epochs})
+
+
+def batches(n: int, size: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield index batches of ``min(size, n)``: fresh permutations per epoch, a shorter remainder dropped."""
+    size = min(size, n)
+    made = 0
+    while made < steps:
+        order = torch.randperm(n, generator=generator)
+        for batch in torch.split(order[: n - n % size], size):
+            yield batch
+            made += 1
+            if made == steps:
+                return
+
+
+def first_batch(split: Split, size: int, generator: torch.Generator) -> Tensor:
+    """Indices of one random batch of ``min(size, n)`` examples."""
+    return next(batches(len(split), size, 1, generator))
+
+
+def examples(client: ClientData) -> Split:
+    """A client's train split, which has examples.
+
+    Raises
+    ------
+    DataError
+        If it is empty.
+    """
+    if len(client.train) == 0:
+        raise DataError(f"client {client.id}: its train split is empty, at least one example is needed")
+    return client.train
+
+
+def _for_training(model: FlatModel, client: ClientData) -> Split:
+    train = examples(client)
+    if train.y is None and model.needs_labels:
+        raise DataError(f"client {client.id}: its train split has no labels, which local training needs")
+    return train
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Examples of g clients, and what each of them counts in its client's loss.
+
+    Attributes
+    ----------
+    x, y, weight
+        ``[b, ...]``, ``[b]`` or None, ``[b]``; with a first axis g where there are several clients.
+    active
+        ``[g]`` bool: who makes a step on it; None if all do.
+    """
+
+    x: Tensor
+    y: Tensor | None
+    weight: Tensor
+    active: Tensor | None = None
+
+
+class Local:
+    """The losses f_i of the g clients of a group, each of its own model w_i, and their gradients.
+
+    Every loss is the model's own (:meth:`FlatModel.loss`).
+
+    Parameters
+    ----------
+    mask_absent
+        Set the logits of labels that are absent from a client's train split to -inf.
+    members
+        Positions of the g clients in the group; all of them by default.
+
+    Raises
+    ------
+    DataError
+        If a client has no examples, or none with the labels that the model needs.
+    """
+
+    def __init__(
+        self, model: FlatModel, group: Group, *, mask_absent: bool = False, members: Sequence[int] | None = None
+    ) -> None:
+        self.members = tuple(range(len(group)) if members is None else members)
+        self.group = group
+        self.stacked = len(self.members) > 1
+        self._layout = model.layout
+        clients = [group.clients[i] for i in self.members]
+        splits = [_for_training(model, client) for client in clients]
+        self.sizes = [len(split) for split in splits]
+        self._x = torch.cat([split.x for split in splits]) if self.stacked else splits[0].x
+        labels = [split.y for split in splits if split.y is not None]
+        self._y = None if len(labels) < len(splits) else torch.cat(labels) if self.stacked else labels[0]
+        self._absent = (
+            torch.stack([~client.present for client in clients]).to(self._x.device)
+            if mask_absent and clients[0].classes
+            else None
+        )
+        self._model = model if self._absent is None or self.stacked else masked(model, self._absent[0])
+
+    # --- parameters ---------------------------------------------------------------------------------------------------
+
+    def parameters(self, theta: Tensor) -> Parameters:
+        """θ ``[g, d]`` as leaves of their own, to which gradients are taken."""
+        if not self.stacked:
+            return self._layout.leaves(theta[0], requires_grad=True)
+        parts = torch.split(theta.detach(), self._layout.sizes, dim=1)
+        return {
+            name: part.reshape(len(part), *shape).clone().requires_grad_()
+            for (name, shape), part in zip(self._layout.entries, parts, strict=True)
+        }
+
+    def join(self, w: Mapping[str, Tensor]) -> Tensor:
+        """The inverse of :meth:`parameters`: ``[g, d]``."""
+        if not self.stacked:
+            return self._layout.join(w).detach()[None]
+        return torch.cat([w[name].reshape(len(self.members), -1) for name, _ in self._layout.entries], 1).detach()
+
+    def each(self, values: Tensor, like: Tensor) -> Tensor:
+        """One number per client ``[g]``, shaped so that it multiplies a leaf."""
+        return values.view(-1, *[1] * (like.dim() - 1)) if self.stacked else values[0]
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Each client's norm over all leaves, ``[g]``."""
+        if not self.stacked:
+            whole: Tensor = torch.stack(torch._foreach_norm(list(tensors))).norm()
+            return whole[None]
+        stacked: Tensor = torch.stack([tensor.flatten(1).norm(dim=1) for tensor in tensors]).norm(dim=0)
+        return stacked
+
+    # --- examples -----------------------------------------------------------------------------------------------------
+
+    def batches(
+        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None = None
+    ) -> Iterator[Batch]:
+        """Mini-batches for max(``counts``) steps; a client that is done repeats its last one, and is not active.
+
+        Parameters
+        ----------
+        size
+            b; a client with fewer examples uses them all.
+        counts
+            Steps of each client.
+        purpose
+            Of the generators that draw them.
+        totals
+            What a batch's weights add up to, per client: 1 by default, so that its loss is a mean.
+        """
+        drawn = [
+            batches(n, size, count, self.group.generator(i, purpose))
+            for i, n, count in zip(self.members, self.sizes, counts, strict=True)
+        ]
+        if not self.stacked:
+            b = min(size, self.sizes[0])
+            weight = self._weight(b, (1 if totals is None else totals[0]) / b)
+            for index in drawn[0]:
+                yield self._take(index, weight)
+            return
+        tables = [torch.stack(list(indices)) for indices in drawn]
+        each = [(1 if totals is None else totals[i]) / table.shape[1] for i, table in enumerate(tables)]
+        length = max(counts)
+        table, weight = self._padded([torch.cat([t, t[-1:].expand(length - len(t), -1)]) for t in tables], each)
+        remaining = torch.tensor(counts, device=self._x.device)
+        for t in range(length):
+            yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
+
+    def everything(self) -> list[Batch]:
+        """All train data of each client, in pieces whose weights add up to 1."""
+        pieces = [torch.split(torch.arange(n), PIECE) for n in self.sizes]
+        if not self.stacked:
+            return [self._take(index, self._weight(len(index), 1 / self.sizes[0])) for index in pieces[0]]
+        none = torch.arange(0)
+        found = []
+        for k in range(max(len(piece) for piece in pieces)):
+            picked = [piece[k] if k < len(piece) else none for piece in pieces]
+            table, weight = self._padded([index[None] for index in picked], [1 / n for n in self.sizes])
+            found.append(self._take(table[:, 0], weight))
+        return found
+
+    def halves(self, batch: Batch) -> tuple[Batch, Batch, Tensor]:
+        """A batch in two, each with weights that add up to 1, and the first one's share of it, ``[g, 1]`` float64."""
+        counted = batch.weight > 0
+        b = counted.sum(-1, keepdim=True)
+        first = (b + 1) // 2
+        if not self.stacked:
+            k = int(first)
+            x, y = batch.x.tensor_split([k]), (None, None) if batch.y is None else batch.y.tensor_split([k])
+            one, other = (Batch(x[i], y[i], self._weight(len(x[i]), 1 / max(1, len(x[i])))) for i in range(2))
+        else:
+            before = torch.arange(counted.shape[1], device=counted.device) < first
+            one, other = (
+                Batch(batch.x, batch.y, torch.where(part & counted, 1 / size.clamp(min=1).to(batch.weight.dtype), 0))
+                for part, size in ((before, first), (~before, b - first))
+            )
+        return one, other, (first.double() / b).view(-1, 1)
+
+    def _weight(self, b: int, each: float) -> Tensor:
+        return torch.full((b,), each, dtype=self._x.dtype, device=self._x.device)
+
+    def _padded(self, tables: Sequence[Tensor], each: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Indices into all clients' examples ``[g, t, b]``, and weights ``[g, b]``, 0 for what fills up."""
+        missing = [(0, max(table.shape[1] for table in tables) - table.shape[1]) for table in tables]
+        first = torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
+        index = torch.stack([F.pad(t, m) for t, m in zip(tables, missing, strict=True)]) + first[:, None, None]
+        weights = [F.pad(self._weight(t.shape[1], w), m) for t, w, m in zip(tables, each, missing, strict=True)]
+        return index.to(self._x.device), torch.stack(weights)
+
+    def _take(self, index: Tensor, weight: Tensor, active: Tensor | None = None) -> Batch:
+        return Batch(self._x[index], None if self._y is None else self._y[index], weight, active)
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def value(self, w: Parameters, *pieces: Batch) -> Tensor:
+        """f_i(w_i) over the examples of some pieces, ``[g]``; autograd can derive it twice."""
+        if not self.stacked:
+            parts = [(self._model.loss(w, p.x, p.y) * p.weight).sum(0, keepdim=True) for p in pieces]
+        else:
+            parts = [
+                vmap(self._loss, in_dims=(0, 0, None if p.y is None else 0, 0, None if self._absent is None else 0))(
+                    w, p.x, p.y, p.weight, self._absent
+                )
+                for p in pieces
+            ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _loss(self, w: Parameters, x: Tensor, y: Tensor | None, weight: Tensor, absent: Tensor | None) -> Tensor:
+        model = self._model if absent is None else masked(self._model, absent)
+        return (model.loss(w, x, y) * weight).sum()
+
+    def gradient(
+        self, w: Parameters, *pieces: Batch, of: Sequence[Tensor] | None = None, differentiable: bool = False
+    ) -> tuple[list[Tensor], Tensor]:
+        """∇f_i(w_i) over the examples of some pieces, and f_i(w_i) ``[g]``.
+
+        Parameters
+        ----------
+        of
+            The leaves of w that it is taken to, all by default; it comes in their order.
+        differentiable
+            Keep its own graph (for MAML).
+        """
+        leaves = list(w.values()) if of is None else list(of)
+        gradients: list[Tensor] = []
+        total: Tensor | None = None
+        for piece in pieces:
+            with torch.enable_grad():
+                loss = self.value(w, piece)
+                part = torch.autograd.grad(loss if len(loss) == 1 else loss.sum(), leaves, create_graph=differentiable)
+            gradients = [a + b for a, b in zip(gradients, part, strict=True)] if gradients else list(part)
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return gradients, total
+
+    def gradient_at(self, theta: Tensor, *pieces: Batch) -> tuple[Tensor, Tensor]:
+        """∇f_i at θ_i as flat vectors, ``[g, d] -> [g, d]``, and f_i(θ_i) ``[g]``."""
+        w = self.parameters(theta)
+        gradients, loss = self.gradient(w, *pieces)
+        return self.join(dict(zip(w, gradients, strict=True))), loss
+
+    def descend(self, w: Sequence[Tensor], steps: Sequence[Tensor], lr: float, active: Tensor | None = None) -> None:
+        """w_i ← w_i - lr · step_i in place, for the clients that are active."""
+        with torch.no_grad():
+            if active is None:
+                torch._foreach_add_(list(w), list(steps), alpha=-lr)
+                return
+            for leaf, step in zip(w, steps, strict=True):
+                # Not by a step of zero: zero times what overflowed is NaN, for a client that is done, too.
+                leaf.copy_(torch.where(self.each(active, leaf), leaf - lr * step, leaf))
+
+    def lose_diverged(
+        self, theta: Tensor, losses: Sequence[Tensor], counts: Sequence[int], key: str, found: float, also: str = ""
+    ) -> None:
+        """Lose the clients whose training diverged, and say at which step, and which key to lower.
+
+        Parameters
+        ----------
+        theta
+            ``[g, d]``, where training led.
+        losses
+            ``[g]`` of each step.
+        counts
+            Steps of each client.
+        also
+            What else is allowed.
+        """
+        history = torch.stack(list(losses)).cpu()
+        fine = (history.isfinite().all(0) & theta.isfinite().all(1).cpu()).tolist()
+        for j in [j for j, good in enumerate(fine) if not good]:
+            bad = [t for t, loss in enumerate(history[:, j].tolist(), start=1) if not math.isfinite(loss)]
+            self.group.lose(
+                self.members[j],
+                f"training diverged at local step {bad[0] if bad else counts[j]} of {counts[j]}; "
+                f"allowed: a smaller algorithm.{key} (found {found:g})" + (f", {also}" if also else ""),
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What local training led to.
+
+    Attributes
+    ----------
+    theta
+        ``[g, d]``.
+    steps, loss
+        ``[g, 1]`` float64: SGD steps made, and the mean training loss over them, each before its update.
+    """
+
+    theta: Tensor
+    steps: Tensor
+    loss: Tensor
+
+
+def train(
+    model: FlatModel,
+    group: Group,
+    theta: Tensor,
+    s: LocalSGD,
+    *,
+    correct: Correction | None = None,
+    given: Mapping[str, Tensor] | None = None,
+    only: Literal["all", "body", "head"] = "all",
+    counts: Sequence[int] | None = None,
+    purpose: str = "train",
+    key: str = "local.lr",
+) -> Trained:
+    """Train one model per client by mini-batch SGD.
+
+    The objective is the mean loss + λ_θ‖θ‖². A client whose training diverges is lost, and its answer says at which
+    step (:meth:`Group.lose`).
+
+    Parameters
+    ----------
+    theta
+        ``[g, d]``, where each client starts.
+    correct
+        Changes the gradients at every step, before λ_θ, clipping and momentum: ``(gradients, w, start, given)``, lists
+        of leaves, element by element.
+    given
+        Vectors ``[g, d]`` that ``correct`` needs; it gets them as lists of leaves.
+    only
+        What is trained: the rest of θ stays as it is, to the bit.
+    counts
+        Steps of each client; those of the settings by default.
+    purpose
+        Of the generators that draw the batches.
+    key
+        Of the learning rate under ``algorithm``, for messages.
+    """
+    local = Local(model, group, mask_absent=s.mask_absent)
+    w = local.parameters(theta)
+    names = {"all": tuple(w), "body": model.layout.body, "head": model.layout.head}[only]
+    leaves = [w[name] for name in names]
+    start = [leaf.detach().clone() for leaf in leaves] if correct is not None else []
+    given_leaves = {
+        name: [parts[leaf].detach() for leaf in names]
+        for name, parts in ((name, local.parameters(vector)) for name, vector in (given or {}).items())
+    }
+    momentum = [torch.zeros_like(leaf) for leaf in leaves]
+    counts = [s.count(n) for n in local.sizes] if counts is None else counts
+    total = torch.zeros(len(group), dtype=torch.float64, device=theta.device)
+    seen = []
+    for batch in local.batches(s.batch_size, counts, purpose):
+        gradients, loss = local.gradient(w, batch, of=leaves)
+        with torch.no_grad():
+            total += loss if batch.active is None else torch.where(batch.active, loss.double(), 0)
+            seen.append(loss)
+            if correct is not None:
+                gradients = correct(gradients, leaves, start, given_leaves)
+            if s.lambda_theta:
+                gradients = list(torch._foreach_add(gradients, leaves, alpha=2 * s.lambda_theta))
+            if s.clip is not None:
+                clip_norm(local, gradients, s.clip)
+            torch._foreach_mul_(momentum, s.momentum)
+            torch._foreach_add_(momentum, gradients)
+            local.descend(leaves, momentum, s.lr, batch.active)
+    trained = local.join(w)
+    local.lose_diverged(trained, seen, counts, key, s.lr)
+    steps = torch.tensor(counts, dtype=torch.float64)
+    return Trained(trained, steps[:, None], (total.cpu() / steps)[:, None])
+
+
+def clip_norm(local: Local, gradients: list[Tensor], largest: float) -> None:
+    """Scale each client's gradient, in place, to a norm of at most ``largest``."""
+    norm = local.norm(gradients)
+    over = norm > largest
+    if local.stacked or over.item():
+        factor = torch.where(over, largest / (norm + 1e-6), 1)
+        torch._foreach_mul_(gradients, [local.each(factor, gradient) for gradient in gradients])
+
+
+def proximal(strength: float) -> Correction | None:
+    """The gradient of strength/2 ‖w - start‖², added; None for a strength of 0."""
+
+    def correct(gradients: list[Tensor], w: list[Tensor], start: list[Tensor], _: object) -> list[Tensor]:
+        return list(torch._foreach_add(gradients, torch._foreach_sub(w, start), alpha=strength))
+
+    return correct if strength else None
+
+
+# --- what clients keep ------------------------------------------------------------------------------------------------
+
+
+def kept(group: Group, name: str, default: Tensor) -> Tensor:
+    """What each client of a group kept under a name, as rows; its row of ``default`` for one that kept nothing yet."""
+    states = [group.state(i) for i in range(len(group))]
+    return torch.stack(
+        [row if state is None else state[name].to(row) for row, state in zip(default, states, strict=True)]
+    )
+
+
+def keep(group: Group, **named: Tensor) -> None:
+    """Keep a row for each client of a group: ``head=[g, ...]`` (see :meth:`Group.keep`)."""
+    for i in range(len(group)):
+        group.keep(i, {name: rows[i].detach().clone() for name, rows in named.items()})

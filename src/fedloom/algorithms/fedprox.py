@@ -1,0 +1,64 @@
+"""FedProx: FedAvg with a proximal term on the clients, and with clients that do only a part of the work.
+
+T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, Federated optimization in heterogeneous networks,
+MLSys 2020, arXiv 1812.06127, Algorithm 2. A client minimizes f_i(w) + μ/2 ‖w - w_t‖² from w_t, the round's shared
+model; one that makes only a part of its steps is counted all the same (§3.2, "tolerating partial work").
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import Trained, proximal, train
+from fedloom.algorithms.recipe import FineTuning, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def proximal_sgd(model: FlatModel, group: Group, theta: Tensor, s: FedProxSettings) -> Trained:
+    """SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""
+    return train(model, group, theta, s.local, correct=proximal(s.mu), counts=work(group, s))
+
+
+def work(group: Group, s: FedProxSettings) -> list[int]:
+    """Steps that each client makes: all of them, or fewer if it is a straggler in this round."""
+    counts = [s.local.count(len(client.train)) for client in group.clients]
+    for i, count in enumerate(counts):
+        late, share = torch.rand(2, generator=group.generator(i, "straggler")).tolist()
+        if late < s.stragglers and count > 1:
+            counts[i] = 1 + int(share * (count - 1))
+    return counts
+
+
+class FedProxSettings(FineTuning):
+    """Keys of ``algorithm`` for FedProx."""
+
+    mu: float = Field(default=0.01, ge=0, description="μ of the term μ/2 ‖w - w_t‖²; 0 is FedAvg")
+    stragglers: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="probability with which a client makes only a part of its steps, 1 to all but one, drawn uniformly",
+    )
+
+    @model_validator(mode="after")
+    def _stable(self) -> Self:
+        if self.local.lr * self.mu >= 1:
+            raise ValueError(
+                f"mu: found {self.mu:g} with local.lr {self.local.lr:g}; allowed: local.lr · mu below 1, from where on "
+                "steps on the proximal term overshoot"
+            )
+        return self
+
+
+FEDPROX = shared_model(
+    "fedprox",
+    FedProxSettings,
+    local=proximal_sgd,
+    titles={"personal": "FedProx + fine-tuning", "global": "FedProx"},
+    needs_classes=False,
+)

@@ -1,0 +1,81 @@
+"""FedRep: a shared body, and a head of each client's own.
+
+L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, Exploiting shared representations for personalized federated
+learning, ICML 2021, arXiv 2102.07078, Algorithm 1. In a round a client trains its head with the body frozen, then the
+body with the head frozen; only the body travels. The head is the last linear layer, the client's state between rounds.
+A client that has none yet, in training or afterwards, starts from one drawn by its own generator.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import LocalSGD, Trained, keep, kept, train
+from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def head_then_body(model: FlatModel, group: Group, body: Tensor, s: FedRepSettings) -> Trained:
+    """ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""
+    theta = torch.cat([body, kept(group, "head", own_heads(model, group, body))], dim=1)
+    head = train(model, group, theta, s.head, only="head", purpose="head", key="head.lr")
+    both = train(model, group, head.theta, s.local, only="body")
+    keep(group, head=both.theta[:, body.shape[1] :])
+    return Trained(both.theta[:, : body.shape[1]], head.steps + both.steps, both.loss)
+
+
+def with_own_head(model: FlatModel, group: Group, body: Tensor, s: FedRepSettings) -> dict[str, Tensor]:
+    """The shared body with the client's head; who has none trains one, the body frozen."""
+    theta = torch.cat([body, kept(group, "head", own_heads(model, group, body))], dim=1)
+    new = [group.state(i) is None for i in range(len(group))]
+    if any(new) and s.personalize_epochs:
+        made = train(
+            model,
+            group,
+            theta,
+            s.head.lasting(epochs=s.personalize_epochs),
+            only="head",
+            purpose="personalize",
+            key="head.lr",
+        )
+        theta = torch.where(torch.tensor(new, device=theta.device)[:, None], made.theta, theta)
+    return {"personal": theta}
+
+
+def own_heads(model: FlatModel, group: Group, body: Tensor) -> Tensor:
+    """A random head of each client's own, ``[g, |head|]``."""
+    drawn = [model.init(group.generator(i, "own-head"), body.dtype)[body.shape[1] :] for i in range(len(group))]
+    return torch.stack(drawn).to(body.device)
+
+
+class FedRepSettings(Averaging):
+    """Keys of ``algorithm`` for FedRep; ``weighting`` is the paper's, uniform, by default."""
+
+    weighting: Literal["examples", "uniform"] = Field(
+        default="uniform", description="average bodies uniformly (the paper) or by n_i (the official code)"
+    )
+    local: LocalSGD = Field(default=LocalSGD(epochs=1), description="the body's training in a round")
+    head: LocalSGD = Field(default=LocalSGD(epochs=10), description="the head's training in a round, before the body's")
+    personalize_epochs: int = Field(
+        default=20, ge=0, description="epochs by which a client without a head makes one, the body frozen"
+    )
+
+
+FEDREP = shared_model(
+    "fedrep",
+    FedRepSettings,
+    local=head_then_body,
+    personalize=with_own_head,
+    steps=lambda s, examples: (
+        s.head.lasting(epochs=s.personalize_epochs).count(examples) if s.personalize_epochs else 0
+    ),
+    shared="body",
+    stateful=True,
+    titles={"personal": "FedRep"},
+    needs_classes=False,
+)

@@ -1,0 +1,88 @@
+"""Server optimizers, whose memory is part of the server's state, and Adam as one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ShrinkAndAdd:
+    """η ← (1 - 2βλ) η + mean Δη (Scott et al., PeFLL, arXiv 2306.05515, Algorithm 2, lines 17-18)."""
+
+    beta: float
+    decay: float
+
+    def start(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+        """It remembers nothing."""
+        return {}
+
+    @torch.no_grad()
+    def apply(
+        self, parameters: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float
+    ) -> None:
+        """One step along ``factor * updates``, in place."""
+        if (shrink := 1 - 2 * self.beta * self.decay) != 1:
+            torch._foreach_mul_(parameters, shrink)
+        torch._foreach_add_(parameters, updates, alpha=factor)
+
+
+@dataclass(frozen=True)
+class AdamAscent:
+    """Adam on -mean Δη, and the shrink (1 - 2·lr·λ) beside it, which is AdamW's decay."""
+
+    lr: float
+    decay: float
+
+    def start(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Moments and the number of steps of each parameter."""
+        memory: dict[str, Tensor] = {}
+        for i, p in enumerate(parameters):
+            memory |= {f"{i}.first": torch.zeros_like(p), f"{i}.second": torch.zeros_like(p)}
+            memory[f"{i}.steps"] = torch.zeros(())
+        return memory
+
+    def apply(
+        self, parameters: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float
+    ) -> None:
+        """One step along ``factor * updates``, in place; the updates are used up."""
+        torch._foreach_mul_(updates, -factor)
+        first, second, steps = (
+            [memory[f"{i}.{name}"] for i in range(len(parameters))] for name in ("first", "second", "steps")
+        )
+        adam_(parameters, updates, first, second, steps, self.lr, 2 * self.decay)
+
+
+@torch.no_grad()
+def adam_(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+    lr: float,
+    decay: float = 0.0,
+) -> None:
+    """One step of Adam in place, p ← (1 - lr · decay) p before it (AdamW), in one pass over memory.
+
+    D. Kingma, J. Ba, Adam, ICLR 2015, arXiv 1412.6980, Algorithm 1; β = (0.9, 0.999), ε = 1e-8. ``first`` and
+    ``second`` are the moments; ``steps`` has a scalar for each parameter, the steps made before, and counts this one.
+    """
+    torch._foreach_add_(steps, 1)
+    torch._fused_adamw_(
+        parameters, gradients, first, second, [], steps, lr=lr, beta1=0.9, beta2=0.999, weight_decay=decay, eps=1e-8,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def adam_direction(gradient: Tensor, first: Tensor, second: Tensor, step: int) -> Tensor:
+    """The direction of Adam's step number ``step`` (1 is the first); the moments change in place.
+
+    The rule of :func:`adam_` for one row of a tensor whose other rows have made other numbers of steps.
+    """
+    first.copy_(0.9 * first + 0.1 * gradient)
+    second.copy_(0.999 * second + 0.001 * gradient.square())
+    return (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)

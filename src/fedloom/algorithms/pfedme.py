@@ -1,0 +1,92 @@
+"""pFedMe: personal models in the proximity of a shared one, which follows their Moreau envelopes.
+
+C. T. Dinh, N. H. Tran, T. D. Nguyen, Personalized federated learning with Moreau envelopes, NeurIPS 2020,
+arXiv 2006.08848, Algorithm 1. A client starts its w_i at the shared w; R times it draws a batch, minimizes
+f_i(θ) + λ/2 ‖θ - w_i‖² over θ by K gradient steps, and moves w_i by -ηλ(w_i - θ). The server moves w to the mean of
+the w_i by β. The personal model is θ_i, not w_i, which public code reports; θ goes on from batch to batch in a visit,
+from w, which the paper leaves open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import Local, LocalSGD, Trained, proximal, train
+from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def moreau_steps(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> Trained:
+    """A client in Algorithm 1: R steps of every w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""
+    local = Local(model, group)
+    w, personal = local.parameters(theta), local.parameters(theta)
+    w_i, theta_i = list(w.values()), list(personal.values())
+    losses: list[Tensor] = []
+    for batch in local.batches(s.batch_size, [s.steps] * len(group), "train"):
+        for _ in range(s.inner_steps):
+            gradients, loss = local.gradient(personal, batch)
+            losses.append(loss)
+            local.descend(
+                theta_i, torch._foreach_add(gradients, difference(theta_i, w_i), alpha=s.proximity), s.inner_lr
+            )
+        local.descend(w_i, difference(w_i, theta_i), s.lr * s.proximity)
+    moved, counts = local.join(w), [s.steps * s.inner_steps] * len(group)
+    local.lose_diverged(moved, losses, counts, "inner_lr", s.inner_lr)
+    return Trained(moved, torch.tensor(counts).double()[:, None], torch.stack(losses).double().mean(0).cpu()[:, None])
+
+
+@torch.no_grad()
+def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """a - b, leaf by leaf."""
+    return list(torch._foreach_sub(list(a), list(b)))
+
+
+def proximal_model(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
+    """``personal`` is θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖²; ``global`` is w."""
+    made = train(
+        model, group, theta, by_epochs(s), correct=proximal(s.proximity), purpose="personalize", key="inner_lr"
+    )
+    return {"personal": made.theta, "global": theta}
+
+
+def by_epochs(s: PFedMeSettings) -> LocalSGD:
+    """The steps by which θ_i is made."""
+    return LocalSGD(epochs=s.personalize_epochs, batch_size=s.batch_size, lr=s.inner_lr, momentum=0.0)
+
+
+class PFedMeSettings(Averaging):
+    """Keys of ``algorithm`` for pFedMe; ``server_lr`` is the paper's β."""
+
+    steps: int = Field(default=20, ge=1, description="R, steps of w_i in a round, each with a batch of its own")
+    batch_size: int = Field(default=20, ge=1, description="batch size; a client with fewer examples uses them all")
+    lr: float = Field(default=0.005, gt=0, description="η, rate of w_i")
+    proximity: float = Field(default=15.0, gt=0, description="λ of λ/2 ‖θ_i - w_i‖²")
+    inner_steps: int = Field(default=5, ge=1, description="K, gradient steps on θ_i for each batch")
+    inner_lr: float = Field(default=0.05, gt=0, description="rate of the steps on θ_i")
+    personalize_epochs: int = Field(default=20, ge=1, description="epochs by which a client makes its θ_i from w")
+
+    @model_validator(mode="after")
+    def _contracting(self) -> Self:
+        for key, rate in (("lr", self.lr), ("inner_lr", self.inner_lr)):
+            if rate * self.proximity >= 1:
+                raise ValueError(
+                    f"{key}: found {rate:g} with proximity {self.proximity:g}; allowed: {key} · proximity below 1, "
+                    "from where on steps on the proximal term overshoot"
+                )
+        return self
+
+
+PFEDME = shared_model(
+    "pfedme",
+    PFedMeSettings,
+    local=moreau_steps,
+    personalize=proximal_model,
+    steps=lambda s, examples: by_epochs(s).count(examples),
+    titles={"personal": "pFedMe", "global": "pFedMe, shared model"},
+)

@@ -1,0 +1,193 @@
+"""The recipe of methods with one shared model, of which every client makes its own: a method names what differs.
+
+A round sends the shared model to a cohort, every client trains it, and the server moves it by the mean of what they
+changed (B. McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017,
+arXiv 1602.05629, Algorithm 1). What a client does with it, what the server does with the answers, which part of the
+model is shared, and how a client makes it its own are parameters of :func:`shared_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import (
+    Algorithm,
+    ClientHalf,
+    Cohort,
+    Conversation,
+    Group,
+    Round,
+    ServerHalf,
+    Statistics,
+    Task,
+    conversation,
+)
+from fedloom.algorithms.client import LocalSGD, Trained, train
+from fedloom.errors import ExperimentError
+from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.flat import FlatModel
+from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.settings import Settings
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+Train: TypeAlias = Callable[[FlatModel, Group, Tensor, Any], Trained]
+"""``(model, group, shared [g, s], settings) -> Trained``, whose ``theta`` is the shared part after training."""
+
+Aggregate: TypeAlias = Callable[[Tensor, Replies[Any], Any], Tensor]
+"""``(shared [s], updates, settings) -> shared [s]``."""
+
+Personalize: TypeAlias = Callable[[FlatModel, Group, Tensor, Any], Mapping[str, Tensor]]
+"""``(model, group, shared [g, s], settings) -> {predictor: θ [g, d]}``."""
+
+
+class Averaging(Settings):
+    """Keys of ``algorithm`` that every method with a shared model has."""
+
+    server_lr: float = Field(default=1.0, gt=0, description="factor on the average update")
+    weighting: Literal["examples", "uniform"] = Field(
+        default="examples", description="average by n_i (McMahan et al. 2017) or uniformly"
+    )
+
+
+class FineTuning(Averaging):
+    """Those of methods whose clients run SGD, and make the shared model their own by more of it."""
+
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
+    personalize_steps: int = Field(
+        default=0, ge=0, description="local SGD steps by which a client makes the global model its own (0: none)"
+    )
+
+
+def local_sgd(model: FlatModel, group: Group, theta: Tensor, s: Any) -> Trained:
+    """Plain SGD from the shared model."""
+    return train(model, group, theta, s.local)
+
+
+def average(theta: Tensor, updates: Replies[Any], s: Any) -> Tensor:
+    """θ + lr Σ p_i Δθ_i over the clients that answered, p_i by examples or uniform."""
+    weights = updates.weights if s.weighting == "examples" else updates.mean_weights
+    change: Tensor = s.server_lr * updates.mean(updates.delta_theta, weights)
+    return theta + change
+
+
+def fine_tune(model: FlatModel, group: Group, theta: Tensor, s: Any) -> dict[str, Tensor]:
+    """``personal`` is the shared model after ``personalize_steps`` local steps, ``global`` before."""
+    personal = theta
+    if s.personalize_steps:
+        personal = train(model, group, theta, s.local.lasting(steps=s.personalize_steps), purpose="fine-tune").theta
+    return {"personal": personal, "global": theta}
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class SharedModel(Message):
+    """Opens training: the shared model, or the part of it that is shared."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [s]
+
+
+@dataclass(frozen=True, eq=False)
+class Update(Message):
+    """What local training did."""
+
+    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "s")  # [c, s]
+    steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
+    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
+
+
+@dataclass(frozen=True, eq=False)
+class MakeItYours(Message):
+    """Opens personalization: the same part of the model."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [s]
+
+
+# --- the two halves ---------------------------------------------------------------------------------------------------
+
+
+def shared_model(
+    name: str,
+    settings: type[Averaging],
+    *,
+    titles: Mapping[str, str],
+    local: Train = local_sgd,
+    aggregate: Aggregate = average,
+    personalize: Personalize = fine_tune,
+    steps: Callable[[Any, int], int] = lambda s, examples: s.personalize_steps,
+    shared: Literal["all", "body"] = "all",
+    stateful: bool = False,
+    needs_classes: bool = False,
+    version: int = 1,
+) -> Algorithm:
+    """Make a method out of what distinguishes it.
+
+    Parameters
+    ----------
+    titles
+        Of its predictors, in the order in which ``personalize`` names them.
+    local, aggregate, personalize
+        What a client does in a round, what the server makes of the answers, and how a client gets its predictors.
+    steps
+        ``(settings, train examples) -> int``: SGD steps by which a client gets ``personal``.
+    shared
+        ``body``: all but the last linear layer is sent, averaged and checkpointed; the head stays with the client.
+    stateful
+        Whether ``local`` keeps a state of each client (:func:`fedloom.algorithms.client.keep`).
+    """
+
+    class Server(ServerHalf):
+        def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
+            super().__init__(settings, task)
+            layout = task.model.layout
+            if shared == "body" and not layout.head:
+                raise ExperimentError(
+                    f"model.name: found a model of one layer, with {name}, which shares all but the last; "
+                    "allowed: a model with more layers"
+                )
+            self.sizes["s"] = layout.size if shared == "all" else layout.body_size
+            self.state["theta"] = task.model.init(generator, task.dtype)[: self.sizes["s"]].clone()
+
+        def train_round(self, round: Round) -> Statistics:
+            updates = round.sample().send(SharedModel(self.state["theta"]))
+            self.state["theta"] = aggregate(self.state["theta"], updates, self.settings)
+            return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+
+        def personalize(self, cohort: Cohort) -> Replies[Any]:
+            return cohort.send(MakeItYours(self.state["theta"]))
+
+    class Client(ClientHalf):
+        @conversation
+        def train(self, clients: Group, opening: SharedModel) -> Conversation:
+            start = opening.theta.expand(len(clients), -1)
+            trained = local(self.task.model, clients, start, self.settings)
+            yield Update(trained.theta - start, trained.steps, trained.loss)
+            return None
+
+        @conversation
+        def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+            start = opening.theta.expand(len(clients), -1)
+            return predictors_of(self.task.model, **personalize(self.task.model, clients, start, self.settings))
+
+        def personalization_steps(self, predictor: str, examples: int) -> int:
+            return steps(self.settings, examples) if predictor == "personal" else 0
+
+    Client.predictors, Client.stateful = tuple(titles), stateful
+    return Algorithm(
+        name=name,
+        version=version,
+        settings=settings,
+        server=Server,
+        client=Client,
+        messages=(SharedModel, Update, MakeItYours),
+        needs_classes=needs_classes,
+        titles=lambda settings: titles,
+    )

@@ -1,0 +1,96 @@
+"""What a client ends up with: a predictor, which predicts and can be saved."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom.models.flat import FlatModel
+
+
+class Predictor(Protocol):
+    """What a client ends up with."""
+
+    def log_probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]`` log of the predicted class probabilities."""
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``; rows sum to one."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What to save so that the predictor can be used again."""
+
+
+Predictors: TypeAlias = list[dict[str, Predictor]]
+"""One dict per client of the group: ``personal`` and, where there is one, ``global``."""
+
+
+class ModelPredictor:
+    """A fixed θ as a predictor."""
+
+    def __init__(self, model: FlatModel, theta: Tensor) -> None:
+        self.model = model
+        self.theta = theta
+        self.parameters = model.layout.leaves(theta)
+
+    @torch.no_grad()
+    def log_probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``."""
+        return F.log_softmax(self.model.forward(self.parameters, x), dim=1)
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``; rows sum to one."""
+        return self.log_probabilities(x).exp()
+
+    @torch.no_grad()
+    def losses(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """The model's own loss of each example, ``[b, ...], [b] -> [b]``: what is measured without classes."""
+        return self.model.loss(self.parameters, x, y)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """θ ``[d]``."""
+        return {"theta": self.theta}
+
+
+def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predictor]]:
+    """Name one fixed model per client: ``personal=theta [g, d]`` to a dict of predictors per client."""
+    g = next(iter(thetas.values())).shape[0]
+    return [{name: ModelPredictor(model, theta[i]) for name, theta in thetas.items()} for i in range(g)]
+
+
+class Ensemble:
+    """The mean of the class probabilities of S networks (Bayesian model averaging, where they are draws).
+
+    Parameters
+    ----------
+    thetas
+        ``[S, d]``.
+    tensors
+        What to save so that it can be used again.
+    """
+
+    def __init__(self, model: FlatModel, thetas: Tensor, **tensors: Tensor) -> None:
+        self.networks = [model.layout.leaves(theta) for theta in thetas]
+        self._model = model
+        self._tensors = tensors
+
+    @torch.no_grad()
+    def draws_log_probabilities(self, x: Tensor) -> Tensor:
+        """Each network's prediction, ``[b, ...] -> [S, b, C]``."""
+        return torch.stack([F.log_softmax(self._model.forward(network, x), dim=1) for network in self.networks])
+
+    def log_probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]`` log of the mean probability."""
+        return self.draws_log_probabilities(x).logsumexp(0) - math.log(len(self.networks))
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``; rows sum to one."""
+        return self.log_probabilities(x).exp()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it was made of."""
+        return self._tensors

@@ -1,0 +1,427 @@
+"""Local SGD against torch.optim.SGD step by step, its batches, and its two drivers against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import CLASSES, IMAGE, client, clients, group
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms import client as client_side
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import (
+    Batch,
+    Correction,
+    Local,
+    LocalSGD,
+    Trained,
+    batches,
+    first_batch,
+    keep,
+    kept,
+    train,
+)
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import DataError
+from fedloom.models.flat import FlatModel
+from fedloom.models.lenet import LeNet
+from fedloom.models.mlp import MLP
+from fedloom.models.predictors import predictors_of
+
+SMALL = MLP(IMAGE, [5], CLASSES)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def starts(model: FlatModel, g: int) -> Tensor:
+    return torch.stack([model.init(seeded(i), torch.float64) for i in range(g)])
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(1, 60), size=st.integers(1, 40), epochs=st.integers(1, 4), extra=st.integers(0, 5))
+@hypothesis_settings(deadline=None)
+def test_batches_are_fresh_permutations_with_the_remainder_dropped(n: int, size: int, epochs: int, extra: int) -> None:
+    b = min(size, n)
+    per_epoch = n // b
+    steps = epochs * per_epoch + extra
+    found = list(batches(n, size, steps, seeded(n)))
+    assert len(found) == steps
+    assert all(len(batch) == b for batch in found)
+    for start in range(0, steps, per_epoch):
+        epoch = torch.cat(found[start : start + per_epoch])
+        assert len(epoch.unique()) == len(epoch)  # without replacement within an epoch
+        assert 0 <= int(epoch.min()) <= int(epoch.max()) < n
+    # The permutations are the generator's own, one after another, however many are left out at the end.
+    random = seeded(n)
+    orders = [torch.randperm(n, generator=random)[: per_epoch * b] for _ in range(-(-steps // per_epoch))]
+    assert torch.equal(torch.cat(found), torch.cat(orders)[: steps * b])
+
+
+def test_epochs_differ() -> None:
+    first, second = torch.stack(list(batches(64, 64, 2, seeded())))
+    assert not torch.equal(first, second)
+    assert torch.equal(first.sort()[0], second.sort()[0])
+
+
+@given(n=st.integers(0, 200), size=st.integers(1, 64), k=st.integers(1, 50))
+def test_step_counts(n: int, size: int, k: int) -> None:
+    assert LocalSGD(steps=k, batch_size=size).count(n) == (k if n else 0)
+    assert LocalSGD(epochs=k, batch_size=size).count(n) == (k * (n // min(size, n)) if n else 0)
+
+
+@given(n=st.integers(1, 50), size=st.integers(1, 50))
+def test_a_first_batch_has_the_size_asked_for_or_all(n: int, size: int) -> None:
+    index = first_batch(Split(torch.zeros(n, 1), None), size, seeded(n))
+    assert len(index) == min(n, size) == len(index.unique())
+
+
+@pytest.mark.parametrize("length", [{}, {"steps": 3, "epochs": 2}])
+def test_exactly_one_length_is_asked_for(length: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="exactly one of steps and epochs: found steps="):
+        LocalSGD(**length)
+
+
+# --- against torch.optim ----------------------------------------------------------------------------------------------
+
+
+def by_torch(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, decay: str) -> tuple[Tensor, float]:
+    """torch.optim.SGD on the same batches; λ_θ‖θ‖² in the loss, or as weight decay 2λ_θ."""
+    p = theta.clone().requires_grad_()
+    in_loss = s.lambda_theta if decay == "loss" else 0.0
+    optimizer = torch.optim.SGD(
+        [p], lr=s.lr, momentum=s.momentum, weight_decay=2 * s.lambda_theta if decay == "optimizer" else 0.0
+    )
+    assert c.train.y is not None
+    losses = []
+    for index in batches(len(c.train), s.batch_size, s.count(len(c.train)), group([c]).generator(0, "train")):
+        optimizer.zero_grad()
+        logits = model.logits(p, c.train.x[index])
+        if s.mask_absent:
+            logits = torch.where(c.present, logits, torch.tensor(-torch.inf, dtype=logits.dtype))
+        loss = F.cross_entropy(logits, c.train.y[index])
+        (loss + in_loss * p.square().sum()).backward()
+        losses.append(loss.item())
+        if s.clip is not None:
+            torch.nn.utils.clip_grad_norm_([p], s.clip)
+        optimizer.step()
+    return p.detach(), sum(losses) / len(losses)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"steps": 7, "momentum": 0.0},
+    "momentum": {"steps": 7},
+    "decay": {"steps": 7, "lambda_theta": 0.1},
+    "clipped": {"steps": 7, "clip": 0.3},
+    "clipped decay": {"steps": 5, "clip": 0.3, "lambda_theta": 0.1},
+    "never clipped": {"steps": 7, "clip": 1e6},
+    "epochs": {"epochs": 3},
+    "masked": {"steps": 7, "mask_absent": True},
+    "all": {"epochs": 3, "momentum": 0.5, "lambda_theta": 0.01, "clip": 1.0, "mask_absent": True},
+}
+
+
+CASES = [(name, "loss") for name in VARIANTS] + [("decay", "optimizer")]
+# With clipping the two differ: here the gradient of f_i is clipped, its term λ_θ‖θ‖² included.
+
+
+@pytest.mark.parametrize(("name", "decay"), CASES)
+def test_local_sgd_is_torchs_sgd(name: str, decay: str) -> None:
+    s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.05, **VARIANTS[name]})
+    c = client("c0", 11)
+    theta = starts(SMALL, 1)
+    start = theta.clone()
+    trained = train(SMALL, group([c]), theta, s)
+    found = trained.theta
+    expected, expected_loss = by_torch(SMALL, theta[0], c, s, decay)
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-13)
+    assert trained.steps.tolist() == [[s.count(11)]]
+    assert trained.loss.item() == pytest.approx(expected_loss, abs=1e-13)
+    assert torch.equal(theta, start)  # what came in is not changed
+    assert (found - theta).abs().max() > 1e-4
+
+
+def test_lenet_trains_as_torchs_does() -> None:
+    """Channels-last leaves and ReLU after the pooling change no number beyond rounding."""
+    model, c = LeNet(IMAGE, CLASSES), client("c0", 9)
+    s = LocalSGD(steps=4, batch_size=4, lr=0.05, lambda_theta=0.01)
+    theta = starts(model, 1)
+    found = train(model, group([c]), theta, s).theta
+    torch.testing.assert_close(found[0], by_torch(model, theta[0], c, s, "loss")[0], rtol=0, atol=1e-12)
+
+
+def test_momentum_is_fresh_at_every_visit() -> None:
+    s, c = LocalSGD(steps=3, batch_size=4), client("c0", 11)
+    once = train(SMALL, group([c]), starts(SMALL, 1), s).theta
+    again = train(SMALL, group([c]), starts(SMALL, 1), s).theta
+    assert torch.equal(once, again)
+
+
+def test_the_purpose_picks_the_batches() -> None:
+    s, c = LocalSGD(steps=3, batch_size=4), client("c0", 11)
+    trained, tuned = (train(SMALL, group([c]), starts(SMALL, 1), s, purpose=p).theta for p in ("train", "fine-tune"))
+    assert not torch.equal(trained, tuned)
+
+
+# --- one driver against the other -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_group_is_trained_as_its_clients_one_by_one(name: str) -> None:
+    s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.05, **VARIANTS[name]})
+    data = clients((11, 3, 6, 1))  # smaller than a batch too; of unequal step counts under epochs
+    theta = starts(SMALL, len(data))
+    compare(
+        train(SMALL, group(data), theta, s),
+        [train(SMALL, group([c]), theta[i : i + 1], s) for i, c in enumerate(data)],
+    )
+
+
+def test_a_group_of_lenets_is_trained_as_its_clients_one_by_one() -> None:
+    model, data = LeNet(IMAGE, CLASSES), clients((7, 3))
+    s = LocalSGD(epochs=2, batch_size=3, lr=0.05)
+    theta = starts(model, 2)
+    compare(
+        train(model, group(data), theta, s),
+        [train(model, group([c]), theta[i : i + 1], s) for i, c in enumerate(data)],
+    )
+
+
+def compare(together: Trained, alone: Sequence[Trained]) -> None:
+    for name in ("theta", "steps", "loss"):
+        theirs = torch.cat([getattr(one, name) for one in alone])
+        torch.testing.assert_close(getattr(together, name), theirs, rtol=0, atol=1e-10)
+
+
+# --- masking ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("g", [1, 2], ids=["alone", "group"])
+def test_under_the_mask_rows_of_absent_labels_get_no_gradient(g: int) -> None:
+    data = clients((6, 7)[:g])
+    for c in data:
+        assert c.train.y is not None
+        c.train.y[:] = torch.arange(len(c.train)) % 2  # label 2 is absent
+    s = LocalSGD(steps=5, batch_size=4, mask_absent=True)
+    theta = starts(SMALL, g)
+    trained = train(SMALL, group(data), theta, s)
+    for before, after in zip(theta, trained.theta, strict=True):
+        old, new = SMALL.layout.split(before), SMALL.layout.split(after)
+        assert torch.equal(old["fc2.weight"][2], new["fc2.weight"][2])
+        assert torch.equal(old["fc2.bias"][2], new["fc2.bias"][2])
+        assert not torch.equal(old["fc2.weight"][:2], new["fc2.weight"][:2])
+    assert trained.loss.isfinite().all()
+    unmasked = train(SMALL, group(data), theta, s.model_copy(update={"mask_absent": False})).theta
+    assert not torch.equal(SMALL.layout.split(unmasked[0])["fc2.bias"][2], SMALL.layout.split(theta[0])["fc2.bias"][2])
+
+
+# --- what cannot be done ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("g", [1, 2], ids=["alone", "group"])
+@pytest.mark.parametrize("fault", ["no labels", "no examples"])
+def test_clients_that_cannot_train_say_so(g: int, fault: str) -> None:
+    data = clients((6, 7)[:g])
+    c = data[-1]
+    broken = Split(c.train.x, None) if fault == "no labels" else Split(c.train.x[:0], torch.zeros(0).long())
+    data[-1] = ClientData(c.id, broken, c.validation, c.test, c.classes)
+    with pytest.raises(DataError, match=f"client {c.id}: its train split (has no labels|is empty)"):
+        train(SMALL, group(data), starts(SMALL, g), LocalSGD(steps=1))
+
+
+# --- predictors -------------------------------------------------------------------------------------------------------
+
+
+def test_a_predictor_is_the_softmax_of_its_theta() -> None:
+    theta = starts(SMALL, 2)
+    x = client("c0", 5).test.x
+    named = predictors_of(SMALL, personal=theta, other=theta.flip(0))
+    assert [list(d) for d in named] == [["personal", "other"]] * 2
+    for i in range(2):
+        p = named[i]["personal"].probabilities(x)
+        torch.testing.assert_close(p, SMALL.logits(theta[i], x).softmax(1), rtol=0, atol=1e-14)
+        torch.testing.assert_close(p.sum(1), torch.ones(len(x)).double())
+        assert torch.equal(named[i]["personal"].tensors()["theta"], theta[i])
+        assert torch.equal(named[i]["other"].tensors()["theta"], theta[1 - i])
+
+
+# --- one client at a time against a stack -----------------------------------------------------------------------------
+
+UNEVEN = (11, 3, 6, 1)
+"""Smaller than a batch of 4, too; of unequal step counts under epochs."""
+
+PULL: Correction = lambda gradients, w, start, given: [  # noqa: E731
+    g + 0.7 * (a - b) - 0.2 * v for g, a, b, v in zip(gradients, w, start, given["v"], strict=True)
+]
+
+
+@pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
+@pytest.mark.parametrize("only", ["all", "body", "head"])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_all_that_train_can_do_is_the_same_for_a_stack(
+    name: str, only: Literal["all", "body", "head"], model: Any
+) -> None:
+    """A correction that sees the weights, where they started and vectors of each client; counts of each; a part."""
+    s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.05, **VARIANTS[name]})
+    data, theta = clients(UNEVEN), starts(model, 4)
+    vectors, counts = theta.flip(0) / 3, [3, 5, 1, 4]
+
+    def trained(rows: list[int]) -> Trained:
+        return train(
+            model,
+            group([data[i] for i in rows]),
+            theta[rows],
+            s,
+            correct=PULL,
+            given={"v": vectors[rows]},
+            only=only,
+            counts=[counts[i] for i in rows],
+            purpose="other",
+        )
+
+    together = trained([0, 1, 2, 3])
+    compare(together, [trained([i]) for i in range(4)])
+    assert together.steps.flatten().tolist() == counts
+    body = model.layout.body_size
+    assert torch.equal(together.theta[:, :body], theta[:, :body]) is (only == "head")
+    assert torch.equal(together.theta[:, body:], theta[:, body:]) is (only == "body")
+
+
+def test_a_correction_is_added_to_the_gradient_before_the_rest() -> None:
+    """By hand: a gradient, the correction, λ_θ, clipping, momentum."""
+    c, theta, v = client("c0", 11), starts(SMALL, 1), starts(SMALL, 2)[1:]
+    s = LocalSGD(steps=4, batch_size=4, lr=0.05, momentum=0.5, lambda_theta=0.1, clip=0.4)
+    found = train(SMALL, group([c]), theta, s, correct=PULL, given={"v": v}).theta[0]
+    p, momentum = theta[0].clone().requires_grad_(), torch.zeros_like(theta[0])
+    assert c.train.y is not None
+    for index in batches(11, 4, 4, group([c]).generator(0, "train")):
+        (g,) = torch.autograd.grad(F.cross_entropy(SMALL.logits(p, c.train.x[index]), c.train.y[index]), [p])
+        with torch.no_grad():
+            g = g + 0.7 * (p - theta[0]) - 0.2 * v[0] + 2 * 0.1 * p
+            g = g * min(1.0, 0.4 / (float(g.norm()) + 1e-6))
+            momentum = 0.5 * momentum + g
+            p -= 0.05 * momentum
+    torch.testing.assert_close(found, p.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
+def test_losses_and_gradients_of_a_stack_are_those_of_each(
+    model: FlatModel, mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On mini-batches, halves of them, and all data in pieces that not all clients have as many of."""
+    monkeypatch.setattr(client_side, "PIECE", 4)
+    data, theta = clients(UNEVEN), starts(model, 4)
+    for c in data:
+        assert c.train.y is not None
+        c.train.y[:] = torch.arange(len(c.train)) % 2  # label 2 is absent
+    alone = [Local(model, group([c]), mask_absent=mask) for c in data]
+    stack = Local(model, group(data), mask_absent=mask)
+    assert (stack.stacked, alone[0].stacked) == (True, False)
+    assert torch.equal(stack.join(stack.parameters(theta)), theta)
+
+    def same(together: Sequence[Batch], apart: Sequence[Sequence[Batch]]) -> None:
+        g, loss = stack.gradient_at(theta, *together)
+        value = stack.value(stack.parameters(theta), *together)
+        for i, (one, pieces) in enumerate(zip(alone, apart, strict=True)):
+            own, own_loss = one.gradient_at(theta[i : i + 1], *pieces)
+            torch.testing.assert_close(g[i : i + 1], own, rtol=0, atol=1e-12)
+            torch.testing.assert_close(loss[i : i + 1], own_loss, rtol=0, atol=1e-12)
+            torch.testing.assert_close(value[i : i + 1].detach(), own_loss, rtol=0, atol=1e-12)
+
+    same(stack.everything(), [one.everything() for one in alone])
+    drawn = list(stack.batches(5, [2] * 4, "x"))
+    apart = [list(one.batches(5, [2], "x")) for one in alone]
+    for t in range(2):
+        same([drawn[t]], [[mine[t]] for mine in apart])
+    totals = list(stack.batches(5, [1] * 4, "x", totals=[3.0, 1.0, 2.0, 5.0]))
+    same(
+        totals, [list(one.batches(5, [1], "x", totals=[n])) for one, n in zip(alone, (3.0, 1.0, 2.0, 5.0), strict=True)]
+    )
+    # Of clients with two examples at least: a half of one is empty.
+    first, second, share = stack.halves(drawn[0])
+    parts = [one.halves(mine[0]) for one, mine in zip(alone, apart, strict=True)]
+    same([first], [[part[0]] for part in parts])
+    torch.testing.assert_close(share, torch.cat([part[2] for part in parts]))
+    w = stack.parameters(theta)
+    g, _ = stack.gradient(w, second)
+    for i in range(3):
+        own, _ = alone[i].gradient_at(theta[i : i + 1], parts[i][1])
+        torch.testing.assert_close(stack.join(dict(zip(w, g, strict=True)))[i : i + 1], own, rtol=0, atol=1e-12)
+
+
+def test_a_gradient_is_that_of_the_loss_over_all_examples_and_to_a_part_of_the_leaves() -> None:
+    c, theta = client("c0", 11), starts(SMALL, 1)
+    local = Local(SMALL, group([c]))
+    p = theta[0].clone().requires_grad_()
+    assert c.train.y is not None
+    loss = F.cross_entropy(SMALL.logits(p, c.train.x), c.train.y)
+    (expected,) = torch.autograd.grad(loss, [p])
+    found, value = local.gradient_at(theta, *local.everything())
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(value[0], loss.detach(), rtol=0, atol=1e-14)
+    w = local.parameters(theta)
+    head = [w[name] for name in SMALL.layout.head]
+    part, _ = local.gradient(w, *local.everything(), of=head)
+    torch.testing.assert_close(
+        torch.cat([g.flatten() for g in part]), expected[SMALL.layout.body_size :], rtol=0, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("sizes", [(11,), UNEVEN], ids=["alone", "stack"])
+def test_a_gradient_can_be_derived_again(sizes: tuple[int, ...]) -> None:
+    """∇ ‖∇f(w)‖²/2 = ∇²f(w) ∇f(w), against autograd on the flat vector."""
+    data, theta = clients(sizes), starts(SMALL, len(sizes))
+    local = Local(SMALL, group(data))
+    w = local.parameters(theta)
+    slope, _ = local.gradient(w, *local.everything(), differentiable=True)
+    half = sum((g.square().sum() for g in slope), torch.zeros(())) / 2
+    second = torch.autograd.grad(half, list(w.values()))
+    found = local.join(dict(zip(w, second, strict=True)))
+    for i, c in enumerate(data):
+        p = theta[i].clone().requires_grad_()
+        assert c.train.y is not None
+        (first,) = torch.autograd.grad(F.cross_entropy(SMALL.logits(p, c.train.x), c.train.y), [p], create_graph=True)
+        (expected,) = torch.autograd.grad(first.square().sum() / 2, [p])
+        torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: int) -> None:
+    data, s = clients((6, 6, 6)), LocalSGD(steps=5, batch_size=3, lr=0.05)
+    theta = starts(SMALL, 3)
+    data[at] = dataclasses.replace(data[at], train=Split(data[at].train.x * 1e200, data[at].train.y))
+    members = group(data)
+    together = train(SMALL, members, theta, s, key="head.lr")
+    assert list(members.lost) == [at]
+    alone = group([data[at]])
+    train(SMALL, alone, theta[at : at + 1], s, key="head.lr")
+    assert alone.lost[0] == members.lost[at]
+    assert re.search(r"local step \d of 5; .*algorithm\.head\.lr \(found 0\.05\)", alone.lost[0])
+    for i in {0, 1, 2} - {at}:
+        one = train(SMALL, group([data[i]]), theta[i : i + 1], s)
+        torch.testing.assert_close(together.theta[i : i + 1], one.theta, rtol=0, atol=1e-10)
+        torch.testing.assert_close(together.loss[i : i + 1], one.loss, rtol=0, atol=1e-10)
+
+
+def test_what_a_client_keeps_is_a_row_of_its_group() -> None:
+    data = clients((3, 4))
+    members = Group(data, group(data)._generator, [None, {"x": torch.tensor([5.0, 6.0])}])
+    assert kept(members, "x", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [[1, 2], [5, 6]]
+    rows = torch.tensor([[7.0], [8.0]])
+    keep(members, y=rows)
+    rows.zero_()
+    assert [members.kept[i]["y"].tolist() for i in range(2)] == [[7], [8]]

@@ -1,0 +1,123 @@
+"""FedProx against FedAvg and SGD with the proximal term in the loss (Li et al., MLSys 2020)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import client, clients, federation, group, task
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.client import batches
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.fedprox import FEDPROX, FedProxSettings, work
+from fedloom.data.federated import ClientData
+from fedloom.federation.randomness import generator
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"epochs": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.9}
+
+
+def made(**changes: Any) -> FedProxSettings:
+    return FedProxSettings.model_validate({"local": LOCAL | changes.pop("local", {}), **changes})
+
+
+def visit(s: FedProxSettings, problem: Task, theta: Tensor, c: ClientData, round: int, steps: int) -> Tensor:
+    """torch.optim.SGD on f_i(w) + μ/2 ‖w - w_t‖², the term in the loss."""
+    p = theta.clone().requires_grad_()
+    optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
+    assert c.train.y is not None
+    for index in batches(len(c.train), s.local.batch_size, steps, generator(SEED, "train/train", c.id, round)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index])
+        (loss + s.mu / 2 * (p - theta).square().sum()).backward()
+        optimizer.step()
+    return p.detach()
+
+
+def test_without_its_term_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
+    data = clients(SIZES)
+    average = FedAvgSettings.model_validate({"local": LOCAL, "personalize_steps": 2})
+    prox, avg = (
+        federation(tmp_path / method.name, method, s, task(), data, rounds=2, unseen=["c2"])
+        for method, s in ((FEDPROX, made(mu=0.0, personalize_steps=2)), (FEDAVG, average))
+    )
+    prox.run()
+    avg.run()
+    assert torch.equal(prox.state["theta"], avg.state["theta"])
+    for key, named in avg.predictors.items():
+        for name, predictor in named.items():
+            assert torch.equal(prox.predictors[key][name].tensors()["theta"], predictor.tensors()["theta"])
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_a_visit_is_sgd_with_the_term_in_the_loss(tmp_path: Path, weighting: str) -> None:
+    """The term is about where the round started, in the second round too."""
+    s, problem, data = made(mu=2.0, weighting=weighting), task(), clients(SIZES)
+    run = federation(tmp_path, FEDPROX, s, problem, data, rounds=2)
+    theta = run.state["theta"]
+    weights = torch.tensor([float(n) if weighting == "examples" else 1.0 for n in SIZES]).double()
+    for t in (1, 2):
+        ends = torch.stack([visit(s, problem, theta, c, t, s.local.count(len(c.train))) for c in data])
+        theta = (weights[:, None] * ends).sum(0) / weights.sum()
+    run.run()
+    torch.testing.assert_close(run.state["theta"], theta, rtol=0, atol=1e-12)
+
+
+def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
+    """At lr μ = 1 a step on the term alone lands on w_t; beyond, it overshoots."""
+    made(mu=19.9)
+    for mu in (20.0, 30.0):
+        with pytest.raises(ValidationError, match=rf"mu: found {mu:g} with local.lr 0.05"):
+            made(mu=mu)
+    with pytest.raises(ValidationError, match="mu"):
+        made(mu=-1.0)
+
+
+def test_stragglers_do_a_part_of_the_work_and_are_counted(tmp_path: Path) -> None:
+    s, problem, data = made(mu=0.5, stragglers=1.0, weighting="uniform"), task(), clients((9, 12, 1))
+    full = [s.local.count(len(c.train)) for c in data]
+    assert full == [9, 12, 3]
+    run = federation(tmp_path, FEDPROX, s, problem, data)
+    theta = run.state["theta"]
+    counts = []
+    for c in data:
+        members = group([c])
+        members._generator = lambda id, purpose: generator(SEED, f"train/{purpose}", id, 1)
+        counts += work(members, s)
+    assert all(1 <= made_ < whole for made_, whole in zip(counts, full, strict=True))
+    ends = [visit(s, problem, theta, c, 1, count) for c, count in zip(data, counts, strict=True)]
+    run.run()
+    torch.testing.assert_close(run.state["theta"], torch.stack(ends).mean(0), rtol=0, atol=1e-12)
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.statistics["client_steps"] == sum(counts)
+    assert not any(conversation.lost for conversation in attempt.conversations)
+
+
+def test_how_many_are_late_and_how_late() -> None:
+    """With the probability asked for, and by every number of steps from 1 to all but one."""
+    s, data = made(stragglers=0.3), [client(f"c{i}", 3) for i in range(400)]  # three steps
+    counts = torch.tensor(work(group(data), s))
+    assert set(counts.tolist()) == {1, 2, 3}
+    late = counts < 3
+    assert float(late.double().mean()) == pytest.approx(0.3, abs=0.07)
+    assert float((counts[late] == 1).double().mean()) == pytest.approx(0.5, abs=0.15)
+    assert set(work(group(data), made())) == {3}
+    one_step = made(stragglers=1.0, local={"epochs": None, "steps": 1})
+    assert set(work(group(data), one_step)) == {1}  # there is no part of one step
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    s, data, half = made(mu=1.0, stragglers=0.5), clients((9, 4, 12, 1)), FEDPROX.client(made(mu=1.0), task())
+    half.settings = s
+    opening = FEDPROX.messages[0](task().model.init(torch.Generator().manual_seed(3), torch.float64))
+    together = next(half.open(group(data), opening)).tensors()
+    alone = [next(half.open(group([c]), opening)).tensors() for c in data]
+    for name, value in together.items():
+        torch.testing.assert_close(value, torch.cat([one[name] for one in alone]), rtol=0, atol=1e-10)

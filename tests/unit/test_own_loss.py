@@ -1,0 +1,188 @@
+"""A model's own loss is what every method trains it with: label smoothing and a factor, in place of cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, task
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from fedloom.algorithms.base import Task, find
+from fedloom.algorithms.client import LocalSGD, batches, train
+from fedloom.data.federated import ClientData
+from fedloom.federation.randomness import generator
+from fedloom.models.flat import FlatModel
+from fedloom.models.mlp import MLP
+from fedloom.models.precision import bfloat16
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+
+
+class Smoothed(MLP):
+    """Twice the cross-entropy with smoothed labels."""
+
+    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        assert y is not None
+        return smoothed(self.forward(parameters, x), y)
+
+
+def smoothed(logits: Tensor, y: Tensor) -> Tensor:
+    """Written without PyTorch's option: 2 (0.7 CE + 0.3 mean over classes)."""
+    log_p = logits.log_softmax(1)
+    return -2 * (0.7 * log_p[torch.arange(len(y)), y] + 0.3 * log_p.mean(1))
+
+
+OWN, PLAIN = Smoothed(IMAGE, [5], CLASSES), MLP(IMAGE, [5], CLASSES)
+LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"local": LOCAL, "personalize_steps": 2},
+    "fedprox": {"local": LOCAL, "mu": 0.5},
+    "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
+    "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 3, "personalize_epochs": 1},
+    "local": {"local": LOCAL},
+    "pefll": {"local": LOCAL, "embedding": {"network": "linear"}},
+    "pfedbayes": {"steps": 3, "batch_size": 3, "optimizer": "adam", "lr_personal": 0.02, "lr_global": 0.01, "draws": 2},
+    "comfedl": {"objective": "robust", "gamma": 1.0, "local": LOCAL},
+    "comfedl damaml": {"objective": "damaml", "gamma": 1.0, "local": LOCAL},
+    "wga": {"batch_size": 3, "personalize_steps": 2},
+}
+
+
+def run(folder: Path, name: str, model: FlatModel, data: Sequence[ClientData] | None = None) -> Federation:
+    data = clients(SIZES) if data is None else data
+    method = find(name.split()[0])
+    roster = tuple(c.id for c in data)
+    problem = Task(model, CLASSES, IMAGE, len(data), torch.float64, roster=roster)
+    settings = method.settings.model_validate(METHODS[name])
+    f = federation(folder, method, settings, problem, data, rounds=int(method.trains), evaluation_cohort=2)
+    f.run()
+    return f
+
+
+def moved(f: Federation) -> dict[str, Tensor]:
+    """All that a run makes: the server's state and the clients' predictors."""
+    found = f.state
+    for (_, client), named in f.predictors.items():
+        for name, predictor in named.items():
+            found |= {f"{client}.{name}.{part}": tensor for part, tensor in predictor.tensors().items()}
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains_with_the_models_own_loss(tmp_path: Path, name: str) -> None:
+    """Both the state and each client's own model differ from those that the cross-entropy leads to."""
+    own, plain = (moved(run(tmp_path / str(i), name, model)) for i, model in enumerate((OWN, PLAIN)))
+    assert own.keys() == plain.keys()
+    trained = [key for key in own if key in ("theta", "v", "eta_v", "eta_h.fc1.weight") or ".personal." in key]
+    assert len(trained) > len(SIZES) - 1
+    for key in trained:
+        assert (own[key] - plain[key]).abs().max() > 1e-6, key
+
+
+def test_fedavg_is_sgd_on_it(tmp_path: Path) -> None:
+    data = clients(SIZES)
+    f = federation(
+        tmp_path,
+        find("fedavg"),
+        s := find("fedavg").settings.model_validate({"local": LOCAL, "weighting": "uniform"}),
+        task(OWN),
+        data,
+    )
+    theta = f.state["theta"]
+    ends = []
+    for c in data:
+        p = theta.clone().requires_grad_()
+        optimizer = torch.optim.SGD([p], lr=0.05, momentum=0.9)
+        assert c.train.y is not None
+        for index in batches(len(c.train), 3, 3, generator(SEED, "train/train", c.id, 1)):
+            optimizer.zero_grad()
+            smoothed(PLAIN.logits(p, c.train.x[index]), c.train.y[index]).mean().backward()
+            optimizer.step()
+        ends.append(p.detach())
+    f.run()
+    torch.testing.assert_close(f.state["theta"], torch.stack(ends).mean(0), rtol=0, atol=1e-12)
+    assert s.local.momentum == 0.9
+
+
+def test_pfedbayes_takes_it_for_the_negative_log_likelihood(tmp_path: Path) -> None:
+    """(27) and (28) by torch.distributions and torch.optim."""
+    data, settings = clients(SIZES), METHODS["pfedbayes"]
+    method = find("pfedbayes")
+    f = federation(tmp_path, method, s := method.settings.model_validate(settings), task(OWN), data)
+    start = f.state["v"]
+
+    def divergence(q: Tensor, w: Tensor) -> Tensor:
+        return kl_divergence(*(Normal(v[0], F.softplus(v[1])) for v in (q, w))).sum()
+
+    uploads = []
+    for c in data:
+        q, w = start.clone().requires_grad_(), start.clone().requires_grad_()
+        optimizers = torch.optim.Adam([q], lr=0.02), torch.optim.Adam([w], lr=0.01)
+        noise, n = generator(SEED, "train/train-noise", c.id, 1), len(c.train)
+        assert c.train.y is not None
+        for index in batches(n, 3, 3, generator(SEED, "train/train", c.id, 1)):
+            theta = q[0] + F.softplus(q[1]) * torch.empty_like(start[0]).normal_(generator=noise)
+            nll = smoothed(PLAIN.logits(theta, c.train.x[index]), c.train.y[index])
+            (q.grad,) = torch.autograd.grad(n * nll.mean() + s.zeta * divergence(q, w.detach()), [q])
+            optimizers[0].step()
+            (w.grad,) = torch.autograd.grad(divergence(q.detach(), w), [w])
+            optimizers[1].step()
+        uploads.append(w.detach())
+    f.run()
+    torch.testing.assert_close(f.state["v"], torch.stack(uploads).mean(0), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("sizes", [(9,), (9, 4, 6)], ids=["alone", "stack"])
+def test_the_mask_hides_absent_labels_from_it(sizes: tuple[int, ...]) -> None:
+    """A loss that is finite at -inf: of the two present labels alone."""
+
+    class Clamped(Smoothed):
+        def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+            assert y is not None
+            return clamped(self.forward(parameters, x), y)
+
+    def clamped(logits: Tensor, y: Tensor) -> Tensor:
+        return 2 * F.cross_entropy(logits, y, reduction="none") + 0.1 * logits.exp().sum(1)
+
+    data, s = clients(sizes), LocalSGD(steps=4, batch_size=4, lr=0.05, mask_absent=True)
+    for c in data:
+        assert c.train.y is not None
+        c.train.y[:] = torch.arange(len(c.train)) % 2
+    model = Clamped(IMAGE, [5], CLASSES)
+    theta = model.init(torch.Generator().manual_seed(1), torch.float64).expand(len(data), -1)
+    found = train(model, group(data), theta, s).theta
+    absent = torch.tensor([False, False, True])
+    for i, c in enumerate(data):
+        p = theta[i].clone().requires_grad_()
+        optimizer = torch.optim.SGD([p], lr=0.05, momentum=0.9)
+        assert c.train.y is not None
+        for index in batches(len(c.train), 4, 4, group([c]).generator(0, "train")):
+            optimizer.zero_grad()
+            logits = PLAIN.logits(p, c.train.x[index]).masked_fill(absent, -torch.inf)
+            clamped(logits, c.train.y[index]).mean().backward()
+            optimizer.step()
+        torch.testing.assert_close(found[i], p.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
+def test_it_is_that_of_a_model_in_bfloat16_too(mask: bool) -> None:
+    """Near to the same model in float32, and far from the cross-entropy in bfloat16."""
+    data, s = clients((9,)), LocalSGD(steps=3, batch_size=9, lr=0.05, mask_absent=mask)
+    for part in (data[0].train, data[0].validation, data[0].test):
+        part.x.data = part.x.float()
+    theta = PLAIN.init(torch.Generator().manual_seed(1))[None]
+    ends = {
+        name: train(model, group(data), theta, s).theta[0] - theta[0]
+        for name, model in (("own", OWN), ("rounded", bfloat16(OWN)), ("other", bfloat16(PLAIN)))
+    }
+    assert 0 < (ends["rounded"] - ends["own"]).norm() < 0.05 * ends["own"].norm()
+    assert (ends["other"] - ends["own"]).norm() > 0.2 * ends["own"].norm()
+    assert ends["rounded"].dtype == torch.float32

@@ -1,0 +1,194 @@
+"""pFedMe against closed forms on a quadratic, and Algorithm 1 written out (Dinh et al., NeurIPS 2020)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import clients, federation, group, task
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.client import batches
+from fedloom.algorithms.pfedme import PFEDME, PFedMeSettings, moreau_steps, proximal_model
+from fedloom.data.federated import ClientData, Split
+from fedloom.federation.randomness import generator
+from fedloom.models.quadratic import Quadratic
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+H = torch.tensor([2.0, 0.5], dtype=torch.float64)
+MODEL = Quadratic(2, (2.0, 0.5))
+START = torch.tensor([3.0, -1.0], dtype=torch.float64)
+
+
+def made(**changes: Any) -> PFedMeSettings:
+    base = {"steps": 3, "batch_size": 3, "lr": 0.02, "proximity": 4.0, "inner_steps": 2, "inner_lr": 0.05}
+    return PFedMeSettings.model_validate(base | {"personalize_epochs": 2} | changes)
+
+
+def at(c: Tensor, n: int = 4, id: str = "c0") -> ClientData:
+    """A client with f(θ) = Σ h (θ - c)²/2 on every batch: its examples are all c."""
+    split = Split(c.double().repeat(n, 1), None)
+    return ClientData(id, split, split, split, 0)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+# --- closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("proximity", [0.5, 4.0, 9.0])
+def test_with_many_inner_steps_theta_is_the_proximal_point_and_w_goes_to_it(proximity: float) -> None:
+    """θ = (h c + λ w_i)/(h + λ), and w_i ← w_i - ηλ(w_i - θ), R times."""
+    s = made(steps=4, inner_steps=2000, inner_lr=0.1, proximity=proximity)
+    c = torch.tensor([-1.0, 5.0], dtype=torch.float64)
+    w = START
+    for _ in range(4):
+        theta = (H * c + proximity * w) / (H + proximity)
+        w = w - s.lr * proximity * (w - theta)
+    trained = moreau_steps(MODEL, group([at(c)]), START[None], s)
+    close(trained.theta[0], w)
+    assert trained.steps.tolist() == [[4.0 * 2000]]
+
+
+def test_personal_is_the_proximal_point_of_the_shared_model() -> None:
+    s, c = made(inner_lr=0.1, personalize_epochs=2000, batch_size=4), torch.tensor([-1.0, 5.0]).double()
+    found = proximal_model(MODEL, group([at(c)]), START[None], s)
+    close(found["personal"][0], (H * c + 4 * START) / (H + 4))
+    assert torch.equal(found["global"][0], START)
+
+
+def test_one_step_has_a_closed_form() -> None:
+    """K = R = 1: θ = w - α h (w - c), its proximal term zero at the start; then w ← w - ηλ α h (w - c)."""
+    s, c = made(steps=1, inner_steps=1), torch.tensor([-1.0, 5.0]).double()
+    trained = moreau_steps(MODEL, group([at(c)]), START[None], s)
+    gradient = H * (START - c)
+    close(trained.theta[0], START - s.lr * s.proximity * s.inner_lr * gradient)
+    assert trained.loss.item() == pytest.approx(float((H * (START - c).square()).sum() / 2))
+
+
+def test_the_more_it_is_tied_the_less_theta_moves() -> None:
+    c = torch.tensor([-1.0, 5.0]).double()
+    moved = [
+        float(
+            (
+                proximal_model(MODEL, group([at(c)]), START[None], made(proximity=p, inner_lr=1e-4, lr=1e-5))[
+                    "personal"
+                ][0]
+                - START
+            ).norm()
+        )
+        for p in (1.0, 9000.0)
+    ]
+    assert moved[1] < moved[0]
+
+
+# --- Algorithm 1 ------------------------------------------------------------------------------------------------------
+
+
+def visit(s: PFedMeSettings, problem: Task, w: Tensor, c: ClientData, round: int) -> tuple[Tensor, list[float]]:
+    """Lines 4-8, with the proximal term differentiated with the loss; θ goes on from batch to batch."""
+    theta, losses = w.clone(), []
+    assert c.train.y is not None
+    for index in batches(len(c.train), s.batch_size, s.steps, generator(SEED, "train/train", c.id, round)):
+        for _ in range(s.inner_steps):
+            p = theta.clone().requires_grad_()
+            loss = F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index])
+            (d,) = torch.autograd.grad(loss + s.proximity / 2 * (p - w).square().sum(), [p])
+            theta = theta - s.inner_lr * d
+            losses.append(loss.item())
+        w = w - s.lr * s.proximity * (w - theta)
+    return w, losses
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+@pytest.mark.parametrize("beta", [1.0, 2.0, 0.3])
+def test_rounds_are_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> None:
+    """w ← (1 - β) w + β mean w_i, β being server_lr; every w_i starts at w in each round."""
+    s, problem, data = made(server_lr=beta, weighting=weighting), task(), clients(SIZES)
+    run = federation(tmp_path, PFEDME, s, problem, data, rounds=2)
+    w = run.state["theta"]
+    weights = torch.tensor([float(n) if weighting == "examples" else 1.0 for n in SIZES]).double()
+    losses: list[float] = []
+    for t in (1, 2):
+        visits = [visit(s, problem, w, c, t) for c in data]
+        mean = (weights[:, None] * torch.stack([end for end, _ in visits])).sum(0) / weights.sum()
+        w = (1 - beta) * w + beta * mean
+        losses.append(sum(sum(seen) / len(seen) for _, seen in visits) / 3)
+    run.run()
+    close(run.state["theta"], w)
+    attempts = run.loop.journal.counted()
+    assert [a.statistics["client_steps"] for a in attempts] == [3 * s.steps * s.inner_steps] * 2
+    assert [a.statistics["loss"] for a in attempts] == pytest.approx(losses, abs=1e-12)
+
+
+def test_personal_is_theta_and_not_w_i(tmp_path: Path) -> None:
+    s, problem, data = made(), task(), clients(SIZES)
+    run = federation(tmp_path, PFEDME, s, problem, data, unseen=["c2"])
+    run.run()
+    w = run.state["theta"]
+    half = PFEDME.client(s, problem)
+    for c in data:
+        named = run.predictors[1, c.id]
+        assert list(named) == ["personal", "global"]
+        assert torch.equal(named["global"].tensors()["theta"], w)
+        theta, n = w, len(c.train)
+        count = s.personalize_epochs * (n // min(n, s.batch_size))
+        assert c.train.y is not None
+        for index in batches(n, s.batch_size, count, generator(SEED, "evaluate/personalize", c.id, 1)):
+            p = theta.clone().requires_grad_()
+            loss = F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index])
+            (d,) = torch.autograd.grad(loss + s.proximity / 2 * (p - w).square().sum(), [p])
+            theta = theta - s.inner_lr * d
+        found = named["personal"].tensors()["theta"]
+        close(found, theta)
+        w_i = w - s.lr * s.proximity * (w - theta)
+        assert (found - w_i).abs().max() > 1e-4
+        assert (half.personalization_steps("personal", n), half.personalization_steps("global", n)) == (count, 0)
+
+
+def test_steps_that_overshoot_on_the_term_are_refused() -> None:
+    made(lr=0.24, inner_lr=0.24)
+    for key in ("lr", "inner_lr"):
+        for rate in (0.25, 0.3):
+            with pytest.raises(ValidationError, match=rf"{key}: found {rate:g} with proximity 4"):
+                made(**{key: rate})
+    with pytest.raises(ValidationError, match="server_lr"):  # β = 0 would leave w where it is
+        made(server_lr=0.0)
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    data, half = clients((9, 4, 12, 1)), PFEDME.client(made(), task())
+    opening, _, ask = PFEDME.messages
+    theta = task().model.init(torch.Generator().manual_seed(3), torch.float64)
+    together = next(half.open(group(data), opening(theta))).tensors()
+    alone = [next(half.open(group([c]), opening(theta))).tensors() for c in data]
+    for name, value in together.items():
+        close(value, torch.cat([one[name] for one in alone]), atol=1e-10)
+
+    def predictors(members: list[ClientData]) -> list[Tensor]:
+        with pytest.raises(StopIteration) as end:
+            next(half.open(group(members), ask(theta)))
+        return [named["personal"].tensors()["theta"] for named in end.value.value]
+
+    for mine, c in zip(predictors(data), data, strict=True):
+        close(mine, predictors([c])[0], atol=1e-10)
+
+
+def test_who_diverges_is_lost_alone() -> None:
+    # Examples so far away that the losses overflow, and a curvature at which steps of 0.05 explode.
+    wild = at(torch.tensor([1e200, 0.0]))
+    members = group([at(torch.tensor([1.0, 1.0]), id="c1"), wild])
+    trained = moreau_steps(MODEL, members, START.expand(2, -1), made())
+    assert list(members.lost) == [1]
+    assert "local step 1 of 6" in members.lost[1]
+    assert "algorithm.inner_lr (found 0.05)" in members.lost[1]
+    alone = moreau_steps(MODEL, group([at(torch.tensor([1.0, 1.0]), id="c1")]), START[None], made())
+    close(trained.theta[:1], alone.theta)
