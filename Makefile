@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-cluster test-all lint format protos docs bench clean kind-up kind-test kind-down
+.PHONY: help setup run test test-cluster test-all lint format protos docs bench cuda clean kind-up kind-test kind-down
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -66,6 +66,9 @@ bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/be
 	@for name in local_training aggregator_overhead registered_clients resume flower; do \
 		echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit; echo; \
 	done
+
+cuda: setup ## what only a GPU can tell, where one is at hand: at most 40 minutes (docs/benchmarks.md)
+	@for part in agreement speed table table table; do $(BIN)/python benchmarks/gpu.py $$part || exit; done
 
 kind-up: ## make a Kubernetes in Docker with our image and an object store (docs/e2e.md)
 	@images/kind/kind.sh up

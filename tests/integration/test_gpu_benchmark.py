@@ -1,0 +1,34 @@
+"""benchmarks/gpu.py on a CPU, in tiny sizes: what `make cuda` runs where a GPU is at hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_it_runs_on_a_cpu_and_finds_that_stacks_agree(tmp_path: Path, fashion_mnist_root: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--tiny", "--out", tmp_path]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    agreement = json.loads((tmp_path / "agreement.json").read_text())["figures"]
+    limits = {"float64": 1e-10, "float32": 1e-3}
+    assert {row["model"] for row in agreement["training"]} == {"lenet", "lstm"}
+    for row in agreement["training"]:
+        assert row["difference"] < limits[row["dtype"]], row
+        assert row["same_bits_twice"]
+    for row in agreement["conversations"]:  # eight clients at once, and one after another
+        assert row["difference"] < limits["float32"], row
+    speed = json.loads((tmp_path / "speed.json").read_text())["figures"]
+    assert all(row["steps_per_s"] > 0 for row in speed)
+    (table,) = json.loads((tmp_path / "table.json").read_text())["figures"]
+    assert table["finished"]
+    assert table["round"] == 1
+    assert "| lstm" in (tmp_path / "gpu.md").read_text()
