@@ -25,6 +25,7 @@ import ctypes
 import gc
 import importlib
 import inspect
+import io
 import json
 import os
 import pkgutil
@@ -257,6 +258,9 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
         os.close(reader)
 
 
+_before: list[Any] = []
+
+
 def _become(request: dict[str, Any]) -> None:
     """Take what a process is born with from the request."""
     _retitle(request["words"])
@@ -272,7 +276,17 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     time.tzset()
     tempfile.tempdir = None
-    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+    # What stands on the server's files remembers whether those could seek.
+    for own, (name, mode) in enumerate((("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb"))):
+        before = getattr(sys, name)
+        file = io.TextIOWrapper(
+            open(own, mode, buffering=0 if before.write_through else -1, closefd=False),  # noqa: SIM115
+            before.encoding, before.errors, line_buffering=name == "stderr" or os.isatty(own),
+            write_through=before.write_through,
+        )  # fmt: skip
+        _before.append(before)  # closing it would close the file
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
 
 
 def _retitle(words: Sequence[str]) -> None:
