@@ -50,7 +50,7 @@ lint: setup ## ruff, mypy --strict, buf
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/buf lint
 
-format: setup ## let ruff mend what it can
+format: setup ## let ruff fix what it can
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format --quiet .
 

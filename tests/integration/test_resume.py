@@ -191,7 +191,7 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     shard = dataset.folder / "shards" / "client-0003.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    for _ in range(2):  # damage is said every time, and mended by the command that it names
+    for _ in range(2):  # damage is said every time, and fixed by the command that it names
         said = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
         assert str(shard) in said
         assert "fedloom partition EXPERIMENT" in said

@@ -19,7 +19,7 @@ from fedloom.kubeflow import compiling
 from fedloom.kubeflow.image import IMAGE, component_image
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
-MEND = "fedloom pipeline compile --out pipelines"
+FIX = "fedloom pipeline compile --out pipelines"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def documents(path: Path) -> list[Any]:
 
 @pytest.mark.parametrize("name", compiling.NAMES)
 def test_what_is_committed_is_what_compiles(compiled: Path, name: str) -> None:
-    assert documents(PIPELINES / f"{name}.yaml") == documents(compiled / f"{name}.yaml"), MEND
+    assert documents(PIPELINES / f"{name}.yaml") == documents(compiled / f"{name}.yaml"), FIX
 
 
 def test_the_same_pipeline_gives_the_same_bytes(compiled: Path, tmp_path: Path) -> None:
