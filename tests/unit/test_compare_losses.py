@@ -230,7 +230,7 @@ def test_losses_of_different_models_are_not_compared(real: Path, copied: Path) -
 
 
 def test_runs_with_classes_and_without_are_not_mixed(real: Path, tmp_path: Path) -> None:
-    text = {"name": "x", "data": {"dataset": "fashion-mnist", "partition": {"scheme": "iid", "clients": 6}},
+    text = {"name": "x", "seed": 1, "data": {"dataset": "fashion-mnist", "partition": {"scheme": "iid", "clients": 6}},
             "model": {"name": "lenet"}, "algorithm": {"name": "pefll"}, "federation": {"rounds": 1}}  # fmt: skip
     other = write_run(tmp_path / "classes", n=6, unseen=2, rounds=(0, 1), experiment=yaml.safe_dump(text))
     message = r"data without classes \(lr=.*lr=.*lr=0\.2\) together with .* \(classes\); allowed: one kind"

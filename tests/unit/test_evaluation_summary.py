@@ -221,6 +221,7 @@ def test_summary_has_the_keys_of_the_design() -> None:
     assert list(found) == [
         "name",
         "algorithm",
+        "titles",
         "dataset",
         "model",
         "seed",

@@ -121,6 +121,7 @@ def dealt(train: list[int], test: list[int], how: PartitionSettings) -> Assignme
 @example(
     ([30, 30, 68, 74, 83], [5] * 5, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.1))
 )  # 28.5 of 285
+@example(([30] * 3, [5] * 3, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.35)))  # 31.5 of 90
 @settings(max_examples=300, deadline=None)
 def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(
     problem: tuple[list[int], list[int], PartitionSettings],
@@ -139,7 +140,7 @@ def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(
     if not isinstance(how.scheme, FixedScheme):
         assert np.concatenate(deal.examples["validation"]).max() < sum(train)
         assert np.concatenate(deal.examples["test"]).min() >= sum(train)
-        assert len(deal.training_pool) == sum(train) - round(sum(train) * how.validation_fraction)
+        assert len(deal.training_pool) == sum(train) - round(round(sum(train) * how.validation_fraction, 9))
     n = how.scheme.clients
     for split in SPLITS:
         assert len(deal.examples[split]) == n
