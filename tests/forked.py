@@ -171,6 +171,7 @@ def _execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
         "environment": environment,
         "folder": os.fspath(given["cwd"] or Path.cwd()),
         "new_session": given["start_new_session"],
+        "group": os.getpgrp(),
         "dies_with_parent": dies_with_parent,
     }
     ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -266,6 +267,8 @@ def _become(request: dict[str, Any]) -> None:
     _retitle(request["words"])
     if request["new_session"]:
         os.setsid()
+    elif os.getpgrp() != request["group"]:
+        os.setpgid(0, request["group"])
     if request["dies_with_parent"]:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -302,6 +305,7 @@ def _split() -> socket.socket | None:
     """Leave a server behind for the processes that this one will start; return its channel in the server."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
+        os.setpgid(0, 0)  # who waits for our group to be gone does not wait for the server
         ours.close()
         nothing = os.open(os.devnull, os.O_RDWR)
         for file in range(3):
