@@ -44,7 +44,7 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STARTS = (
-    "CUDA", "FORCE_COLOR", "GRPC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "MPL", "OMP_", "OPENBLAS_",
+    "CUDA", "FORCE_COLOR", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "MPL", "OMP_", "OPENBLAS_",
     "PYTHON", "TERMINAL_WIDTH", "TORCH", "TYPER_",
 )  # fmt: skip
 """Beginnings of environment variables that are read once, when a process or a library starts."""
@@ -396,6 +396,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def _main() -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the command does, which comes too late for an imported gRPC
     channel: socket.socket | None = socket.socket(fileno=int(sys.argv[1]))
     _import()
     gc.freeze()  # forks need not look through what is there already
