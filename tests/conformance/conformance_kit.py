@@ -95,27 +95,27 @@ class Quiet:
 class Federation:
     """One method on the tiny data, ready to be run any number of times."""
 
-    these: Parts
+    parts: Parts
     dataset: FederatedDataset
     tmp: Path
 
     def changed(self, **keys: Any) -> Federation:
         """The same with other keys of a section (``federation__rounds=2``), or another section whole."""
-        tree = self.these.experiment.model_dump(mode="json")
+        tree = self.parts.experiment.model_dump(mode="json")
         for key, value in keys.items():
             section, _, name = key.partition("__")
             if name:
                 tree[section][name] = value
             else:
                 tree[section] = value
-        return dataclasses.replace(self, these=_parts(self.tmp, tree, self.dataset))
+        return dataclasses.replace(self, parts=_parts(self.tmp, tree, self.dataset))
 
     def carrier(self, name: str, change: Callable[[ClientHalf], Any] = lambda half: half) -> InProcess:
         """A fresh in-process carrier for the run in folder ``name``; ``change`` may wrap the clients' half."""
-        algorithm = self.these.algorithm
+        algorithm = self.parts.algorithm
         changed = dataclasses.replace(algorithm, client=lambda *known: change(algorithm.client(*known)))
         return assemble.in_process(
-            dataclasses.replace(self.these, algorithm=changed), self.dataset, RunFolder(self.tmp / name)
+            dataclasses.replace(self.parts, algorithm=changed), self.dataset, RunFolder(self.tmp / name)
         )
 
     def loop(
@@ -126,7 +126,7 @@ class Federation:
         folder.make()
         again = None if replay is None else Replay(Journal.read(RunFolder(self.tmp / replay)))
         stop = threading.Event() if stop is None else stop
-        return assemble.loop(self.these, carrier or self.carrier(name), folder, Quiet(), stop, again)
+        return assemble.loop(self.parts, carrier or self.carrier(name), folder, Quiet(), stop, again)
 
     def run(self, name: str, carrier: Carrier | None = None, replay: str | None = None) -> Evaluation:
         """Run from the beginning to the end."""

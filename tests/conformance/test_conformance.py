@@ -169,7 +169,7 @@ GROWS: dict[str, dict[str, Any]] = {"pfedbayes": {"beta": 2.0}, "wga": {"lr": 2.
 
 def test_a_state_that_would_not_be_finite_is_not_taken_over(tiny: Federation, trained: str) -> None:
     """Every answer is finite, but their sum with the state, or a square, or a product, is not."""
-    tree = tiny.these.experiment.model_dump(mode="json")["algorithm"]
+    tree = tiny.parts.experiment.model_dump(mode="json")["algorithm"]
     tiny = tiny.changed(algorithm={**tree, **GROWS.get(trained, {})}, federation__rounds=4)
     loop = tiny.loop("huge", tiny.carrier("huge", Huge))
     states = [state(loop)]
@@ -341,7 +341,7 @@ def test_the_probabilities_of_the_predictors(tiny: Federation, method: str) -> N
             seen.append(client.id)
         return nothing_measured(len(predictors), len(loop.predictors), loop.manifest.classes)
 
-    loop = tiny.loop("run", assemble.in_process(tiny.these, tiny.dataset, RunFolder(tiny.tmp / "run"), look))
+    loop = tiny.loop("run", assemble.in_process(tiny.parts, tiny.dataset, RunFolder(tiny.tmp / "run"), look))
     assert loop.personalize([entry.id for entry in tiny.dataset.manifest.clients]) == {}
     assert sorted(seen) == sorted(entry.id for entry in tiny.dataset.manifest.clients)
 

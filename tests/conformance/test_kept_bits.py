@@ -30,7 +30,7 @@ def test_the_bits_are_those_of_before(tiny: Federation, method: str, request: py
     """Of the last checkpoint, and of what was measured, in which the predictors of all clients are."""
     if request.config.getoption("--algorithm", default=None) is not None:
         pytest.skip("bits are kept for the methods and settings of the kit")
-    here = fingerprint(tiny.these.experiment)
+    here = fingerprint(tiny.parts.experiment)
     machine: dict[str, Any] = {name: value for name, value in here.items() if name not in ("fedloom", "python")}
     kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {"machine": None, "bits": {}}
     write = request.config.getoption("--keep-bits", default=False)

@@ -127,7 +127,7 @@ class Row:
         return LOSS if self.runs[0].by_loss else ACCURACY
 
     def over_seeds(self, group: str, statistic: str = "mean") -> Spread | None:
-        """A statistic of :class:`Measured` over seeds; None unless every run has it."""
+        """A statistic of :class:`GroupStatistics` over seeds; None unless every run has it."""
         found = [result.groups.get(group) for result in self.results]
         return spread(None if one is None else getattr(one, statistic) for one in found)
 

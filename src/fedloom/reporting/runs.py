@@ -30,7 +30,7 @@ MILLION = 10**6
 RESUME = "go on with it: fedloom run ... --resume"
 
 
-class Measured(NamedTuple):
+class GroupStatistics(NamedTuple):
     """Statistics of a group of clients in one run: accuracies as fractions, or losses (:attr:`Run.by_loss`).
 
     ``mean``, ``std`` and ``worst_decile`` are over clients, see ``evaluation.summary.group_statistics``; of losses, the
@@ -84,7 +84,7 @@ class Result:
         What the predictor costs a new client.
     """
 
-    groups: Mapping[str, Measured | None]
+    groups: Mapping[str, GroupStatistics | None]
     clients: Mapping[str, Mapping[str, tuple[int, int]]]
     curve: tuple[Point, ...]
     best: Point | None
@@ -287,11 +287,11 @@ def _of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mappi
     return found | {USERS: users} if predictor == "personal" and users not in (None, found["seen"]) else found
 
 
-def _measured(group: Mapping[str, Any] | None, *, masked: bool) -> Measured | None:
+def _measured(group: Mapping[str, Any] | None, *, masked: bool) -> GroupStatistics | None:
     if group is None:
         return None
     other = group["unmasked" if masked else "masked"]
-    return Measured(
+    return GroupStatistics(
         clients=int(group["clients"]),
         mean=float(group["accuracy_mean"]),
         std=float(group["accuracy_std"]),
@@ -301,12 +301,12 @@ def _measured(group: Mapping[str, Any] | None, *, masked: bool) -> Measured | No
     )
 
 
-def _losses(group: Mapping[str, Any] | None, clients: Mapping[str, tuple[int, int]]) -> Measured | None:
+def _losses(group: Mapping[str, Any] | None, clients: Mapping[str, tuple[int, int]]) -> GroupStatistics | None:
     """Statistics of a group without accuracies: the mean of its summary, the rest from what its clients have."""
     if group is None:
         return None
     losses = sorted((loss / of for loss, of in clients.values()), reverse=True)
-    return Measured(
+    return GroupStatistics(
         clients=int(group["clients"]),
         mean=float(group["loss_mean"]),
         std=statistics.pstdev(losses) if losses else None,
