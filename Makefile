@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# Tests wait a third of their time: three workers keep two cores busy.
+PYTEST_ARGS ?= -n 3 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-cluster test-all lint format protos docs bench cuda clean kind-up kind-test kind-down
@@ -38,7 +39,7 @@ test test-cluster test-all: export MKL_NUM_THREADS = 1
 test: lint ## lint, then every test that needs no cluster
 	@$(BIN)/python -m pytest -m "not cluster" $(PYTEST_ARGS)
 
-test-cluster: setup ## federations and pipelines as pods: on a stand-in, or on a cluster (docs/e2e.md)
+test-cluster: setup ## federations as pods (on a stand-in, or on a cluster: docs/e2e.md), pipelines from end to end
 	@$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
 
 test-all: lint ## lint, then every test; what CI runs

@@ -16,7 +16,13 @@ from run_processes import ENVIRONMENT, FEDLOOM, WAIT_S, children, ended, experim
 
 from fedloom.data.manifest import read_manifest
 
-pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("pipelines")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.data,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("pipelines"),
+]
 
 FEDAVG = "algorithm={name: fedavg, local: {steps: 5, batch_size: 16, lr: 0.02}, personalize_steps: 5}"
 TIMES = {"duration_s", "client_steps_per_s"}
