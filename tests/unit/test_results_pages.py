@@ -19,7 +19,7 @@ NOT_KEPT = {
     "natural": ["| seen | worst decile", "| seen | unseen"],
     "pefll-cifar10": ["after | 1 round | 101 rounds"],
     "pefll-fashion-mnist": ["n | seed"],
-    "quickstart": ["local rate", "what a client gets"],
+    "quickstart": ["local rate", "what a client gets | client steps", "what a client gets | first machine"],
     "wga": ["rule | above", "rule | α", "rule | η = 0.03", "rule | η | seed"],
 }
 """Tables by the start of their header: the runs behind them, or their raw figures, are in no compact file."""
