@@ -267,7 +267,8 @@ def table_1(device: torch.device, tiny: bool, minutes: float, out: Path) -> list
         if tiny:
             changes += [
                 "federation.rounds=1", "data.dataset=fashion-mnist", "evaluation.every=1", "algorithm.local.steps=1",
-                "data.partition={scheme: fixed, clients: 10, train_per_class: 4, test_per_class: 2}",
+                "data.partition={scheme: fixed, clients: 9, train_per_class: 4, "
+                "test_per_class: 2, labels_per_client: 2}",
             ]  # fmt: skip
         command = [sys.executable, "-m", "fedloom", "run", str(ROOT / "experiments" / "pefll-cifar10.yaml")]
         command += ["--out", str(run), "--resume", *(part for change in changes for part in ("--set", change))]

@@ -81,6 +81,8 @@ def main() -> NoReturn:
         app()
     except FedloomError as error:
         _fail(error)
+    except _Terminated:
+        _fail(InterruptedRun("asked to stop"))
     except OSError as error:
         if error.errno not in STORAGE_FAILURES:
             raise
@@ -88,8 +90,12 @@ def main() -> NoReturn:
     raise AssertionError("typer's app always exits")
 
 
+class _Terminated(BaseException):
+    """SIGTERM before a command listens for it itself; no Exception, which an import under way would swallow."""
+
+
 def _terminated(number: int, frame: object) -> NoReturn:
-    raise InterruptedRun("asked to stop")
+    raise _Terminated
 
 
 def _fail(error: FedloomError) -> NoReturn:
