@@ -148,11 +148,6 @@ def shared_model(
         def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
             super().__init__(settings, task)
             layout = task.model.layout
-            if shared == "body" and not layout.head:
-                raise ExperimentError(
-                    f"model.name: found a model of one layer, with {name}, which shares all but the last; "
-                    "allowed: a model with more layers"
-                )
             self.sizes["s"] = layout.size if shared == "all" else layout.body_size
             self.state["theta"] = task.model.init(generator, task.dtype)[: self.sizes["s"]].clone()
 
@@ -165,6 +160,14 @@ def shared_model(
             return cohort.send(MakeItYours(self.state["theta"]))
 
     class Client(ClientHalf):
+        def __init__(self, settings: Any, task: Task) -> None:
+            super().__init__(settings, task)
+            if shared == "body" and not task.model.layout.head:
+                raise ExperimentError(
+                    f"model.name: found a model of one layer, with {name}, which shares all but the last; "
+                    "allowed: a model with more layers"
+                )
+
         @conversation
         def train(self, clients: Group, opening: SharedModel) -> Conversation:
             start = opening.theta.expand(len(clients), -1)

@@ -74,7 +74,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     Raises
     ------
     ExperimentError
-        If the model does not fit the data.
+        If the model does not fit the data, or the method the model.
     """
     trained_on = manifest if trained_on is None else trained_on
     model = experiment.model.build(manifest.input_shape, manifest.classes, manifest.kind)
@@ -88,7 +88,9 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         roster=trained_on.roster,
         same_clients=trained_on.fingerprint == manifest.fingerprint,
     )
-    return Parts(experiment, manifest, find(experiment.algorithm.name), task)
+    parts = Parts(experiment, manifest, find(experiment.algorithm.name), task)
+    parts.client_half()  # it refuses what it cannot work with, before anything is written
+    return parts
 
 
 def make_partition(experiment: Experiment) -> FederatedDataset:
