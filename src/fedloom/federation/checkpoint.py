@@ -1,13 +1,11 @@
 """Checkpoints: the server's state and nothing else, so that the same state is the same bytes.
 
-A file ``round-<t>.safetensors`` holds the state's tensors, and under the one metadata key ``fedloom`` (safetensors
-does not keep the order of several) a JSON object: format version, algorithm and its version, round, and the best
-round so far. No times, hosts or paths.
+A file ``round-<t>.safetensors`` holds the state's tensors, and says format version, algorithm and its version, round,
+and the best round so far. No times, hosts or paths. Its digest is checked whenever it is read (``tensor_file.py``).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedloom.errors import DataError
+from fedloom.errors import DataError, as_storage_error
+from fedloom.federation import tensor_file
 from fedloom.storage.folder import write_atomically
 
-VERSION = 1
+VERSION = 2
 KEPT = 2
 _NAME = re.compile(r"round-(\d{6,})\.safetensors")
 
@@ -55,7 +52,7 @@ class Checkpoint:
             "round": self.round,
             "best": None if self.best is None else [self.best.round, self.best.score],
         }
-        return safetensors.torch.save(self.state, metadata={"fedloom": json.dumps(about, sort_keys=True)})
+        return tensor_file.encode(self.state, about)
 
 
 class Checkpoints:
@@ -132,7 +129,9 @@ class Checkpoints:
         Raises
         ------
         DataError
-            If there is no such checkpoint, or it is damaged.
+            If there is no such checkpoint, or it is damaged: then the hint names those that are there besides.
+        StorageError
+            If it cannot be read.
         """
         rounds = self.rounds()
         if not rounds:
@@ -167,17 +166,27 @@ class Checkpoints:
     def _read(self, round: int) -> Checkpoint:
         path = self._path(round)
         try:
-            with safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {})["fedloom"])
-                if about["version"] != VERSION:
-                    raise DataError(f"{path}: checkpoint format {about['version']}, this FedLoom reads {VERSION}")
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-                best = None if about["best"] is None else Best(*about["best"])
-                return Checkpoint(about["algorithm"], about["algorithm_version"], about["round"], best, state)
-        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-            raise DataError(
-                f"{path}: not a checkpoint ({error})", hint="remove the file to go on from the one before"
-            ) from error
+            state, about = tensor_file.decode(path.read_bytes())
+            if about["version"] != VERSION:
+                raise ValueError(f"found format {about['version']}, this FedLoom reads {VERSION}")
+            if about["round"] != round:
+                raise ValueError(f"found the checkpoint of round {about['round']}")
+            best = None if about["best"] is None else Best(*about["best"])
+            return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state)
+        except OSError as error:
+            raise as_storage_error(error) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}: not a checkpoint: {error}", hint=self._instead(round)) from error
+
+    def _instead(self, round: int) -> str:
+        """What to do without the checkpoint of a round. Nothing falls back by itself: which model is used is said."""
+        others = [other for other in self.rounds() if other != round]
+        older = [other for other in others if other < round]
+        if not others:
+            return "it is the only one: restore it from a copy, or run anew, elsewhere with --out"
+        kept = ", ".join(str(other) for other in others)
+        use = f"restore it from a copy, or use another with --checkpoint: {kept}"
+        return use + (f"; remove the file to go on from round {older[-1]} with --resume" if older else "")
 
 
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:

@@ -15,14 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.errors import DataError
+from fedloom.federation import tensor_file
 from fedloom.storage import Absent, Store
 
 log = logging.getLogger("fedloom.states")
+
+VERSION = 2
+"""Of the format of a state's file."""
 
 
 @dataclass(frozen=True, order=True)
@@ -107,9 +109,15 @@ class StoredStates:
         except Absent:
             return None
         try:
-            return safetensors.torch.load(content)
-        except SafetensorError as error:
-            raise DataError(f"{self._store.url}/{name}: not a client state ({error})") from error
+            tensors, about = tensor_file.decode(content)
+            if about != _about(client):
+                raise ValueError(f"found {about}, expected {_about(client)}")
+        except ValueError as error:
+            raise DataError(
+                f"{self._store.url}/{name}: not a client state: {error}",
+                hint="restore it from a copy; or remove it, and federation.lost_state decides",
+            ) from error
+        return tensors
 
     def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """Store a state, whole or not at all.
@@ -123,7 +131,7 @@ class StoredStates:
             If it cannot be written.
         """
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        self._store.write(_name(client, version), safetensors.torch.save(dense), durably=False)
+        self._store.write(_name(client, version), tensor_file.encode(dense, _about(client)), durably=False)
 
     def forget(self, client: str, versions: Versions) -> None:
         """Remove a client's versions that are superseded."""
@@ -133,6 +141,10 @@ class StoredStates:
             if named and versions.superseded(Version(*map(int, named.groups()))):
                 old.append(entry.name)
         self._store.remove(old)
+
+
+def _about(client: str) -> dict[str, object]:
+    return {"version": VERSION, "client": client}
 
 
 def _name(client: str, version: Version) -> str:

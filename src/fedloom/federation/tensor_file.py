@@ -1,0 +1,68 @@
+"""Files of tensors that show when they were damaged: checkpoints, and what clients keep.
+
+A safetensors file with one metadata key, ``fedloom`` (safetensors does not keep the order of several): a JSON object
+whose first key, ``sha256``, is the digest of the whole file with 64 zeros in the digest's place. So it covers names,
+shapes and metadata as well as values, and the same content is the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+_BEFORE = b'{"__metadata__":{"fedloom":"{\\"sha256\\": \\"'
+_AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)
+_ZEROS = b"0" * 64
+
+
+def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+    """Return a file's bytes.
+
+    Parameters
+    ----------
+    tensors
+        Dense, on the CPU.
+    about
+        What else the file says; any JSON, without the key ``sha256``.
+    """
+    text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(about.items()))})
+    content = safetensors.torch.save(dict(tensors), metadata={"fedloom": text})
+    assert content[8 : _AT.start] == _BEFORE and content[_AT] == _ZEROS  # noqa: PT018 - one fact
+    return b"".join((content[: _AT.start], _digest(content).encode(), content[_AT.stop :]))
+
+
+def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a file, and what else it says.
+
+    Raises
+    ------
+    ValueError
+        If it has no digest, or another than its own.
+    """
+    if content[8 : _AT.start] != _BEFORE:
+        raise ValueError("found no digest: damaged, or written by another version of FedLoom")
+    said, found = content[_AT].decode("ascii", errors="replace"), _digest(content)
+    if said != found:
+        raise ValueError(f"damaged: found sha256 {found[:12]}, written with {said[:12]}")
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        about: dict[str, Any] = json.loads(header["__metadata__"]["fedloom"])
+        del about["sha256"]
+        return safetensors.torch.load(content), about
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+
+
+def _digest(content: bytes) -> str:
+    """The digest of a file, whatever stands in its place."""
+    parts = memoryview(content)
+    digest = hashlib.sha256(parts[: _AT.start])
+    digest.update(_ZEROS)
+    digest.update(parts[_AT.stop :])
+    return digest.hexdigest()

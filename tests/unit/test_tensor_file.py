@@ -1,0 +1,119 @@
+"""Files of tensors: no flipped bit is read as if nothing had happened, and the same content is the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedloom.errors import DataError
+from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints
+from fedloom.federation.states import StoredStates, Version
+from fedloom.federation.tensor_file import decode, encode
+from fedloom.storage.folder import FolderStore
+
+TENSORS = {"theta": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(True), "none": torch.zeros(0, 2)}
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    """The content with one bit changed."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_what_is_written_is_read() -> None:
+    tensors, about = decode(encode(TENSORS, {"b": [1, None], "a": "é\n\"'"}))
+    assert about == {"b": [1, None], "a": "é\n\"'"}
+    assert {name: (t.dtype, t.tolist()) for name, t in tensors.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in TENSORS.items()
+    }
+    assert decode(encode({}, {}))[0] == {}
+
+
+def test_the_same_content_is_the_same_bytes() -> None:
+    assert encode(TENSORS, {"a": 1, "b": 2}) == encode(dict(reversed(TENSORS.items())), {"b": 2, "a": 1})
+    assert encode(TENSORS, {"a": 1}) != encode(TENSORS, {"a": 2})
+
+
+def test_no_flipped_bit_is_read() -> None:
+    """Of values, names, shapes, metadata and the digest itself."""
+    content = encode(TENSORS, {"round": 7})
+    for bit in range(8 * len(content)):
+        with pytest.raises(ValueError, match=r"digest|damaged"):
+            decode(flipped(content, bit))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 8, 40, 100, 200, -8, -1])
+def test_a_file_that_was_cut_is_not_read(kept: int) -> None:
+    with pytest.raises(ValueError, match=r"digest|damaged"):
+        decode(encode(TENSORS, {})[:kept])
+
+
+def made(folder: Path) -> Checkpoints:
+    """Checkpoints of rounds 3, 4 and 5; the best is 3."""
+    checkpoints = Checkpoints(folder)
+    folder.mkdir()
+    for round in (3, 4, 5):
+        checkpoints.save(Checkpoint("fedavg", 1, round, Best(3, 0.5), {"theta": torch.full((64,), float(round))}))
+    checkpoints.close()
+    assert checkpoints.rounds() == [3, 4, 5]
+    return checkpoints
+
+
+def test_a_damaged_checkpoint_is_named_and_so_are_the_others(tmp_path: Path) -> None:
+    """Whichever bit of it; nothing is taken in its place."""
+    checkpoints = made(tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / "round-000005.safetensors"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 61):
+        path.write_bytes(flipped(whole, bit))
+        with pytest.raises(DataError, match=r"round-000005.safetensors: not a checkpoint") as refused:
+            checkpoints.load()
+        assert "3, 4" in str(refused.value.hint)
+        assert "round 4 with --resume" in str(refused.value.hint)
+    assert checkpoints.load(4).state["theta"][0] == 4
+    path.unlink()
+    assert checkpoints.load().round == 4
+
+
+def test_the_hint_for_a_damaged_checkpoint_is_one_that_works(tmp_path: Path) -> None:
+    """An earlier round needs the file gone for --resume; the first has nothing to go back to, nor has the only one."""
+    checkpoints = made(tmp_path / "checkpoints")
+    first, second, third = sorted((tmp_path / "checkpoints").iterdir())
+    whole = first.read_bytes()
+    first.write_bytes(flipped(whole, 999))
+    with pytest.raises(DataError) as refused:
+        checkpoints.load("best")
+    assert "4, 5" in str(refused.value.hint)
+    assert "--resume" not in str(refused.value.hint)
+    second.unlink()
+    third.unlink()
+    with pytest.raises(DataError, match=r"only one"):
+        checkpoints.load()
+
+
+def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None:
+    checkpoints = made(tmp_path / "checkpoints")
+    first, _, last = sorted((tmp_path / "checkpoints").iterdir())
+    last.write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match=r"round-000005.safetensors: not a checkpoint: .* round 3"):
+        checkpoints.load()
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    states, version = StoredStates(FolderStore(tmp_path)), Version(2, 1, 0, 3, 77)
+    states.save("c0", version, {"q": torch.arange(40.0)})
+    path = tmp_path / "c0" / f"{version}.safetensors"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 61):
+        path.write_bytes(flipped(whole, bit))
+        with pytest.raises(DataError, match=f"{version}.safetensors: not a client state"):
+            states.load("c0", version)
+    path.write_bytes(whole)
+    states.save("c1", version, {"q": torch.zeros(40)})
+    assert states.load("c0", version) is not None
+    path.write_bytes((tmp_path / "c1" / path.name).read_bytes())  # another client's
+    with pytest.raises(DataError, match=r"not a client state: .*c1"):
+        states.load("c0", version)
