@@ -10,10 +10,14 @@ import pytest
 import yaml
 from s3_support import S3Server
 
+from fedloom.cli.run import aggregator
 from fedloom.cli.run import run as command
-from fedloom.errors import DataError, ExitCode, ExperimentError
+from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import FOLDER, Published, Record
 from fedloom.run import sweep
+from fedloom.storage import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -121,18 +125,90 @@ def test_a_run_without_states_may_be_published_elsewhere(bucket: str, experiment
     assert not (tmp_path / "run" / "published.json").exists()
 
 
-def test_a_point_of_a_sweep_is_finished_once_it_is_reported_and_published(
+def test_a_point_of_a_sweep_is_complete_once_it_is_reported_and_published(
     bucket: str, experiment: Any, tmp_path: Path
 ) -> None:
     path = experiment("fedavg")
     out = tmp_path / "run"
     command(path, out=out)
-    assert sweep.finished(out, load(path))
+    assert sweep.complete(RunFolder(out), load(path))
     (out / "report.html").unlink()  # as if killed before it was there
-    assert not sweep.finished(out, load(path))
+    assert not sweep.complete(RunFolder(out), load(path))
     command(path, out=out, publish=f"{bucket}/one", resume=True)
-    assert sweep.finished(out, load(path))
-    assert not sweep.finished(out, load(path, ["federation.rounds=2"]))
+    assert sweep.complete(RunFolder(out), load(path))
+    assert not sweep.complete(RunFolder(out), load(path, ["federation.rounds=2"]))
     # As if killed before it was published: this is what stands there while the run goes.
     (out / "published.json").write_text(json.dumps({"url": f"{bucket}/one"}))
-    assert not sweep.finished(out, load(path))
+    assert not sweep.complete(RunFolder(out), load(path))
+
+
+# --- a run that is finished -------------------------------------------------------------------------------------------
+
+
+def unmoved(folder: Path) -> dict[str, int]:
+    """When each file was written last; a file that is written again has another time."""
+    return {name: (folder / name).stat().st_mtime_ns for name in files(folder)}
+
+
+@pytest.mark.parametrize("by", ["run", "aggregator"])
+def test_a_finished_run_needs_no_worker(by: str, experiment: Any, tmp_path: Path) -> None:
+    path, out = experiment("fedavg"), tmp_path / "run"
+    command(path, out=out)
+    before = files(out), unmoved(out)
+    if by == "run":
+        command(path, out=out, resume=True, workers=2)
+    else:
+        aggregator(path, out=out, resume=True, listen="127.0.0.1:0", wait=1, finished_grace=0)
+    assert (files(out), unmoved(out)) == before
+    (out / "report.html").unlink()  # as if killed before it was there
+    aggregator(path, out=out, resume=True, listen="127.0.0.1:0", wait=1, finished_grace=0)
+    assert set(files(out)) == set(before[0])
+    assert (out / "summary.json").read_bytes() == before[0]["summary.json"]
+    command(path, out=out, resume=True, set_=["federation.rounds=2"])  # more rounds than it has
+    assert json.loads((out / "summary.json").read_text())["rounds"] == 2
+
+
+def test_a_finished_run_whose_checkpoint_is_damaged_is_not_fine(experiment: Any, tmp_path: Path) -> None:
+    path, out = experiment("fedavg"), tmp_path / "run"
+    command(path, out=out)
+    last = out / "checkpoints" / "round-000001.safetensors"
+    last.write_bytes(last.read_bytes()[:-1] + b"?")
+    with pytest.raises(DataError, match="not a checkpoint"):
+        command(path, out=out, resume=True)
+
+
+def test_a_finished_run_is_published_elsewhere_than_where_it_ended(
+    bucket: str, experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its last publication; no worker is there any more, and the folder is gone with its machine."""
+    path, place = experiment("fedavg"), f"{bucket}/one"
+    record = Published._record
+
+    def killed(self: Published, made: Record) -> None:
+        if any(blob.startswith(FOLDER) for blob in made.files.values()):
+            raise StorageError("killed")
+        record(self, made)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(Published, "_record", killed)
+        with pytest.raises(StorageError, match="killed"):
+            command(path, out=tmp_path / "a", publish=place)
+    summary = (tmp_path / "a" / "summary.json").read_bytes()
+    for there in ("b", "c"):  # the second finds nothing to do
+        aggregator(path, out=tmp_path / there, publish=place, resume=True, listen="127.0.0.1:0", wait=1)
+        store = open_store(place)
+        assert store.read("summary.json") == summary
+        assert store.read("report.html") == (tmp_path / there / "report.html").read_bytes()
+        assert any(store.entries("figures/"))
+        assert sweep.complete(RunFolder(tmp_path / there), load(path))
+    assert len([*open_store(place).entries("published/")]) == len([*record_numbers(place)])
+
+
+def record_numbers(place: str) -> list[str]:
+    """Records up to the first that ends a run."""
+    store, found = open_store(place), []
+    for entry in store.entries("published/"):
+        found.append(entry.name)
+        if any(blob.startswith(FOLDER) for blob in json.loads(store.read(entry.name))["files"].values()):
+            break
+    return found

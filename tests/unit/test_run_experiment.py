@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from run_folders import write_run
 
 from fedloom.errors import ExitCode, ExperimentError
 from fedloom.experiment import load
+from fedloom.federation.checkpoint import Checkpoint, Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.run import sweep
 from fedloom.run.observer import RunObserver
@@ -46,17 +48,21 @@ def test_states_have_one_place(run: RunFolder, published: str | None, url: str |
         check_states(run, "s3://b/new")
 
 
-def test_a_run_is_finished_when_all_of_it_is_there(run: RunFolder) -> None:
-    assert not sweep.finished(run.path, EXPERIMENT)  # without its report
+def test_a_run_is_complete_when_all_of_it_is_there(run: RunFolder) -> None:
+    run.checkpoints.mkdir()
+    checkpoints = Checkpoints(run.checkpoints)
+    checkpoints.save(Checkpoint("fedavg", 1, 400, None, {"theta": torch.zeros(1)}))
+    checkpoints.close()
+    assert not sweep.complete(run, EXPERIMENT)  # without its report
     run.write("report.html", "all that was found")
-    assert sweep.finished(run.path, EXPERIMENT)
+    assert sweep.complete(run, EXPERIMENT)
     run.write_json("published.json", {"url": "s3://bucket/run"})
-    assert not sweep.finished(run.path, EXPERIMENT)
+    assert not sweep.complete(run, EXPERIMENT)
     run.write_json("published.json", {"url": "s3://bucket/run", "finished": True})
-    assert sweep.finished(run.path, EXPERIMENT)
+    assert sweep.complete(run, EXPERIMENT)
     summary = json.loads((run.path / "summary.json").read_text())
     run.write_json("summary.json", {**summary, "rounds": 300})
-    assert not sweep.finished(run.path, EXPERIMENT)
+    assert not sweep.complete(run, EXPERIMENT)
 
 
 def test_a_run_without_the_packages_of_reports_is_whole(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

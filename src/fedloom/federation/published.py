@@ -100,6 +100,11 @@ class Published:
         self._last: Record | None = None
         self._blobs: dict[str, str] = {}  # what is there, by sha256
 
+    @property
+    def finished(self) -> bool:
+        """Whether the publication taken up or written last is that of a finished run, all of it."""
+        return self._last is not None and any(blob.startswith(FOLDER) for blob in self._last.files.values())
+
     def take_up(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
         """Bring the files of the last publication into the run's folder.
 

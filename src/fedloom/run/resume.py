@@ -11,6 +11,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import Journal
 from fedloom.run import assemble
 
 FREE_ON_RESUME = (
@@ -74,6 +75,25 @@ def check_folder(folder: RunFolder, e: Experiment, resume: bool, where: str | No
             f"{where or folder.path} has done"
         )
     return True
+
+
+def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
+    """Return the summary of a run that has come to the end of its rounds; None of one that has not.
+
+    Raises
+    ------
+    DataError
+        If its summary, or its last checkpoint, is damaged.
+    """
+    rounds, checkpoints = e.federation.rounds, Checkpoints(folder.checkpoints)
+    if folder.read("summary.json") is None or max(checkpoints.rounds(), default=None) != rounds:
+        return None
+    summary = folder.json("summary.json")
+    went_on = any(attempt.round > rounds for attempt in Journal.read(folder).attempts)  # resumed with more rounds
+    if summary.get("rounds") != rounds or went_on:
+        return None
+    checkpoints.load(rounds)
+    return summary
 
 
 def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:

@@ -25,7 +25,7 @@ from fedloom.run.distributed import serving, with_workers
 from fedloom.run.log_file import logged_to
 from fedloom.run.observer import Observers, RunObserver
 from fedloom.run.options import RunOptions
-from fedloom.run.resume import check_folder, check_partition, check_states
+from fedloom.run.resume import check_folder, check_partition, check_states, finished
 from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
@@ -105,6 +105,7 @@ def run_experiment(
             if options.resume:
                 held.enter_context(folder.held())
                 resume = published.take_up(partial(check, where=url)) or resume
+        before = finished(folder, e) if resume else None
 
         def prepare() -> None:
             """Make the run's folder, once nothing but the work itself can fail."""
@@ -126,6 +127,16 @@ def run_experiment(
         held.callback(observer.ended)
         if options.resume and not resume:
             observer.notice(f"nothing to resume at {kept}: starting at round 0")
+        serve = partial(serving, parts, incarnation=incarnation, grace_s=options.finished_grace_s, say=observer.notice)
+        if before is not None:
+            if store is None:
+                held.enter_context(folder.held())
+            with serve(options.listen) if options.listen is not None else nullcontext() as at:
+                if at is not None:  # workers that have missed the end are told, too
+                    at.notices.tell("training", "finished before", round=e.federation.rounds)
+                observer.notice(f"finished before, after round {e.federation.rounds}")
+                reported = _complete(folder, published, url, observer)
+            return RunResult(folder.path, before, f"{kept}/report.html" if reported else None)
         with ExitStack() as serves:
             if options.listen is None and e.runtime.workers == 0:
                 prepare()
@@ -135,9 +146,7 @@ def run_experiment(
                 tell = None
             else:
                 listen = options.listen or "127.0.0.1:0"
-                at = serves.enter_context(
-                    serving(parts, listen, incarnation, options.finished_grace_s, observer.notice)
-                )
+                at = serves.enter_context(serve(listen))
                 prepare()
                 carrier, told, tell = at.server, Observers(observer, at.notices), at.notices.tell
                 where = options.partition or str(dataset.folder)
@@ -152,10 +161,10 @@ def run_experiment(
             with _logs_kept(published), signals, hands:
                 after = None if published is None else published.publish
                 loop = assemble.loop(parts, carrier, folder, told, stop_request.event, repeated, after=after)
-                before = 0.0
+                earlier_s = 0.0
                 if resume:
                     loop.resume()
-                    before = loop.training_seconds()
+                    earlier_s = loop.training_seconds()
                     observer.resumed(loop.round)
                     if tell is not None:
                         tell("training", f"resuming after round {loop.round}", round=loop.round)
@@ -163,7 +172,7 @@ def run_experiment(
                 log.info("ready to train after %.2f s", time.perf_counter() - started)
                 final = loop.run()
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
-            summary = assemble.conclude(parts, loop, final, before + time.perf_counter() - started)
+            summary = assemble.conclude(parts, loop, final, earlier_s + time.perf_counter() - started)
             reported = _report(folder, observer)
             if published is not None:
                 published.finish()
@@ -233,6 +242,20 @@ def _remove(folder: RunFolder, name: str) -> None:
     path = folder.path / name
     with storing(path, "removed"):
         path.unlink(missing_ok=True)
+
+
+def _complete(folder: RunFolder, published: Published | None, url: str | None, observer: RunObserver) -> bool:
+    """Report and publish a run that has come to its end, if that is missing; whether there is a report."""
+    whole = published is None or published.finished
+    reported = (folder.path / "report.html").exists()
+    if not reported or not whole:  # the figures, too, are published
+        reported = _report(folder, observer)
+    if published is not None and not whole:
+        folder.write_json("published.json", {"url": url})
+        published.finish()
+    if published is not None:
+        folder.write_json("published.json", {"url": url, "finished": True})
+    return reported
 
 
 def _report(folder: RunFolder, observer: RunObserver) -> bool:

@@ -12,21 +12,18 @@ from fedloom.experiment import Experiment, Point
 from fedloom.federation.folder import RunFolder
 from fedloom.run.observer import RunObserver
 from fedloom.run.options import RunOptions
-from fedloom.run.resume import check_folder
+from fedloom.run.resume import check_folder, finished
 from fedloom.run.run_experiment import run_experiment
 from fedloom.words import counted
 
 
-def finished(folder: Path, experiment: Experiment) -> bool:
-    """Whether a run has come to the end of its rounds, and has its report, or is published as a whole."""
-    if not (folder / "summary.json").exists():
+def complete(run: RunFolder, experiment: Experiment) -> bool:
+    """Whether a run is finished, and has its report, or is published as a whole."""
+    if finished(run, experiment) is None:
         return False
-    run = RunFolder.open(folder)
-    if run.json("summary.json").get("rounds") != experiment.federation.rounds:
-        return False
-    if (folder / "published.json").exists():  # the report, too, is made before that
+    if (run.path / "published.json").exists():  # the report, too, is made before that
         return bool(run.json("published.json").get("finished", False))
-    return (folder / "report.html").exists() or find_spec("matplotlib") is None
+    return (run.path / "report.html").exists() or find_spec("matplotlib") is None
 
 
 class SweepObserver:
@@ -82,7 +79,7 @@ def run_sweep(
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
     failures: list[QuorumError] = []
     for number, point in enumerate(points, start=1):
-        if finished(folder / point.name, point.experiment):
+        if complete(RunFolder(folder / point.name), point.experiment):
             observer.finished_before(number, len(points), point)
             continue
         its_own = replace(
