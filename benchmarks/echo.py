@@ -79,12 +79,12 @@ class EchoServer(ServerHalf):
     def train_round(self, round: Round) -> Statistics:
         """One exchange with a cohort of as many clients as θ has rows."""
         theta = self.state["theta"]
-        self.received = round.sample(len(theta)).send(Model(theta)).delta_theta
+        self.received = round.sample(len(theta)).send(Model(theta), Update).delta_theta
         return {"client_steps": 0.0}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """The same exchange: an echo's predictor is what it was sent."""
-        return cohort.send(Model(self.state["theta"][: len(cohort.clients)]))
+        return cohort.send(Model(self.state["theta"][: len(cohort.clients)]), Update)
 
 
 class EchoClient(ClientHalf):

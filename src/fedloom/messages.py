@@ -42,6 +42,16 @@ class Quantity(StrEnum):
     OTHER = "other"
 
 
+COUNT_LIMIT = 1e9
+"""Largest count of one client in one answer, such as its SGD steps; a count is a whole number, and none is negative."""
+
+LOSS_LIMIT = 1e40
+"""Largest loss of one client, either way: more than float32 can hold, and sums of them stay finite."""
+
+VALUE_LIMIT = 1e12
+"""Largest value of a model, a descriptor or a gradient, either way: sums of squares stay finite in float32."""
+
+
 Shapes: TypeAlias = Mapping[type["Message"], Mapping[str, tuple[int, ...]]]
 """For each message that a client may answer with: the trailing shape of each field (without the row axis)."""
 

@@ -68,10 +68,10 @@ class Server(ServerHalf):
         """Draws of its own, and two cohorts of which the second has one client for certain."""
         theta = self.state["theta"]
         first = round.sample()
-        one = first.send(Begin(theta), meanwhile=self.settle)
-        two = first.send(GoOn(one.change[:, :1] * 0.5))
+        one = first.send(Begin(theta), Moved, meanwhile=self.settle)
+        two = first.send(GoOn(one.change[:, :1] * 0.5), Moved)
         second = round.sample(2, purpose="second", always=(self.task.roster[0],))
-        three = second.send(Begin(theta + two.mean(two.change)))
+        three = second.send(Begin(theta + two.mean(two.change)), Moved)
         noise = torch.randn(theta.shape, generator=round.generator("noise"), dtype=theta.dtype)
         late, push = self.state["late"], three.mean(three.change)
         self._pending = lambda: late.add_(push)

@@ -8,6 +8,7 @@ runs it for one registered method, this repository's or another's.
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 from typing import Any
@@ -167,8 +168,20 @@ GROWS: dict[str, dict[str, Any]] = {"pfedbayes": {"beta": 2.0}, "wga": {"lr": 2.
 """Settings with which the server's step is longer than what it averages: else it stays finite, as it may."""
 
 
-def test_a_state_that_would_not_be_finite_is_not_taken_over(tiny: Federation, trained: str) -> None:
+def test_answers_that_are_absurd_are_refused(tiny: Federation, trained: str) -> None:
+    """Every answer is finite, and far beyond what a model can be."""
+    loop = tiny.loop("absurd", tiny.carrier("absurd", Huge))
+    before = state(loop)
+    with pytest.raises(QuorumError, match="absurd value"):
+        loop.run()
+    assert same_bits(before, state(loop))
+
+
+def test_a_state_that_would_not_be_finite_is_not_taken_over(
+    tiny: Federation, trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every answer is finite, but their sum with the state, or a square, or a product, is not."""
+    monkeypatch.setattr("fedloom.federation.validation.VALUE_LIMIT", math.inf)
     tree = tiny.parts.experiment.model_dump(mode="json")["algorithm"]
     tiny = tiny.changed(algorithm={**tree, **GROWS.get(trained, {})}, federation__rounds=4)
     loop = tiny.loop("huge", tiny.carrier("huge", Huge))

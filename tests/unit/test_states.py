@@ -57,11 +57,11 @@ class Server(ServerHalf):
 
     def train_round(self, round: Any) -> dict[str, float]:
         cohort = round.everyone()
-        first = cohort.send(Ask(torch.tensor(round.number)))
+        first = cohort.send(Ask(torch.tensor(round.number)), Seen)
         self.said[round.number] = [
             int(bits) if here else None for bits, here in zip(first.rounds, first.present, strict=True)
         ]
-        cohort.send(Thanks())
+        cohort.send(Thanks(), Seen)
         self.state["rounds"] = self.state["rounds"] + 1
         return {"client_steps": 0.0}
 

@@ -29,7 +29,7 @@ class FedSGDServer(base.ServerHalf):
 
     def train_round(self, round: Round) -> base.Statistics:
         """One round. Clients that answered count by their examples; who is lost has no weight."""
-        replies = round.sample().send(Ask(self.state["theta"]))
+        replies = round.sample().send(Ask(self.state["theta"]), Gradient)
         step = replies.mean(replies.g, replies.weights)
         self.state["theta"] = self.state["theta"] - self.settings.lr * step
         return {"client_steps": float(replies.present.sum()), "loss": float(replies.mean(replies.loss))}

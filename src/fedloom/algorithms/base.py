@@ -20,7 +20,7 @@ from torch import Tensor
 from fedloom.data.federated import ClientData
 from fedloom.data.manifest import Kind
 from fedloom.errors import ExperimentError
-from fedloom.messages import Message, Replies
+from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
@@ -66,11 +66,14 @@ class Cohort(Protocol):
     def clients(self) -> tuple[str, ...]:
         """Ids by row."""
 
-    def send(self, message: Message, meanwhile: Callable[[], None] | None = None) -> Replies[Any]:
+    def send(
+        self, message: Message, answer: type[Message] = Metrics, meanwhile: Callable[[], None] | None = None
+    ) -> Replies[Any]:
         """Deliver a message to every client still in the conversation and return their replies.
 
-        ``meanwhile`` is work of the server that needs no reply: it runs while the clients work, once, and before
-        this returns.
+        ``answer`` is the class that they consist of; a client that says something else is lost. By default the clients
+        return their predictors, and what they measured comes back. ``meanwhile`` is work of the server that needs no
+        reply: it runs while the clients work, once, and before this returns.
 
         Raises
         ------

@@ -31,13 +31,13 @@ from fedloom.algorithms.base import (
     conversation,
 )
 from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, clip_norm, train
-from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 from fedloom.theory.compositional import composed_loss, optimal_weights
 
-NOT_FINITE = torch.finfo(torch.float64).max
+NOT_FINITE = LOSS_LIMIT
 """What a client reports in place of a loss that is not finite."""
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -61,13 +61,13 @@ class ComFedLServer(ServerHalf):
         """
         cohort = round.sample()  # line 3
         if self.settings.scale == "literal":
-            updates = cohort.send(SharedModel(self.state["theta"]))  # lines 4-16
+            updates = cohort.send(SharedModel(self.state["theta"]), CompositionalUpdate)  # lines 4-16
             losses = updates.first
         else:
-            there = cohort.send(SharedModel(self.state["theta"]))
+            there = cohort.send(SharedModel(self.state["theta"]), LossThere)
             losses = there.loss
             self._refuse_loss(cohort, losses)
-            updates = cohort.send(Shift(self._shift(losses[there.present])))
+            updates = cohort.send(Shift(self._shift(losses[there.present])), CompositionalUpdate)
         self._refuse_divergence(cohort, updates)
         self.state["theta"] = self.state["theta"] + updates.mean(updates.delta_theta)  # line 17
         clients = [id for id, here in zip(cohort.clients, updates.present.tolist(), strict=True) if here]
@@ -255,7 +255,7 @@ def compositional_sgd(
 
 def reported(loss: Tensor) -> Tensor:
     """A loss as it may travel: a client whose reply is not finite would be left out of the round without a word."""
-    return loss.double().nan_to_num(nan=NOT_FINITE, posinf=NOT_FINITE)
+    return loss.double().nan_to_num(nan=NOT_FINITE).clamp(max=NOT_FINITE)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -75,14 +75,14 @@ class PeFLLServer(ServerHalf):
     def train_round(self, round: Round) -> Statistics:
         """Algorithm 2, lines 2-18."""
         cohort = round.sample()  # line 2
-        described = cohort.send(DescribeAndTrain(self.state["eta_v"]), meanwhile=self.settle)  # lines 3-7
+        described = cohort.send(DescribeAndTrain(self.state["eta_v"]), Descriptor, meanwhile=self.settle)  # lines 3-7
         shift, scale, _ = standard = self._standard(described)
         theta, pullback = self.hypernetwork.vjp(self.eta_h, (described.v - shift) / scale)  # line 8
-        updates = cohort.send(PersonalizedModel(theta))  # lines 9-11
+        updates = cohort.send(PersonalizedModel(theta), Update)  # lines 9-11
         back = pullback(updates.delta_theta, updates.mean_weights)  # line 12
         d_eta_h: dict[str, Tensor] = {}
         returned = cohort.send(
-            DescriptorUpdate(back.d_v / scale), meanwhile=lambda: d_eta_h.update(back.d_eta_h())
+            DescriptorUpdate(back.d_v / scale), EmbeddingUpdate, meanwhile=lambda: d_eta_h.update(back.d_eta_h())
         )  # lines 13-15
         self._update(d_eta_h, returned.mean(returned.d_eta_v), standard)  # lines 17-18
         return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
@@ -90,7 +90,7 @@ class PeFLLServer(ServerHalf):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Algorithm 1."""
         self.settle()
-        described = cohort.send(DescribeYourself(self.state["eta_v"]))  # lines 1-4
+        described = cohort.send(DescribeYourself(self.state["eta_v"]), Descriptor)  # lines 1-4
         cohort.record("descriptor", described.v)
         shift, scale, _ = self.state["standard"]
         theta = self.hypernetwork(self.eta_h, (described.v - shift) / scale)  # line 5

@@ -59,7 +59,7 @@ class PFedBayesServer(ServerHalf):
     def train_round(self, round: Round) -> Statistics:
         """One round of Algorithm 1."""
         v = self.state["v"]
-        updated = round.sample().send(GlobalGaussian(v))
+        updated = round.sample().send(GlobalGaussian(v), LocalizedGaussian)
         average = self._matched(updated) if self.settings.aggregation == "moments" else updated.mean(updated.v)
         self.state["v"] = torch.lerp(v, average, self.settings.beta)
         return {"client_steps": updated.total(updated.steps), "loss": float(updated.mean(updated.loss))}

@@ -152,7 +152,7 @@ def shared_model(
             self.state["theta"] = task.model.init(generator, task.dtype)[: self.sizes["s"]].clone()
 
         def train_round(self, round: Round) -> Statistics:
-            updates = round.sample().send(SharedModel(self.state["theta"]))
+            updates = round.sample().send(SharedModel(self.state["theta"]), Update)
             self.state["theta"] = aggregate(self.state["theta"], updates, self.settings)
             return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 

@@ -87,8 +87,10 @@ class WGAServer(ServerHalf):
                 block = users[start : start + self.sizes["block"]]
                 theta = new["theta"][[self.row[user] for user in block]]
                 positions = torch.tensor([self.roster[user] for user in block], dtype=torch.float64)
-                replies = cohort.send(SharedStates(theta, positions, torch.tensor([step], dtype=torch.float64)))
-                truth = cohort.send(TrueGradients(theta)) if s.rule == "oracle" else None
+                replies = cohort.send(
+                    SharedStates(theta, positions, torch.tensor([step], dtype=torch.float64)), Gradients
+                )
+                truth = cohort.send(TrueGradients(theta), Gradients) if s.rule == "oracle" else None
                 steps += replies.total(replies.steps) + (0 if truth is None else truth.total(truth.steps))
                 present = replies.present if truth is None else truth.present
                 for j, user in enumerate(block):

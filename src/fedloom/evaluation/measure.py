@@ -32,6 +32,9 @@ LOSS_CAP = -math.log(torch.finfo(torch.float32).tiny)
 OWN_LOSS_CAP = 1e30
 """Largest loss of one example of data without classes."""
 
+_SLACK = 1.001
+"""Probabilities are rounded: a sum of them may be beyond the number of examples by so much."""
+
 _log = logging.getLogger("fedloom.evaluation")
 
 
@@ -89,6 +92,46 @@ def nothing_measured(clients: int, predictors: int, classes: int) -> Metrics:
         for name, shape in shapes(predictors, classes).items()
     }
     return Metrics(**zeros)
+
+
+def implausible(measured: Metrics, *, validation: int, test: int) -> str | None:
+    """Say in one line what a client with so many examples cannot have measured; None if all of it can be.
+
+    Parameters
+    ----------
+    measured
+        The answer of one client, of the right shapes, with finite values.
+    validation, test
+        Examples of its splits, from the manifest.
+    """
+    counts, confusion, calibration, uncertainty = (tensor[0] for tensor in measured.tensors().values())
+    sizes = torch.tensor([[validation], [test]], dtype=torch.float64)
+    correct, total, loss = counts.unbind(-1)
+    if not _whole(correct, total) or not ((total == 0) | (total == sizes)).all():
+        return f"counts of {float(total.max()):g} examples, allowed: 0, or all {validation} and {test} of its splits"
+    if (correct > total).any():
+        return f"{float(correct.max()):g} right predictions of {float(total.max()):g} examples"
+    classes = confusion.shape[-1]
+    worst = (LOSS_CAP if classes else OWN_LOSS_CAP) * _SLACK
+    if (loss > worst * total).any() or (loss < (_SLACK - 1 if classes else worst) * -total).any():
+        return f"summed losses from {float(loss.min()):g} to {float(loss.max()):g} of {float(total.max()):g} examples"
+    if confusion.numel() and (confusion.min() < 0 or confusion.max() > test or (confusion.sum((1, 2)) > test).any()):
+        return f"predictions of {int(confusion.max())} examples with one label, allowed: 0 to {test} in all"
+    examples, confidence, right = calibration.unbind(-1)
+    summed, entropy, information = uncertainty.unbind(-1)
+    if not _whole(examples, right, summed) or examples.sum(1).max() > test or summed.max() > test:
+        return f"predictions with a confidence of {float(examples.sum(1).max()):g} examples, allowed: 0 to {test}"
+    if (right > examples).any() or not ((confidence >= 0) & (confidence <= _SLACK * examples)).all():
+        return "more right predictions, or a higher confidence, than examples"
+    for sums in (entropy, information):
+        if not ((sums >= -summed) & (sums <= LOSS_CAP * summed)).all():
+            return f"summed uncertainties of {float(sums.abs().max()):g} nats of {float(summed.max()):g} examples"
+    return None
+
+
+def _whole(*counts: Tensor) -> bool:
+    """Whether all numbers are whole and none is negative."""
+    return all(bool(((count >= 0) & (count == count.round())).all()) for count in counts)
 
 
 def measure(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +18,13 @@ from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import Versions
-from fedloom.messages import Message, Replies, stack
+from fedloom.messages import Message, Metrics, Replies, stack
 from fedloom.words import counted
+
+_log = logging.getLogger(__name__)
+
+ABSURD = "absurd value"
+"""What refused answers are counted as whose values make no sense."""
 
 
 class TooFewReplies(Exception):
@@ -36,6 +41,8 @@ class Rules:
     min_replies: int
     shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
     stop: threading.Event
+    judge: Callable[[str, Message], str | None]
+    """Says of a client's answer, whose form is right, what makes no sense in its values; None if all does."""
     states: Callable[[Sequence[str]], tuple[Versions, ...]] | None = None
     """Of a method whose clients keep a state: which version each client starts from now."""
 
@@ -64,9 +71,11 @@ class CarriedCohort:
         self._attempt = attempt
         self._planned = planned
         self._helper = helper
-        self._exchange = 0
+        self._at = 0
         self._alive = list(range(len(clients)))
         self._record = ConversationRecord(list(clients))
+        self.failure: Exception | None = None
+        """What the carrier raised: no fault of the method, nor of what clients answered."""
         attempt.conversations.append(self._record)
 
     @property
@@ -76,52 +85,56 @@ class CarriedCohort:
         present[self._alive] = True
         return present
 
-    def send(self, message: Message, meanwhile: Callable[[], None] | None = None) -> Replies[Any]:
+    def send(
+        self, message: Message, answer: type[Message] = Metrics, meanwhile: Callable[[], None] | None = None
+    ) -> Replies[Any]:
         """Deliver a message to every client still here and return their replies, one row per client.
 
         Raises
         ------
+        TypeError
+            If clients never answer with this class: its rows say no shape.
         TooFewReplies
             If fewer than ``min_replies`` clients answered.
         InterruptedRun
             If the run was stopped meanwhile and clients are missing: the stop may be why, so nothing may be made of it.
         """
         started = time.perf_counter()
+        if answer not in self._rules.shapes:
+            allowed = ", ".join(sorted(cls.__name__ for cls in self._rules.shapes))
+            raise TypeError(f"found {answer.__name__} as what clients answer, allowed: {allowed}")
         self._attempt.payload_down += message.client_bytes() * len(self._alive)
-        planned = {} if self._planned is None else {loss.row: loss for loss in lost_rows(self._planned, self._exchange)}
+        planned = {} if self._planned is None else {loss.row: loss for loss in lost_rows(self._planned, self._at)}
         for row in [row for row in self._alive if row in planned]:
             self._lose(row, planned[row].reason)
         answers: dict[int, Message] = {}
         if self._alive:
             call = Call(
                 key=self.key,
-                exchange=self._exchange,
+                exchange=self._at,
                 rows=tuple(self._alive),
                 clients=tuple(self.clients[row] for row in self._alive),
                 message=message.select(self._alive),
-                shapes=self._rules.shapes,
+                shapes={answer: self._rules.shapes[answer]},
                 deadline_s=self._rules.deadline_s,
-                states=self._states() if self._exchange == 0 else (),
+                states=self._states() if self._at == 0 else (),
             )
             received = self._carry(call, meanwhile)
-            kinds = Counter(type(answer) for answer in received if isinstance(answer, Message))
-            # What most answered, the first on ties: one client that says something else loses nobody but itself.
-            cls = max(kinds, key=lambda kind: kinds[kind]) if kinds else None
-            if self._rules.stop.is_set() and any(isinstance(answer, Lost) for answer in received):
+            if self._rules.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
                 raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with --resume")
-            for row, answer in zip(call.rows, received, strict=True):
-                if isinstance(answer, Lost):
-                    self._lose(row, answer.reason)
-                elif type(answer) is not cls:
-                    self._lose(row, f"{type(answer).__name__} where others answered {cls.__name__ if cls else ''}")
+            for row, reply in zip(call.rows, received, strict=True):
+                if isinstance(reply, Lost):
+                    self._lose(row, reply.reason)
+                elif (absurd := self._rules.judge(self.clients[row], reply)) is not None:
+                    self._refuse(row, absurd)
                 else:
-                    answers[row] = answer
-            self._attempt.payload_up += sum(answer.client_bytes() for answer in answers.values())
+                    answers[row] = reply
+            self._attempt.payload_up += sum(reply.client_bytes() for reply in answers.values())
         elif meanwhile is not None:
             meanwhile()
         name = type(message).__name__
         self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
-        self._exchange += 1
+        self._at += 1
         if len(answers) < self._rules.min_replies:
             # Often all were lost for one reason, which is then the one to fix.
             why = "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
@@ -131,7 +144,7 @@ class CarriedCohort:
             )
         stacked = None
         if answers:
-            stacked = stack(type(next(iter(answers.values()))), [answers.get(row) for row in range(len(self.clients))])
+            stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
         return Replies(stacked, self.present, self._sizes)
 
     def _states(self) -> tuple[Versions, ...]:
@@ -148,21 +161,42 @@ class CarriedCohort:
 
     def _carry(self, call: Call, meanwhile: Callable[[], None] | None) -> Sequence[Message | Lost]:
         if meanwhile is None:
-            return self._carrier.exchange(call)
+            return self._exchange(call)
         if self._carrier.traffic.down is None:
             # In process there is no free core to use: one thing after the other.
             meanwhile()
-            return self._carrier.exchange(call)
-        carried = self._helper.submit(self._carrier.exchange, call)
+            return self._exchange(call)
+        carried = self._helper.submit(self._exchange, call)
         try:
             meanwhile()
         finally:
             answers = carried.result()
         return answers
 
+    def _exchange(self, call: Call) -> Sequence[Message | Lost]:
+        try:
+            return self._carrier.exchange(call)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def lose_all(self, reason: str) -> None:
+        """Lose whoever is still here."""
+        for row in list(self._alive):
+            self._lose(row, reason)
+
+    def _refuse(self, row: int, reason: str) -> None:
+        self._carrier.refusals.count(ABSURD)
+        key, client = self.key, self.clients[row]
+        _log.warning(
+            "refused the reply of client %s (round %d, attempt %d, exchange %d): %s",
+            client, key.round, key.attempt, self._at, reason,
+        )  # fmt: skip
+        self._lose(row, f"{ABSURD}: {reason}")
+
     def _lose(self, row: int, reason: str) -> None:
         self._alive.remove(row)
-        self._record.lost.append(Loss(row, self.clients[row], self._exchange, reason))
+        self._record.lost.append(Loss(row, self.clients[row], self._at, reason))
 
 
 class Attempting:
@@ -289,6 +323,11 @@ class Attempting:
                 hint="replay a run of the same experiment",
             )
         return planned[begun]
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the carrier raised in one of its conversations."""
+        return next((c.failure for c in self._conversations if c.failure is not None), None)
 
     def close(self) -> None:
         """End all conversations of this attempt."""

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf
+from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, Statistics
 from fedloom.data.federated import Manifest
-from fedloom.errors import DataError, InterruptedRun, QuorumError
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError
+from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
 from fedloom.evaluation.summary import best as best_line
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
-from fedloom.federation.cohort import Attempting, Rules, TooFewReplies
+from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewReplies
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
 from fedloom.federation.states import Versions
-from fedloom.federation.validation import is_finite
-from fedloom.messages import Message, Metrics, answer_shapes
+from fedloom.federation.validation import absurd, is_finite
+from fedloom.messages import Message, Metrics, Replies, answer_shapes
 from fedloom.words import counted
 
 _log = logging.getLogger(__name__)
@@ -118,6 +120,7 @@ class Loop:
         self.best: Best | None = None
         self.round = 0
         self._sizes = {entry.id: entry.train for entry in manifest.clients}
+        self._held_out = {entry.id: (entry.validation, entry.test) for entry in manifest.clients}
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self.personalization_payload = (0, 0)
         shapes = {
@@ -131,6 +134,7 @@ class Loop:
             schedule.min_replies,
             shapes,
             stop,
+            self._judge,
             self._states if client_half.stateful else None,
         )
         self._durable: tuple[int, Best | None] | None = None
@@ -237,8 +241,8 @@ class Loop:
             cohort = session.hold(clients[start : start + size])
             rows = slice(start, start + size)
             try:
-                with suppress(TooFewReplies):  # nobody answered: the whole cohort is absent
-                    replies = self.server.personalize(cohort)
+                replies = self._personalize(session, cohort)
+                if replies is not None:
                     for name, tensor in measured.tensors().items():
                         tensor[rows] = getattr(replies, name)
                     present[rows] = replies.present
@@ -271,11 +275,42 @@ class Loop:
         session = self._measuring(attempt)
         try:
             for start in range(0, len(clients), self.schedule.evaluation_cohort):
-                with suppress(TooFewReplies):  # nobody answered, and each client's loss says why
-                    self.server.personalize(session.hold(clients[start : start + self.schedule.evaluation_cohort]))
+                self._personalize(session, session.hold(clients[start : start + self.schedule.evaluation_cohort]))
         finally:
             session.close()
         return {loss.client: loss.reason for conversation in attempt.conversations for loss in conversation.lost}
+
+    def _personalize(self, session: Attempting, cohort: CarriedCohort) -> Replies[Metrics] | None:
+        """Hold the conversation; None if nothing came of it, and each client's loss says why."""
+        try:
+            return self.server.personalize(cohort)
+        except TooFewReplies:
+            return None
+        except Exception as error:
+            cohort.lose_all(self._failure(session, error))
+            return None
+
+    def _failure(self, session: Attempting, error: Exception) -> str:
+        """What the server half made of the answers, in a line; its traceback is logged.
+
+        Raises
+        ------
+        Exception
+            The error itself, where it is no matter of the method and the answers: a failure with a class of its own,
+            or the carrier's.
+        """
+        if isinstance(error, FedloomError) or error is session.failure:
+            raise error
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
+        return f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
+
+    def _judge(self, client: str, answer: Message) -> str | None:
+        """What makes no sense in a client's answer."""
+        if isinstance(answer, Metrics):
+            validation, test = self._held_out[client]
+            return implausible(answer, validation=validation, test=test)
+        return absurd(answer)
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
         """Which state each client starts from now, and which others a checkpoint that is kept would start from."""
@@ -314,10 +349,14 @@ class Loop:
             )
             before = dict(self.server.state)
             try:
-                attempt.statistics = self.server.train_round(session)
-                check_finite(before, self.server.state)
+                statistics = self.server.train_round(session)
+                check_finite(before, self.server.state, statistics)
+                attempt.statistics = statistics
             except (TooFewReplies, FloatingPointError) as error:
                 attempt.outcome = str(error)
+                self.server.state = before
+            except Exception as error:
+                attempt.outcome = self._failure(session, error)
                 self.server.state = before
             finally:
                 session.close()
@@ -382,6 +421,10 @@ class Loop:
             self.checkpoints.wait()
             return
         self.server.settle()
+        try:
+            check_finite({}, self.server.state, {})
+        except FloatingPointError as error:  # of a method that changes it in place
+            raise QuorumError(f"{error}: round {self.round} is not kept", hint="go on with --resume") from error
         self.checkpoints.save(
             Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state)
         )
@@ -415,14 +458,17 @@ class Loop:
         return sum(attempt.seconds for attempt in self.journal.attempts)
 
 
-def check_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Look at what a round made of the server's state.
+def check_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], statistics: Statistics) -> None:
+    """Look at what a round made of the server's state, and at what it reports.
 
     Raises
     ------
     FloatingPointError
-        If a tensor that it put into the state is not finite.
+        If a tensor that it put into the state is not finite, or one of the statistics.
     """
+    for name, value in statistics.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(f"{name} of this round's statistics is {value}")
     for name, tensor in after.items():
         if tensor is not before.get(name) and tensor.is_floating_point() and not is_finite(tensor):
             raise FloatingPointError(f"{name} of the server's state is not finite after this round")

@@ -1,7 +1,8 @@
-"""What makes a client's answer unusable: class, fields, quantity, row count, dtype, shape, finiteness.
+"""What makes a client's answer unusable: class, fields, quantity, row count, dtype, shape, finiteness, absurd values.
 
 One function says it for both carriers: in process a whole message is checked (:func:`fault`); over the wire the
-announced specs are checked before memory is taken (:func:`mismatch`), the values when they have arrived.
+announced specs are checked before memory is taken (:func:`mismatch`), the values when they have arrived. What a
+quantity cannot be (:func:`absurd`) the cohort refuses, whoever carried it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedloom.messages import Message, Quantity, Shapes
+from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Quantity, Shapes
 
 _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
     # Counts and metrics are summed over examples: float64 whatever the model computes in.
@@ -87,6 +88,31 @@ def non_finite(message: Message) -> str | None:
         tensor = getattr(message, field.name)
         if tensor.is_floating_point() and not is_finite(tensor):
             return f"{type(message).__name__}.{field.name} ({field.quantity}) is not finite"
+    return None
+
+
+def absurd(message: Message) -> str | None:
+    """Name the first field of a finite answer with a value that its quantity cannot have; None if all make sense.
+
+    Counts are whole numbers from 0 to ``COUNT_LIMIT``; losses, and quantities of no name, are at most ``LOSS_LIMIT``
+    either way, models, updates, gradients and descriptors ``VALUE_LIMIT``. Metrics are for the evaluation to judge.
+    """
+    for field in message.fields():
+        tensor: torch.Tensor = getattr(message, field.name)
+        if field.quantity is Quantity.METRICS or not tensor.is_floating_point() or not tensor.numel():
+            continue
+        low, high = (value.item() for value in tensor.aminmax())
+        if field.quantity is Quantity.COUNT:
+            sensible = low >= 0 and high <= COUNT_LIMIT and bool((tensor == tensor.round()).all())
+            allowed = f"whole numbers from 0 to {COUNT_LIMIT:g}"
+        else:
+            limit = LOSS_LIMIT if field.quantity in (Quantity.LOSS, Quantity.OTHER) else VALUE_LIMIT
+            sensible, allowed = -limit <= low and high <= limit, f"at most {limit:g} either way"
+        if not sensible:
+            return (
+                f"{type(message).__name__}.{field.name} ({field.quantity}) has values from {low:g} to {high:g}, "
+                f"allowed: {allowed}"
+            )
     return None
 
 

@@ -1,0 +1,254 @@
+"""Answers that are well formed and make no sense: they lose who gave them, and never the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import Federation, clients, federation, task
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm, ClientHalf, Conversation, Group
+from fedloom.algorithms.client import LocalSGD
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
+from fedloom.algorithms.recipe import Update
+from fedloom.errors import QuorumError
+from fedloom.evaluation.measure import implausible, nothing_measured
+from fedloom.federation.validation import absurd
+from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
+
+D = task().model.layout.size
+LIAR = "c1"
+Lie = Callable[[Message], Message]
+
+
+def lying(algorithm: Algorithm, lie: Lie, *who: str) -> Algorithm:
+    """The method, with clients who answer in training what a function makes of their answers."""
+
+    def client(settings: Any, problem: Any) -> ClientHalf:
+        half = algorithm.client(settings, problem)
+        honestly = half.open
+
+        def tell(group: Group, opening: Message) -> Conversation:
+            honest, told = honestly(group, opening), None
+            while True:
+                try:
+                    answer = honest.send(told)
+                except StopIteration as end:
+                    return end.value
+                told = yield lie(answer) if group.clients[0].id in (who or (LIAR,)) else answer
+
+        half.open = tell  # type: ignore[method-assign]
+        return half
+
+    return dataclasses.replace(algorithm, client=client)
+
+
+def fedavg(folder: Path, lie: Lie, *who: str, **kwargs: Any) -> Federation:
+    settings = FedAvgSettings(local=LocalSGD(steps=2, batch_size=2))
+    return federation(folder, lying(FEDAVG, lie, *who), settings, task(), clients([4, 5, 6]), **kwargs)
+
+
+def changed(**fields: float) -> Lie:
+    return lambda answer: dataclasses.replace(
+        answer, **{name: torch.full_like(getattr(answer, name), value) for name, value in fields.items()}
+    )
+
+
+def instead(_: Message) -> Message:
+    return nothing_measured(1, 2, 3)
+
+
+LIES: dict[str, tuple[Lie, str]] = {
+    "metrics": (instead, "Metrics is not an answer to this exchange (allowed: Update)"),
+    "steps beyond all sums": (changed(steps=1.7e308), "steps"),
+    "steps beyond all reason": (changed(steps=2 * COUNT_LIMIT), "steps"),
+    "half a step": (changed(steps=0.5), "steps"),
+    "steps back": (changed(steps=-1.0), "steps"),
+    "loss": (changed(loss=1.7e308), "loss"),
+    "negative loss": (changed(loss=-2 * LOSS_LIMIT), "loss"),
+    "update": (changed(delta_theta=3.4e38), "delta_theta"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_client_that_answers_nonsense_is_lost_and_the_run_goes_on(tmp_path: Path, name: str) -> None:
+    lie, said = LIES[name]
+    f = fedavg(tmp_path / "a", lie, rounds=3)
+    f.run()
+    for attempt in f.loop.journal.attempts:
+        (loss,) = attempt.conversations[0].lost
+        assert (loss.client, loss.exchange) == (LIAR, 0)
+        assert said in loss.reason
+        assert sum(attempt.refused.values()) == 1
+    lines = (tmp_path / "a" / "journal.jsonl").read_text().splitlines()
+    assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)
+    honest = fedavg(tmp_path / "b", lie, "nobody", rounds=3, lost={0: 1})
+    honest.run()
+    assert all(torch.equal(mine, f.state[key]) for key, mine in honest.state.items())
+    again = fedavg(tmp_path / "a", lie, rounds=5)
+    again.loop.resume()
+    again.run()
+    assert again.loop.round == 5
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_majority_of_liars_decides_nothing(tmp_path: Path, name: str) -> None:
+    lie, said = LIES[name]
+    f = fedavg(tmp_path, lie, "c0", "c1", rounds=2)
+    f.run()
+    for attempt in f.loop.journal.attempts:
+        assert [loss.client for loss in attempt.conversations[0].lost] == ["c0", "c1"]
+        assert all(said in loss.reason for loss in attempt.conversations[0].lost)
+
+
+def test_the_right_message_in_another_exchange_is_the_wrong_one(tmp_path: Path) -> None:
+    """PeFLL's second answer in answer to its first request."""
+    settings = PeFLLSettings(local=LocalSGD(steps=1, batch_size=2))
+
+    def lie(answer: Message) -> Message:
+        one = torch.ones(1, 1, dtype=torch.float64)
+        return Update(torch.zeros(1, D).double(), one, one)
+
+    f = federation(tmp_path, lying(PEFLL, lie), settings, task(), clients([4, 5, 6]), rounds=1)
+    f.run()
+    (loss,) = f.loop.journal.attempts[0].conversations[0].lost
+    assert (loss.client, loss.exchange) == (LIAR, 0)
+    assert "allowed: Descriptor" in loss.reason
+
+
+def measured(change: Callable[[dict[str, Tensor]], None]) -> Metrics:
+    """What a client with 3 examples to validate and 2 to test measured of one predictor, changed."""
+    tensors = {name: tensor.clone() for name, tensor in nothing_measured(1, 1, 3).tensors().items()}
+    tensors["counts"][0, 0, :, :, 0], tensors["counts"][0, 0, :, :, 2] = 1, 2.5
+    tensors["counts"][0, 0, 0, :, 1], tensors["counts"][0, 0, 1, :, 1] = 3, 2
+    tensors["confusion"][0, 0, 1, 1] = tensors["confusion"][0, 0, 2, 1] = 1
+    tensors["calibration"][0, 0, 9] = torch.tensor([2.0, 1.3, 1.0])
+    tensors["uncertainty"][0, 0] = torch.tensor([2.0, 1.1, 0.0])
+    change(tensors)
+    return Metrics(**tensors)
+
+
+def put(field: str, *where: int, value: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[field][(0, 0, *where)] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("counts", 1, 0, 0, value=3),  # right predictions of two examples
+        put("counts", 1, 0, 0, value=0.5),
+        put("counts", 1, 0, 0, value=-1),
+        put("counts", 1, 0, 1, value=1.7e308),
+        put("counts", 1, 0, 1, value=1),  # of the two examples
+        put("counts", 0, 1, 2, value=1e308),
+        put("counts", 0, 1, 2, value=-1),
+        put("confusion", 0, 0, value=-1),
+        put("confusion", 0, 0, value=2**62),
+        put("confusion", 0, 0, value=1),
+        put("calibration", 3, 0, value=1e308),
+        put("calibration", 3, 0, value=1),
+        put("calibration", 9, 1, value=2.1),
+        put("calibration", 9, 2, value=3),
+        put("uncertainty", 0, value=1.7e308),
+        put("uncertainty", 1, value=1.7e308),
+        put("uncertainty", 2, value=-5),
+    ],
+)
+def test_what_a_client_cannot_have_measured(change: Callable[[dict[str, Tensor]], None]) -> None:
+    assert implausible(measured(lambda tensors: None), validation=3, test=2) is None
+    assert implausible(nothing_measured(1, 1, 3), validation=3, test=2) is None
+    assert implausible(measured(change), validation=3, test=2)
+
+
+def test_an_absurd_measurement_is_left_out_of_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom.evaluation import measure
+
+    honest = measure._measure
+
+    def lie(predictor: Any, client: Any, *rest: Any) -> Any:
+        found = honest(predictor, client, *rest)
+        if client.id == LIAR:
+            found.counts[...] = 1.7e308
+        return found
+
+    monkeypatch.setattr(measure, "_measure", lie)
+    f = fedavg(tmp_path, instead, "nobody", rounds=1)
+    evaluation = f.run()
+    assert evaluation.present.tolist() == [True, False, True]
+    (line,) = (line for line in f.loop.folder.lines("metrics.jsonl") if line["round"] == 1)
+    assert line["left_out"] == {"absent": 1, "untested": 0}
+    assert {a.outcome for a in f.loop.journal.attempts} == {"done", "evaluated"}
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    one = torch.ones(1, 1, dtype=torch.float64)
+    good = Update(torch.full((1, 2), VALUE_LIMIT), COUNT_LIMIT * one, -LOSS_LIMIT * one)
+    assert absurd(good) is None
+    assert absurd(dataclasses.replace(good, loss=math.nextafter(LOSS_LIMIT, math.inf) * one))
+    assert absurd(dataclasses.replace(good, steps=(COUNT_LIMIT + 1) * one))
+
+
+@pytest.mark.parametrize("error", [AttributeError, OverflowError, ValueError, RuntimeError, KeyError])
+def test_what_a_server_half_makes_of_answers_fails_the_attempt(
+    tmp_path: Path, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    f = fedavg(tmp_path, instead, "nobody", rounds=2)
+    f.loop.schedule = dataclasses.replace(f.loop.schedule, attempts=3)
+    f.run()
+    f = fedavg(tmp_path, instead, "nobody", rounds=4)
+    f.loop.schedule = dataclasses.replace(f.loop.schedule, attempts=3)
+    f.loop.resume()
+    before, honestly = f.state, f.loop.server.train_round
+
+    def broken(round: Any) -> Any:
+        f.loop.server.state["theta"] = honestly(round) and torch.zeros(1)
+        raise error("of what a client said")
+
+    f.loop.server.train_round = broken  # type: ignore[method-assign]
+    with pytest.raises(QuorumError, match="of what a client said"):
+        f.run()
+    assert all(torch.equal(mine, f.state[key]) for key, mine in before.items())
+    failed = [a for a in f.loop.journal.attempts if a.outcome not in ("done", "evaluated")]
+    assert [a.attempt for a in failed] == [1, 2, 3]
+    assert all(error.__name__ in a.outcome and "test_absurd_answers.py" in a.outcome for a in failed)
+    assert sum("Traceback" in (r.exc_text or "") or r.exc_info is not None for r in caplog.records) >= 3
+    again = fedavg(tmp_path, instead, "nobody", rounds=4)
+    again.loop.resume()
+    again.run()
+    assert again.loop.round == 4
+
+
+def test_what_the_carrier_raises_is_a_bug_and_stays_one(tmp_path: Path) -> None:
+    f = fedavg(tmp_path, instead, "nobody", rounds=1)
+    f.run()
+    f = fedavg(tmp_path, instead, "nobody", rounds=2)
+    f.loop.resume()
+
+    def broken(call: Any) -> Any:
+        raise ValueError("ours")
+
+    f.loop.carrier.exchange = broken  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="ours"):
+        f.run()
+
+
+def test_statistics_that_are_not_finite_are_never_written(tmp_path: Path) -> None:
+    f = fedavg(tmp_path, instead, "nobody", rounds=1)
+    honestly = f.loop.server.train_round
+    f.loop.server.train_round = lambda round: honestly(round) | {"loss": math.inf}  # type: ignore[method-assign]
+    with pytest.raises(QuorumError, match="loss of this round's statistics"):
+        f.run()
+    (attempt,) = f.loop.journal.attempts
+    assert not attempt.statistics
+    assert not f.loop.checkpoints.rounds() or f.loop.checkpoints.rounds() == [0]
