@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+import functools
+import sys
+from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 from fedloom.errors import ExperimentError
 
 T = TypeVar("T")
+
+
+def entries(group: str) -> tuple[EntryPoint, ...]:
+    """What installed packages register in a group, by name.
+
+    Finding it means reading every installed package's files (tens of milliseconds), so it is done once for a search path.
+    """
+    return _entries(group, tuple(sys.path))
+
+
+@functools.cache
+def _entries(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    return tuple(sorted(entry_points(group=group), key=lambda point: point.name))
 
 
 def plugins(group: str, kind: type[T]) -> list[T]:
@@ -26,7 +41,7 @@ def plugins(group: str, kind: type[T]) -> list[T]:
         If one cannot be loaded, or is something else: the package, the name and why.
     """
     found: list[T] = []
-    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+    for point in entries(group):
         where = f"{group}: {point.name} = {point.value}" + (f" (package {point.dist.name})" if point.dist else "")
         try:
             loaded = point.load()

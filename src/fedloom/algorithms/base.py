@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_type_hints
 
 import torch
@@ -23,6 +22,7 @@ from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
+from fedloom.plugins import entries
 from fedloom.settings import Settings
 
 Statistics: TypeAlias = dict[str, float]
@@ -314,7 +314,7 @@ class Algorithm:
 
 def available() -> tuple[str, ...]:
     """Names of the registered algorithms."""
-    return tuple(sorted(point.name for point in entry_points(group="fedloom.algorithms")))
+    return tuple(point.name for point in entries("fedloom.algorithms"))
 
 
 def find(name: str) -> Algorithm:
@@ -325,8 +325,7 @@ def find(name: str) -> Algorithm:
     ExperimentError
         If no such algorithm is registered.
     """
-    for point in entry_points(group="fedloom.algorithms", name=name):
-        algorithm = point.load()
-        if isinstance(algorithm, Algorithm):
+    for point in entries("fedloom.algorithms"):
+        if point.name == name and isinstance(algorithm := point.load(), Algorithm):
             return algorithm
     raise ExperimentError(f"algorithm.name: found {name!r}, allowed: {', '.join(available())}")
