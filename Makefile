@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 # Tests wait a third of their time: three workers keep two cores busy.
 PYTEST_ARGS ?= -n 3 --dist loadgroup
 
+# Compiled modules are kept, whatever the shell says: without them every process compiles torch anew, in three seconds.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-cluster test-all lint format protos docs bench cuda clean kind-up kind-test kind-down
 

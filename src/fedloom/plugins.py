@@ -15,7 +15,7 @@ T = TypeVar("T")
 def entries(group: str) -> tuple[EntryPoint, ...]:
     """What installed packages register in a group, by name.
 
-    Finding it means reading every installed package's files (tens of milliseconds), so it is done once for a search path.
+    Finding it means reading every installed package's files, for tens of milliseconds: done once a search path.
     """
     return _entries(group, tuple(sys.path))
 
