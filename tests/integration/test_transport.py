@@ -202,6 +202,43 @@ def test_connections_cut_at_random_change_nothing(aggregator, worker, background
         proxy.close()
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_connections_cut_every_few_kilobytes_lose_nobody(aggregator, worker, seed):
+    """Most cuts come while an earlier message is on its way: only what has arrived may be taken for known."""
+    d, calls = 1_000, []
+    proxies = [Proxy(aggregator.address, cut_after=30_000, seed=10 * seed + i) for i in range(2)]
+    for i, proxy in enumerate(proxies):
+        worker(f"w{i}", address=proxy.address, reconnect_s=60)
+    aggregator.wait_for(set(CLIENTS), 5)
+    for exchange in range(12):
+        make = start_call if exchange == 0 else partial(step_call, exchange=exchange)
+        calls.append(make(CLIENTS, deadline_s=60, d=d))
+        check(aggregator.exchange(calls[-1]), *calls)
+    for proxy in proxies:
+        assert proxy.cuts > 5
+        proxy.close()
+
+
+def test_what_a_worker_has_received_whole_is_not_sent_to_it_again(aggregator, worker, background):
+    proxy = Proxy(aggregator.address)
+    served = worker(address=proxy.address)
+    aggregator.wait_for(set(CLIENTS), 5)
+    calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
+    check(aggregator.exchange(calls[0]), calls[0])
+    before = aggregator.traffic.down
+
+    def cut(client, exchange):
+        if client == "anna":
+            proxy.cut()
+            until(lambda: not aggregator.workers())
+
+    served.before = cut
+    check(aggregator.exchange(calls[1]), *calls)
+    assert aggregator.traffic.down - before < 1.5 * calls[1].message.x.nbytes
+    assert served.session.computed == 10
+    proxy.close()
+
+
 def test_a_failing_session_ends_its_worker_and_another_takes_over(aggregator, worker):
     failing = worker("w1")
     aggregator.wait_for(set(CLIENTS), 5)

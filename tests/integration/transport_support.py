@@ -1,6 +1,7 @@
 """A toy federation for the tests of the transport: messages, a session, workers in threads, a hostile worker."""
 
 import queue
+import random
 import socket
 import threading
 import time
@@ -204,9 +205,12 @@ class Hostile:
 
 
 class Proxy:
-    """Forwards TCP connections until it is told to cut them."""
+    """Forwards TCP connections until it is told to cut them, or each after about so many bytes."""
 
-    def __init__(self, target) -> None:
+    def __init__(self, target, cut_after=None, seed=0) -> None:
+        self.cuts = 0
+        self.cut_after = cut_after
+        self.random = random.Random(seed)
         host, port = target.rsplit(":", 1)
         self.target = (host, int(port))
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -222,14 +226,18 @@ class Proxy:
             except OSError:
                 return
             self.open += [near, far]
+            left = [self.random.expovariate(1 / self.cut_after) if self.cut_after else float("inf")]
             for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._pump, args=(source, sink, left), daemon=True).start()
 
-    @staticmethod
-    def _pump(source, sink) -> None:
+    def _pump(self, source, sink, left) -> None:
+        """Forward bytes; ``left`` is how many both directions together may still carry."""
         try:
-            while data := source.recv(1 << 16):
+            while left[0] > 0 and (data := source.recv(1 << 16)):
+                data = data[: min(len(data), int(left[0]) + 1)] if self.cut_after else data
+                left[0] -= len(data)
                 sink.sendall(data)
+                self.cuts += left[0] <= 0
         except OSError:
             pass
         for end in (source, sink):

@@ -144,6 +144,24 @@ def test_an_opening_asked_again_later_starts_anew() -> None:
     assert found.ask(1, [1])[1] is first[1][1]  # the other row goes on where it was
 
 
+def test_a_row_of_a_group_that_went_on_elsewhere_is_missing_and_begins_anew() -> None:
+    """Its group went on here without it; what became of it there is no answer."""
+    found, undisturbed = Clients(at_once=2), Clients(at_once=2)
+    expected = [undisturbed.ask(exchange, [0, 1]) for exchange in range(3)]
+    found.ask(0, [0, 1])
+    assert isinstance(found.ask(1, [0])[0], Update)
+    with pytest.raises(MissingConversation) as missing:
+        found.ask(1, [0, 1])
+    assert missing.value.rows == (1,)
+    for exchange in range(2):
+        found.ask(exchange, [1])
+    answers = list(found.answer(KEY, 2, [0, 1], ["c0", "c1"], TALK[2].select([0, 1])))
+    assert [row for row, _ in answers] == [0, 1]
+    for row, answer in answers:
+        assert isinstance(answer, EmbeddingUpdate)
+        torch.testing.assert_close(answer.d_eta_v, expected[2][row].d_eta_v)  # type: ignore[union-attr]
+
+
 def test_conversations_do_not_disturb_each_other() -> None:
     found, alone = Clients(), Clients()
     other = ConversationKey(1, 1, 1, "train")

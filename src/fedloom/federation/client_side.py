@@ -25,7 +25,10 @@ TRAIN = "train"
 
 @dataclass(eq=False)
 class _Open:
-    """One coroutine, the rows it serves, and its last answers; ``life`` is that of the aggregator that opened it."""
+    """One coroutine, the rows it serves, and its last answers; ``life`` is that of the aggregator that opened it.
+
+    Rows that went on elsewhere while the others of their group went on here have ``left``.
+    """
 
     key: ConversationKey
     rows: tuple[int, ...]
@@ -34,6 +37,7 @@ class _Open:
     life: int = 0
     exchange: int = -1
     answers: list[Message | Lost] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)
 
 
 class ClientSide:
@@ -119,7 +123,12 @@ class ClientSide:
         missing = [
             row
             for row in rows
-            if exchange > 0 and (row not in conversation or conversation[row].exchange not in (exchange - 1, exchange))
+            if exchange > 0
+            and (
+                row not in conversation
+                or conversation[row].exchange not in (exchange - 1, exchange)
+                or row in conversation[row].left
+            )
         ]
         if missing:
             raise MissingConversation(missing)
@@ -138,7 +147,7 @@ class ClientSide:
             if opened.exchange < exchange:
                 self._advance(opened, exchange, message, position)
             for member, answer in zip(opened.rows, opened.answers, strict=True):
-                if member in position:
+                if member in position and conversation[member] is opened:
                     yield member, answer
 
     def close(self, key: ConversationKey) -> None:
@@ -223,8 +232,15 @@ class ClientSide:
             self._states.save(opened.group.clients[i].id, version, tensors)
 
     def _advance(self, opened: _Open, exchange: int, message: Message, position: Mapping[int, int]) -> None:
+        opened.left.update(
+            row for row in opened.rows if row not in position or self._open[opened.key][row] is not opened
+        )
         lost = [
-            answer if isinstance(answer, Lost) else None if row in position else Lost("left out of an exchange before")
+            answer
+            if isinstance(answer, Lost)
+            else Lost("left out of an exchange before")
+            if row in opened.left
+            else None
             for row, answer in zip(opened.rows, opened.answers, strict=True)
         ]
         if all(lost):

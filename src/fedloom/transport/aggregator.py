@@ -92,6 +92,7 @@ class Aggregator:
         notices: Notices | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
+        self._incarnation = incarnation
         self._algorithm = algorithm
         self._version = version
         self._notices = notices
@@ -329,11 +330,12 @@ class Aggregator:
 
     async def _join(self, _: Any, context: Any) -> None:
         """Hold one worker's stream, from its Hello to its end."""
-        link = await self._greet(context)
-        if link is None:
+        hello = await self._greet(context)
+        if hello is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
             return
-        self._board.enter(link)
+        link = Link(WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), hello.device))
+        self._board.enter(link, hello.held if hello.held_of == self._incarnation else ())
 
         async def write(frame: bytes) -> None:
             self._down += len(frame)
@@ -351,7 +353,7 @@ class Aggregator:
                 task.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
 
-    async def _greet(self, context: Any) -> Link | None:
+    async def _greet(self, context: Any) -> wire.Hello | None:
         """Read Hello and answer Welcome, or Refused and None."""
         code, reason = wire.REFUSAL_CODE_HELLO, "the first part must be a Hello"
         try:
@@ -376,7 +378,7 @@ class Aggregator:
             return None
         self._down += len(self._welcome)
         await context.write(self._welcome)
-        return Link(WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), hello.device))
+        return hello
 
     def _judge(self, hello: wire.Hello) -> tuple[wire.RefusalCode, str]:
         """Say why a worker cannot join; an empty reason if it can."""

@@ -64,6 +64,7 @@ class Refusal(StrEnum):
     RUN = "another run or incarnation"
     CONVERSATION = "unexpected conversation or exchange"
     CLIENT = "unexpected row or client"
+    LACKING = "a conversation that is lacking again and again"
     LATE = "late or repeated reply"
     SHAPE = "wrong message, field, dtype or shape"
     NON_FINITE = "not finite"

@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
 
@@ -33,13 +34,13 @@ from fedloom.transport.codec import (
     serialize,
 )
 from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenConversation, WorkerInfo
-from fedloom.transport.stream import key_from_wire, key_to_wire, states_to_wire
+from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import counted
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
-REPLAYS = 3  # how often a worker may say that it lacks what it was just sent
+REPLAYS = 3  # how often a stream may say that it lacks what it was just sent
 IGNORED_TRANSFERS = 1024
 STOPPED = "the aggregator stopped"
 
@@ -82,8 +83,14 @@ class Dispatcher:
 
     # ---- workers
 
-    def enter(self, link: Link) -> None:
-        """A worker has joined: it may replace an older stream of its own, and gets rows that wait for it."""
+    def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
+        """A worker has joined: it may replace an older stream of its own, and gets rows that wait for it.
+
+        Parameters
+        ----------
+        held
+            What it has from earlier streams, as it says.
+        """
         old = self._links.pop(link.name, None)
         if old is not None:
             if old.worker.incarnation != link.worker.incarnation:
@@ -93,6 +100,8 @@ class Dispatcher:
             old.outbox.close()
             self._release(old)
         self._links[link.name] = link
+        for told in islice(held, HELD_CONVERSATIONS):
+            self._believe(link, told)
         if self._stopping:
             self._end(link)
         log.info(
@@ -100,6 +109,15 @@ class Dispatcher:
         )
         self._publish(tuple(self._links[name].worker for name in sorted(self._links)))
         self._dispatch_all()
+
+    def _believe(self, link: Link, told: wire.Held) -> None:
+        """Note what a worker says that it has; it is told of a conversation that was closed while it was away."""
+        key = key_from_wire(told.conversation)
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            link.outbox.put(key, _one(_closed(key)))
+        elif told.exchange < len(conversation.calls):
+            link.held[key] = dict.fromkeys(conversation.rows.intersection(told.rows), told.exchange)
 
     def leave(self, link: Link) -> None:
         """A worker's stream has ended: its rows go to another, or wait."""
@@ -192,11 +210,10 @@ class Dispatcher:
             return
         if conversation.current is not None:
             self._lose(conversation.current, "the conversation was closed")
-        close = wire.AggregatorPart(close=wire.CloseConversation(conversation=key_to_wire(key)))
         for link in self._links.values():
-            if link.process in conversation.known:
+            if link.held.pop(key, None) is not None:
                 link.outbox.drop(key)
-                link.outbox.put(key, _one(close))
+                link.outbox.put(key, _one(_closed(key)))
 
     def _dispatch_all(self, because: str = "") -> None:
         for conversation in self._conversations.values():
@@ -248,13 +265,21 @@ class Dispatcher:
 
     def _send(self, conversation: OpenConversation, exchange: Exchange, link: Link, rows: list[int]) -> None:
         """Ask a worker for these rows; before that, tell it what was said so far, if it lacks that."""
-        lacking = conversation.moves_to(link, rows)
-        *earlier, call = conversation.calls
-        if lacking and earlier:
-            log.info("replaying %d exchanges of %d rows on worker %s", len(earlier), len(lacking), link.name)
+        reached = conversation.moves_to(link, rows)
+        asked = reached.pop(exchange.call.exchange, [])
+        for last, those in sorted(reached.items()):
+            earlier = conversation.calls[last + 1 : -1]
+            if earlier:
+                log.info("replaying %d exchanges of %d rows on worker %s", len(earlier), len(those), link.name)
             for past in earlier:
-                self._put(link, past, lacking, replay=True, remaining_s=None)
-        self._put(link, call, rows, replay=False, remaining_s=exchange.remaining_s())
+                self._put(link, past, those, replay=True, remaining_s=None)
+        call = exchange.call
+        new = sorted(set(rows).difference(asked))
+        if new:
+            self._put(link, call, new, replay=False, remaining_s=exchange.remaining_s())
+        if asked:
+            again = wire.Again(conversation=key_to_wire(call.key), exchange=call.exchange, rows=asked)
+            link.outbox.put(call.key, _one(wire.AggregatorPart(again=again)))
         for row in rows:
             exchange.sent[row] = link
 
@@ -421,15 +446,15 @@ class Dispatcher:
             except WireError as error:
                 self.count(error.refusal)
                 continue
-            exchange.missing[row] += 1
-            if exchange.missing[row] > REPLAYS:
-                exchange.settle(row, Lost(f"worker {link.name} lost the conversation {REPLAYS} times"))
-                continue
+            exchange.missing[link, row] += 1
+            if exchange.missing[link, row] > REPLAYS:
+                raise WireError(Refusal.LACKING, f"row {row} of {_name(exchange.call.key)}, sent {REPLAYS} times")
             exchange.sent.pop(row)
             asked.append(row)
         if asked:
             conversation = self._conversations[key_from_wire(missing.conversation)]
-            conversation.known.get(link.process, set()).difference_update(asked)
+            for row in asked:
+                link.held[conversation.key].pop(row, None)
             self._dispatch(conversation)
 
     def _row_lost(self, link: Link, lost: wire.RowLost) -> None:
@@ -443,6 +468,10 @@ class Dispatcher:
 
 def _one(part: wire.AggregatorPart) -> Iterator[Pieces]:
     return iter((serialize(part),))
+
+
+def _closed(key: ConversationKey) -> wire.AggregatorPart:
+    return wire.AggregatorPart(close=wire.CloseConversation(conversation=key_to_wire(key)))
 
 
 def _name(key: ConversationKey) -> str:

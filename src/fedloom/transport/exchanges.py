@@ -49,6 +49,8 @@ class Link:
     worker: WorkerInfo
     outbox: Outbox = field(default_factory=Outbox)
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
+    held: dict[ConversationKey, dict[int, int]] = field(default_factory=dict)
+    """Of each row, the last exchange that the worker has: as it said when it joined, or as sent on this stream."""
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ignored: set[int] = field(default_factory=set)  # transfers that were refused and have not ended yet
 
@@ -56,11 +58,6 @@ class Link:
     def name(self) -> str:
         """The worker's name."""
         return self.worker.name
-
-    @property
-    def process(self) -> tuple[str, str]:
-        """The worker's name and incarnation: what holds a conversation."""
-        return (self.worker.name, self.worker.incarnation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +79,7 @@ class Exchange:
         self.client = dict(zip(call.rows, call.clients, strict=True))
         self.outstanding = set(call.rows)
         self.sent: dict[int, Link] = {}  # whom each row was sent to and is awaited from
-        self.missing: Counter[int] = Counter()
+        self.missing: Counter[tuple[Link, int]] = Counter()  # how often a stream said that it lacks a row
         self.unserved: tuple[str, ...] = ()  # clients that were last said to have no worker
         self._position = {row: i for i, row in enumerate(call.rows)}
         self._blocks: dict[tuple[type[Message], str, torch.dtype], Tensor] = {}
@@ -125,8 +122,8 @@ class OpenConversation:
         self.key = key
         self.calls: list[Call] = []  # kept until close, for a worker that lacks them
         self.current: Exchange | None = None
+        self.rows: frozenset[int] = frozenset()  # of the whole cohort
         self.holders: dict[int, str] = {}  # the worker that each row stays with
-        self.known: dict[tuple[str, str], set[int]] = {}  # rows whose messages so far a process was sent
 
     def post(self, exchange: Exchange) -> None:
         """Start the next exchange.
@@ -142,15 +139,15 @@ class OpenConversation:
                 f"{self.key}: found exchange {exchange.call.exchange}; exchange {len(self.calls) - 1} {state}"
             )
         self.calls.append(exchange.call)
+        self.rows = self.rows.union(exchange.call.rows)
         self.current = exchange
 
-    def moves_to(self, link: Link, rows: list[int]) -> list[int]:
-        """Note that a worker goes on with these rows; return those whose earlier messages it has not been sent."""
-        lacking = [row for row in rows if row not in self.known.get(link.process, ())]
-        for process, known in self.known.items():
-            if process != link.process:
-                known.difference_update(rows)  # what that process holds is outdated from now on
-        self.known.setdefault(link.process, set()).update(rows)
+    def moves_to(self, link: Link, rows: list[int]) -> dict[int, list[int]]:
+        """Note that a worker goes on with these rows; return the last exchange that it has, -1 for none -> rows."""
+        held = link.held.setdefault(self.key, {})
+        reached: dict[int, list[int]] = {}
         for row in rows:
+            reached.setdefault(held.get(row, -1), []).append(row)
+            held[row] = len(self.calls) - 1
             self.holders[row] = link.name
-        return lacking
+        return reached

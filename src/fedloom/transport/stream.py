@@ -11,7 +11,8 @@ from fedloom.federation.states import Version, Versions
 from fedloom.transport.codec import FRAME_BYTES, Pieces
 from fedloom.transport.wire import federation_pb2 as wire
 
-PROTOCOL = 1
+PROTOCOL = 2
+HELD_CONVERSATIONS = 64  # how many a worker tells of when it joins; few are open at one time
 SERVICE = "fedloom.v1.Federation"
 METHOD = "Join"
 OBSERVATION = "fedloom.v1.Observation"

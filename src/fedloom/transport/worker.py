@@ -30,6 +30,7 @@ from fedloom.transport.codec import (
     REASON_CHARACTERS,
     Assembler,
     Cutter,
+    Encoded,
     Pieces,
     Refusal,
     WireError,
@@ -42,6 +43,7 @@ from fedloom.transport.codec import (
 from fedloom.transport.failures import described
 from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
+    HELD_CONVERSATIONS,
     METHOD,
     PROTOCOL,
     SERVICE,
@@ -138,6 +140,15 @@ class _Request:
     expires: float | None  # on the monotonic clock
 
 
+@dataclass(eq=False)
+class _Book:
+    """What has been received of a conversation, and answered in the last exchange of each row."""
+
+    exchanges: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, tuple[str, Encoded | str]] = field(default_factory=dict)
+    """Of rows: the client, and its answer, or why there is none."""
+
+
 @dataclass(frozen=True)
 class _Close:
     key: ConversationKey
@@ -227,8 +238,8 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
     try:
         message = _decode(session, request)
     except WireError as error:
-        for row in rows:
-            connection.lost(request, row, f"the worker cannot read the request: {error}")
+        for i, row in enumerate(rows):
+            connection.reply(request, row, clients[i], Lost(f"the worker cannot read the request: {error}"))
         return
     name = dict(zip(rows, clients, strict=True))
     asked = list(range(len(rows)))
@@ -300,8 +311,10 @@ class _Connection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
+        self._run_name = ""
+        self._books: dict[ConversationKey, _Book] = {}  # belongs to the event loop, as the outbox does
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
-        hello = wire.Hello(
+        self._hello = wire.Hello(
             protocol=PROTOCOL,
             package=fedloom.__version__,
             worker=identity.worker,
@@ -310,11 +323,11 @@ class _Connection:
             device=identity.device,
             algorithms=dict(identity.algorithms),
         )
-        self._hello = b"".join(serialize(wire.WorkerPart(hello=hello)))
-        if len(self._hello) > FRAME_BYTES:
+        takes = len(self._introduction())
+        if takes > FRAME_BYTES:
             raise RefusedError(
                 f"worker {identity.worker}: introducing {len(identity.clients)} clients takes "
-                f"{len(self._hello)} bytes, allowed: {FRAME_BYTES}",
+                f"{takes} bytes, allowed: {FRAME_BYTES}",
                 hint="let several workers serve fewer clients each",
             )
 
@@ -335,49 +348,98 @@ class _Connection:
         self._thread.join()
 
     def reply(self, request: _Request, row: int, client: str, answer: Message | Lost) -> None:
-        """Send one row's answer; without a connection it is dropped: the aggregator will ask again."""
-        if isinstance(answer, Lost):
-            self.lost(request, row, answer.reason)
-            return
-        envelope = wire.Envelope(
-            run=request.envelope.run,
-            incarnation=request.incarnation,
-            conversation=request.envelope.conversation,
-            exchange=request.envelope.exchange,
-            rows=(row,),
-            clients=(client,),
-        )
-        self._put(request, self._cutter.parts(envelope, encode(answer)))
-
-    def lost(self, request: _Request, row: int, reason: str) -> None:
-        """Say that a row gives no answer."""
-        lost = wire.RowLost(
-            conversation=key_to_wire(request.key),
-            exchange=request.envelope.exchange,
-            row=row,
-            reason=reason[:REASON_CHARACTERS],
-        )
-        self._put(request, iter((serialize(wire.WorkerPart(row_lost=lost)),)))
+        """Send one row's answer; it is kept until the row goes on, for the aggregator may ask for it again."""
+        self._post(self._answered, request, row, client, answer.reason if isinstance(answer, Lost) else encode(answer))
 
     def missing(self, request: _Request, rows: Iterable[int]) -> None:
         """Say that the conversation of these rows is not held here."""
-        missing = wire.Missing(
-            conversation=key_to_wire(request.key), exchange=request.envelope.exchange, rows=list(rows)
-        )
-        self._put(request, iter((serialize(wire.WorkerPart(missing=missing)),)))
+        self._post(self._lacking, request, list(rows))
 
-    def _put(self, request: _Request, parts: Iterator[Pieces]) -> None:
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(self._enqueue, request, parts)
+            self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             log.debug("an answer came after the stream's event loop had ended")
 
     # ---- the event loop's thread
 
-    def _enqueue(self, request: _Request, parts: Iterator[Pieces]) -> None:
-        if self._outbox is not None and self.incarnation == request.incarnation:
-            self._outbox.put(request.key, parts)
+    def _introduction(self) -> bytes:
+        """Who we are, and what we have received whole of conversations that are open, as far as we know."""
+        hello = wire.Hello(held_of=self.incarnation)
+        hello.MergeFrom(self._hello)
+        for key, book in self._books.items():
+            for exchange in sorted(set(book.exchanges.values())):
+                rows = [row for row, reached in book.exchanges.items() if reached == exchange]
+                hello.held.append(wire.Held(conversation=key_to_wire(key), exchange=exchange, rows=rows))
+        data = b"".join(serialize(wire.WorkerPart(hello=hello)))
+        if len(data) > FRAME_BYTES and hello.held:  # then it is sent once more
+            return b"".join(serialize(wire.WorkerPart(hello=self._hello)))
+        return data
+
+    def _received(self, request: _Request) -> None:
+        """Note a request that has come in whole, and hand it to the session."""
+        book = self._books.setdefault(request.key, _Book())
+        for row in request.envelope.rows:
+            if book.exchanges.get(row) != request.envelope.exchange:
+                book.answers.pop(row, None)
+            book.exchanges[row] = request.envelope.exchange
+        while len(self._books) > HELD_CONVERSATIONS:
+            del self._books[next(iter(self._books))]
+        self.events.put(request)
+
+    def _answered(self, request: _Request, row: int, client: str, answer: Encoded | str) -> None:
+        book, exchange = self._books.get(request.key), request.envelope.exchange
+        if self.incarnation != request.incarnation or book is None or book.exchanges.get(row) != exchange:
+            return  # nobody waits for it any more
+        book.answers[row] = (client, answer)
+        self._send(request.key, exchange, row, client, answer)
+
+    def _lacking(self, request: _Request, rows: Sequence[int]) -> None:
+        if self.incarnation != request.incarnation:
+            return
+        book = self._books.get(request.key)
+        if book is not None:
+            for row in rows:
+                book.exchanges.pop(row, None)
+        self._say_missing(request.key, request.envelope.exchange, rows)
+
+    def _again(self, again: wire.Again) -> None:
+        """Send answers again; those that are not there yet come when they are."""
+        key = key_from_wire(again.conversation)
+        book = self._books.get(key, _Book())
+        lacking = [row for row in again.rows if book.exchanges.get(row) != again.exchange]
+        for row in again.rows:
+            if row in book.answers and book.exchanges[row] == again.exchange:
+                self._send(key, again.exchange, row, *book.answers[row])
+        if lacking:
+            self._say_missing(key, again.exchange, lacking)
+
+    def _send(self, key: ConversationKey, exchange: int, row: int, client: str, answer: Encoded | str) -> None:
+        """Send an answer, or why there is none; without a connection the aggregator will ask for it."""
+        if isinstance(answer, str):
+            lost = wire.RowLost(
+                conversation=key_to_wire(key), exchange=exchange, row=row, reason=answer[:REASON_CHARACTERS]
+            )
+            self._put(key, iter((serialize(wire.WorkerPart(row_lost=lost)),)))
+            return
+        envelope = wire.Envelope(
+            run=self._run_name,
+            incarnation=self.incarnation,
+            conversation=key_to_wire(key),
+            exchange=exchange,
+            rows=(row,),
+            clients=(client,),
+        )
+        self._put(key, self._cutter.parts(envelope, answer))
+
+    def _say_missing(self, key: ConversationKey, exchange: int, rows: Sequence[int]) -> None:
+        missing = wire.Missing(conversation=key_to_wire(key), exchange=exchange, rows=rows)
+        self._put(key, iter((serialize(wire.WorkerPart(missing=missing)),)))
+
+    def _put(self, key: ConversationKey, parts: Iterator[Pieces]) -> None:
+        if self._outbox is not None:
+            self._outbox.put(key, parts)
 
     def _run(self) -> None:
         try:
@@ -447,7 +509,7 @@ class _Connection:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
             writer: asyncio.Task[None] | None = None
             try:
-                await call.write(self._hello)
+                await call.write(self._introduction())
                 data = await asyncio.wait_for(self._next(call), WELCOME_TIMEOUT_S)
                 first = parse(wire.AggregatorFrame, data).parts[0]
                 if first.WhichOneof("part") == "refused":
@@ -455,7 +517,9 @@ class _Connection:
                 if first.WhichOneof("part") != "welcome":
                     raise WireError(Refusal.GARBAGE, "the first part was no Welcome")
                 welcome = first.welcome
-                self._outbox, self.incarnation = Outbox(), welcome.incarnation
+                if self.incarnation != welcome.incarnation:
+                    self._books.clear()  # what belonged to another aggregator
+                self._outbox, self.incarnation, self._run_name = Outbox(), welcome.incarnation, welcome.run
                 self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
                 log.info("joined run %s at %s", welcome.run, self._address)
                 writer = asyncio.create_task(self._outbox.drain(call.write))
@@ -499,9 +563,12 @@ class _Connection:
                         if request.assembler is not None:
                             request.assembler.end(part)
                         del arrivals[part.transfer]
-                        self.events.put(request)
+                        self._received(request)
+                    case "again":
+                        self._again(part)
                     case "close":
                         key = key_from_wire(part.conversation)
+                        self._books.pop(key, None)
                         self.closed.add(key)
                         self.events.put(_Close(key))
                     case "transfer_refused":

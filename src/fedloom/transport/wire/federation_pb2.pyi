@@ -156,7 +156,7 @@ class StateVersion(_message.Message):
     def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., row: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms")
+    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held")
     class AlgorithmsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,8 @@ class Hello(_message.Message):
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     ALGORITHMS_FIELD_NUMBER: _ClassVar[int]
+    HELD_OF_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     package: str
     worker: str
@@ -178,7 +180,19 @@ class Hello(_message.Message):
     clients: _containers.RepeatedScalarFieldContainer[str]
     device: str
     algorithms: _containers.ScalarMap[str, int]
-    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    held_of: str
+    held: _containers.RepeatedCompositeFieldContainer[Held]
+    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("conversation", "exchange", "rows")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    conversation: ConversationKey
+    exchange: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run", "incarnation", "experiment")
@@ -244,6 +258,16 @@ class Missing(_message.Message):
     rows: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Again(_message.Message):
+    __slots__ = ("conversation", "exchange", "rows")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    conversation: ConversationKey
+    exchange: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class RowLost(_message.Message):
     __slots__ = ("conversation", "exchange", "row", "reason")
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
@@ -297,7 +321,7 @@ class AggregatorFrame(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[AggregatorPart, _Mapping]]] = ...) -> None: ...
 
 class AggregatorPart(_message.Message):
-    __slots__ = ("welcome", "refused", "begin", "chunk", "end", "close", "transfer_refused", "goodbye")
+    __slots__ = ("welcome", "refused", "begin", "chunk", "end", "close", "transfer_refused", "goodbye", "again")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +330,7 @@ class AggregatorPart(_message.Message):
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_REFUSED_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     begin: Begin
@@ -314,7 +339,8 @@ class AggregatorPart(_message.Message):
     close: CloseConversation
     transfer_refused: TransferRefused
     goodbye: Goodbye
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    again: Again
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., again: _Optional[_Union[Again, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ()
