@@ -1,4 +1,4 @@
-"""How counts and tables are written, in every room alike."""
+"""How counts, tables and what others said are written, in every room alike."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from collections.abc import Mapping, Sequence
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """A count with its noun, ``1 model``, ``2,000 models``, ``3 classes``: in the plural unless it is one."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def printable(text: str, limit: int | None = None, keep: str = "") -> str:
+    r"""A text as it may stand in a log, on a terminal and in a file of lines, at most ``limit`` characters of it.
+
+    Whatever does not print (control characters, line separators, terminal escapes, marks that turn the direction of
+    writing) is written as an escape, such as ``\x1b``; but for the characters in ``keep``.
+    """
+    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text[:limit])
+    return "".join(shown)[:limit]
 
 
 def as_csv(rows: Sequence[Mapping[str, str]]) -> str:

@@ -312,6 +312,24 @@ def test_a_row_may_only_be_given_up_by_its_worker(aggregator, honest, hostile, b
     assert answers[1] == Lost("x" * 300)
 
 
+def test_what_a_worker_says_of_itself_and_of_its_rows_prints(aggregator, honest, background):
+    said = "\x1b[2J\u202e\u2028" * 1000
+    hostile = Hostile(aggregator.address, device=said)
+    hostile.join()
+    aggregator.wait_for(set(COHORT), 5)
+    (device,) = [worker.device for worker in aggregator.workers() if worker.name == "hostile"]
+    answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
+    request = hostile.request()
+    lost = wire.RowLost(conversation=request.conversation, exchange=0, row=1, reason=said)
+    hostile.part(wire.WorkerPart(row_lost=lost))
+    reason = answers.result(10)[1].reason
+    assert device.isprintable()
+    assert reason.isprintable()
+    assert len(device) <= 200
+    assert len(reason) <= 300
+    hostile.leave()
+
+
 @pytest.mark.parametrize(
     ("hello", "code", "said"),
     [
@@ -319,6 +337,8 @@ def test_a_row_may_only_be_given_up_by_its_worker(aggregator, honest, hostile, b
         ({"package": "9.9"}, wire.REFUSAL_CODE_PACKAGE, "fedloom 9.9, this aggregator is"),
         ({"algorithms": {"toy": 3}}, wire.REFUSAL_CODE_ALGORITHM, "version 3"),
         ({"incarnation": ""}, wire.REFUSAL_CODE_HELLO, "must have 1 to 200 characters"),
+        ({"incarnation": "h\u2028"}, wire.REFUSAL_CODE_HELLO, "characters that print"),
+        ({"name": "hostile\x1b[2J"}, wire.REFUSAL_CODE_HELLO, "characters that print"),
         ({"device": "x" * FRAME_BYTES}, wire.REFUSAL_CODE_HELLO, "oversized"),
     ],
 )

@@ -21,6 +21,7 @@ from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.algorithms.recipe import Update
 from fedloom.errors import QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
+from fedloom.federation.carrier import REASON_CHARACTERS
 from fedloom.federation.validation import absurd
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
 
@@ -252,3 +253,19 @@ def test_statistics_that_are_not_finite_are_never_written(tmp_path: Path) -> Non
     (attempt,) = f.loop.journal.attempts
     assert not attempt.statistics
     assert not f.loop.checkpoints.rounds() or f.loop.checkpoints.rounds() == [0]
+
+
+def test_a_reason_that_a_client_gives_ends_no_line_and_is_cut(tmp_path: Path) -> None:
+    def lie(answer: Message) -> Message:
+        raise FloatingPointError("\u2028\x1b[2J\u202e\x85" * 1000)
+
+    f = fedavg(tmp_path, lie, rounds=2)
+    f.run()
+    for line in (tmp_path / "journal.jsonl").read_text().splitlines():
+        (loss,) = json.loads(line)["conversations"][0]["lost"]
+        assert loss["reason"].isprintable()
+        assert len(loss["reason"]) <= REASON_CHARACTERS
+    again = fedavg(tmp_path, lie, rounds=3)
+    again.loop.resume()
+    again.run()
+    assert again.loop.round == 3

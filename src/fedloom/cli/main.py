@@ -19,6 +19,10 @@ import fedloom
 from fedloom.cli import cluster, data, pipeline, run, runs, schema, use, worker
 from fedloom.cli.characters import write_anything
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
+from fedloom.words import printable
+
+KEPT = "\n\t"
+"""What does not print, and stays in what is shown."""
 
 app = typer.Typer(
     name="fedloom",
@@ -64,7 +68,9 @@ def options(
 ) -> None:
     """Personalized federated learning: one experiment file, on one machine or many."""
     # The root logger stays at WARNING: other libraries' details would drown ours.
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    shown = logging.StreamHandler()
+    shown.setFormatter(_Printable("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[shown])
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
@@ -90,6 +96,13 @@ def main() -> NoReturn:
     raise AssertionError("typer's app always exits")
 
 
+class _Printable(logging.Formatter):
+    """What others said may be in a record, and is shown without speaking to the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep=KEPT)
+
+
 class _Terminated(BaseException):
     """SIGTERM before a command listens for it itself; no Exception, which an import under way would swallow."""
 
@@ -101,5 +114,5 @@ def _terminated(number: int, frame: object) -> NoReturn:
 def _fail(error: FedloomError) -> NoReturn:
     if logging.getLogger("fedloom").isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
-    typer.echo(f"error: {error}", err=True)
+    typer.echo(f"error: {printable(str(error), keep=KEPT)}", err=True)
     sys.exit(error.exit_code)

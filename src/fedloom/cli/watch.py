@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedloom.run.observer import RunObserver
-from fedloom.words import counted
+from fedloom.words import counted, printable
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
@@ -78,7 +78,7 @@ class Watch(RunObserver):
 
     def say(self, text: str) -> None:
         """Show a line."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(printable(text, keep="\n"), markup=False, soft_wrap=True)
 
     def round_done(self, attempt: Attempt, rounds: int) -> None:
         """Show the round, the time to go, and where the time went."""

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import DataError, ExperimentError, InterruptedRun
-from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
+from fedloom.federation.carrier import REASON_CHARACTERS, Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Metrics, Replies, stack
-from fedloom.words import counted
+from fedloom.words import counted, printable
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class CarriedCohort:
 
     def _lose(self, row: int, reason: str) -> None:
         self._alive.remove(row)
-        self._record.lost.append(Loss(row, self.clients[row], self._at, reason))
+        self._record.lost.append(Loss(row, self.clients[row], self._at, printable(reason, REASON_CHARACTERS)))
 
 
 class Attempting:

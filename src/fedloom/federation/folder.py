@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -174,7 +175,7 @@ class RunFolder:
 
     def clients(self) -> list[dict[str, str]]:
         """Return the rows of ``clients.csv``; a last line that was cut short is dropped."""
-        reader = csv.DictReader(self.text("clients.csv").splitlines())
+        reader = csv.DictReader(io.StringIO(self.text("clients.csv")))
         rows = [row for row in reader if None not in row and None not in row.values()]
         if not rows or "seen" not in rows[0]:
             raise DataError(f"{self.path / 'clients.csv'}: has no clients")
@@ -187,7 +188,7 @@ class RunFolder:
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append one object as a line."""
         with storing(self.path / name), (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(json_line(line))
 
     def sync(self, *names: str) -> None:
         """Wait until the disk has what was appended so far to these files, those of them that are there."""
@@ -204,4 +205,9 @@ class RunFolder:
 
     def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Replace a file of lines."""
-        self.write(name, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
+        self.write(name, "".join(map(json_line, lines)))
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """An object as a line of a file of lines: in ASCII, so that nothing in it is taken for the end of the line."""
+    return json.dumps(value, allow_nan=False) + "\n"

@@ -23,7 +23,7 @@ from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
 from fedloom.evaluation.summary import best as best_line
-from fedloom.federation.carrier import Carrier
+from fedloom.federation.carrier import REASON_CHARACTERS, Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewReplies
 from fedloom.federation.folder import RunFolder
@@ -31,7 +31,7 @@ from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
 from fedloom.federation.states import Versions
 from fedloom.federation.validation import absurd, is_finite
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
-from fedloom.words import counted
+from fedloom.words import counted, printable
 
 _log = logging.getLogger(__name__)
 
@@ -303,7 +303,8 @@ class Loop:
             raise error
         where = traceback.extract_tb(error.__traceback__)[-1]
         _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
-        return f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
+        what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
+        return f"{what} ({Path(where.filename).name}, line {where.lineno})"
 
     def _judge(self, client: str, answer: Message) -> str | None:
         """What makes no sense in a client's answer."""

@@ -155,7 +155,7 @@ def _failure(failures: Path, code: int, log: Path) -> FedloomError | None:
     if code == 0:
         return None
     if failures.exists():
-        first = json.loads(failures.read_text(encoding="utf-8").splitlines()[0])
+        first = json.loads(failures.read_text(encoding="utf-8").partition("\n")[0])
         return _coded(first["code"], f"{first['task']}: {first['message']}")
     last = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()][-1:]
     if code in set(ExitCode) and last:

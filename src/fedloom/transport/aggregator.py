@@ -39,7 +39,7 @@ from fedloom.transport.exchanges import Arrived, Exchange, Link, WorkerInfo
 from fedloom.transport.notices import Notices
 from fedloom.transport.stream import METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import counted
+from fedloom.words import counted, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -334,7 +334,8 @@ class Aggregator:
         if hello is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
             return
-        link = Link(WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), hello.device))
+        device = printable(hello.device, NAME_CHARACTERS)
+        link = Link(WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), device))
         self._board.enter(link, hello.held if hello.held_of == self._incarnation else ())
 
         async def write(frame: bytes) -> None:
@@ -385,7 +386,7 @@ class Aggregator:
         if hello.protocol != PROTOCOL:
             return wire.REFUSAL_CODE_PROTOCOL, f"protocol {hello.protocol}, this aggregator speaks {PROTOCOL}"
         if hello.package != fedloom.__version__:
-            found = hello.package[:NAME_CHARACTERS]
+            found = printable(hello.package, NAME_CHARACTERS)
             return wire.REFUSAL_CODE_PACKAGE, f"fedloom {found}, this aggregator is {fedloom.__version__}"
         version = hello.algorithms.get(self._algorithm, None) if self._algorithm in hello.algorithms else None
         if version != self._version:
@@ -395,6 +396,8 @@ class Aggregator:
             )
         if not 0 < len(hello.worker) <= NAME_CHARACTERS or not 0 < len(hello.incarnation) <= NAME_CHARACTERS:
             return wire.REFUSAL_CODE_HELLO, f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
+        if not hello.worker.isprintable() or not hello.incarnation.isprintable():
+            return wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print"
         return wire.REFUSAL_CODE_UNSPECIFIED, ""
 
     def _publish(self, workers: tuple[WorkerInfo, ...]) -> None:

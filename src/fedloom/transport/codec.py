@@ -21,6 +21,7 @@ from torch import Tensor
 from fedloom.federation.validation import TensorSpec, specs
 from fedloom.messages import Message, Quantity
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.words import printable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -30,7 +31,6 @@ if sys.byteorder != "little":  # raw bytes are sent as they lie in memory
 
 FRAME_BYTES = 1 << 20
 CHUNK_BYTES = FRAME_BYTES - 1024
-REASON_CHARACTERS = 300
 
 PartClass: TypeAlias = type[wire.WorkerPart] | type[wire.AggregatorPart]
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
@@ -75,7 +75,7 @@ class WireError(Exception):
     """Something on the wire that was refused; ``refusal`` is its kind, the text says what was found and expected."""
 
     def __init__(self, refusal: Refusal, detail: str) -> None:
-        super().__init__(f"{refusal}: {detail}")
+        super().__init__(printable(f"{refusal}: {detail}"))
         self.refusal = refusal
 
 

@@ -15,14 +15,13 @@ from itertools import islice
 
 import torch
 
-from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
+from fedloom.federation.carrier import REASON_CHARACTERS, Call, ConversationKey, Lost, Refusals
 from fedloom.federation.client_side import TRAIN
 from fedloom.federation.placement import deal
 from fedloom.federation.validation import mismatch
 from fedloom.messages import Message
 from fedloom.transport.codec import (
     FRAME_BYTES,
-    REASON_CHARACTERS,
     Assembler,
     Data,
     Pieces,
@@ -36,7 +35,7 @@ from fedloom.transport.codec import (
 from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenConversation, WorkerInfo
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import counted
+from fedloom.words import counted, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -463,7 +462,7 @@ class Dispatcher:
         except WireError as error:
             self.count(error.refusal)
             return
-        exchange.settle(row, Lost(lost.reason[:REASON_CHARACTERS] or "the worker gave no reason"))
+        exchange.settle(row, Lost(printable(lost.reason, REASON_CHARACTERS) or "the worker gave no reason"))
 
 
 def _one(part: wire.AggregatorPart) -> Iterator[Pieces]:

@@ -13,6 +13,7 @@ from fedloom.errors import RefusedError
 from fedloom.transport.failures import described
 from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.words import printable
 
 State = Literal["waiting", "training", "evaluating", "finished", "failed"]
 
@@ -150,12 +151,12 @@ def from_wire(told: wire.Progress) -> Progress:
             hint="install the same version of fedloom on both sides",
         )
     return Progress(
-        run=told.run,
+        run=printable(told.run),
         state=states[told.state],
         round=told.round,
         rounds=told.rounds,
         workers=told.workers,
         clients_unserved=told.clients_unserved,
         evaluated=json.loads(told.evaluated) if told.HasField("evaluated") else None,
-        message=told.message,
+        message=printable(told.message, keep="\n"),
     )

@@ -22,12 +22,11 @@ import grpc
 
 import fedloom
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
-from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
+from fedloom.federation.carrier import REASON_CHARACTERS, ConversationKey, Lost, MissingConversation
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
 from fedloom.transport.codec import (
     FRAME_BYTES,
-    REASON_CHARACTERS,
     Assembler,
     Cutter,
     Encoded,
@@ -53,6 +52,7 @@ from fedloom.transport.stream import (
     states_from_wire,
 )
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.words import printable
 
 log = logging.getLogger("fedloom.transport.worker")
 
@@ -572,7 +572,7 @@ class _Connection:
                         self.closed.add(key)
                         self.events.put(_Close(key))
                     case "transfer_refused":
-                        log.warning("the aggregator refused a reply: %s", part.reason)
+                        log.warning("the aggregator refused a reply: %s", printable(part.reason, REASON_CHARACTERS))
                     case "refused":
                         raise _refused(self._address, part)
                     case "goodbye":
@@ -606,7 +606,8 @@ def _refused(address: str, refused: wire.Refused) -> RefusedError:
         wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
         wire.REFUSAL_CODE_REPLACED: "give every worker a name of its own with --name",
     }
-    return RefusedError(f"the aggregator at {address} refused: {refused.reason}", hint=hints.get(refused.code))
+    reason = printable(refused.reason, REASON_CHARACTERS)
+    return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refused.code))
 
 
 def _describe(error: BaseException) -> str:

@@ -1,0 +1,72 @@
+"""What others say is written so that it says nothing to a terminal, and ends no line."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.federation.folder import RunFolder
+from fedloom.run.log_file import JsonLines
+from fedloom.words import printable
+
+NASTY = "a\u2028b\u2029c\x85d\x1b[2Je\u202ef\x9bg\x00h\ri\nj\x0bk\ud800"
+
+
+@given(st.text(), st.integers(0, 20))
+def test_what_is_printable_is_short_and_prints(text: str, limit: int) -> None:
+    assert printable(text, limit).isprintable()
+    assert len(printable(text, limit)) <= limit
+    assert len(printable(text).splitlines()) <= 1
+
+
+@given(st.text().filter(str.isprintable))
+def test_what_prints_stays_as_it_is(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_characters_may_stay() -> None:
+    assert printable("two\nlines\x1b[0m", keep="\n") == "two\nlines\\x1b[0m"
+
+
+@given(st.dictionaries(st.text(), st.text() | st.just(NASTY), max_size=3))
+def test_files_of_lines_have_a_line_for_each_object_whoever_splits_them(
+    tmp_path_factory: pytest.TempPathFactory, value: dict[str, Any]
+) -> None:
+    folder = RunFolder(tmp_path_factory.mktemp("lines"))
+    for name in ("journal.jsonl", "metrics.jsonl"):
+        folder.append(name, value)
+        folder.append(name, {"next": NASTY})
+        assert folder.lines(name) == [value, {"next": NASTY}]
+        text = (folder.path / name).read_text()
+        assert [json.loads(line) for line in text.splitlines()] == [value, {"next": NASTY}]
+        folder.rewrite(name, [value, value])
+        assert len((folder.path / name).read_text().splitlines()) == 2
+
+
+def test_logs_have_a_line_for_each_record() -> None:
+    record = logging.LogRecord("fedloom", logging.WARNING, "", 0, "%s", (NASTY,), None)
+    (line,) = JsonLines().format(record).splitlines()
+    assert json.loads(line)["message"] == NASTY
+    assert line.isascii()
+
+
+def test_standard_error_shows_no_control_characters() -> None:
+    from fedloom.cli.main import _Printable
+
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_Printable("%(message)s"))
+    handler.handle(logging.LogRecord("fedloom", logging.WARNING, "", 0, "%s", (NASTY,), None))
+    assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
+
+
+def test_owners_of_clients_may_be_called_anything(tmp_path: Path) -> None:
+    (tmp_path / "clients.csv").write_text("id,seen,owner\nc0,true,a\u2028b\nc1,false,d\x85e\n")
+    assert [row["id"] for row in RunFolder(tmp_path).clients()] == ["c0", "c1"]
