@@ -70,6 +70,13 @@ class RunFolder:
         """Where each process writes its log."""
         return self.path / "logs"
 
+    def is_free(self) -> bool:
+        """Whether there is no such folder, or nothing in it but the half-written experiment of a run killed there."""
+        if not self.path.is_dir():
+            return not self.path.exists()
+        names = (entry.name for entry in self.path.iterdir())
+        return all(name.startswith(f".{EXPERIMENT}.") and name.endswith(PARTIAL) for name in names)
+
     def make(self, experiment: str | None = None) -> None:
         """Make the folder and its parts, and remove files that a crash left half-written.
 
@@ -81,9 +88,17 @@ class RunFolder:
                 self.write(EXPERIMENT, experiment)
             for folder in (self.checkpoints, self.logs):
                 folder.mkdir(exist_ok=True)
-            for folder in (self.path, self.checkpoints):
-                for partial in folder.glob(f".*{PARTIAL}"):
-                    partial.unlink()
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove files that processes left half-written which were killed.
+
+        A worker of before that still writes a client's state loses nothing: it writes it again (``FolderStore.write``).
+        """
+        with storing(self.path, "removed"):
+            for pattern in (f".*{PARTIAL}", f"checkpoints/.*{PARTIAL}", f"states/*/.*{PARTIAL}"):
+                for partial in self.path.glob(pattern):
+                    partial.unlink(missing_ok=True)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -44,7 +44,7 @@ def check_folder(folder: RunFolder, e: Experiment, resume: bool, where: str | No
         raise ExperimentError(f"--out: found {folder.path}, but {file} is a file; allowed: a new folder")
     before = folder.read("experiment.yaml")
     if before is None:
-        if folder.path.is_dir() and any(folder.path.iterdir()):
+        if not folder.is_free():
             raise ExperimentError(
                 f"--out: found {folder.path}, which is not empty and not a run; allowed: a new folder"
             )

@@ -174,6 +174,7 @@ def run_experiment(
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
             summary = assemble.conclude(parts, loop, final, earlier_s + time.perf_counter() - started)
             reported = _report(folder, observer)
+            folder.tidy()
             if published is not None:
                 published.finish()
                 folder.write_json("published.json", {"url": url, "finished": True})
