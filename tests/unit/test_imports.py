@@ -17,7 +17,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 COMMON = {"errors", "plugins", "settings", "words"}
 """Modules that every room may know."""
 
-PARTS = {"messages", "models", "data", "storage", "algorithms", "evaluation", "federation", "transport", "experiment"}
+PARTS = {
+    "messages", "models", "data", "storage", "algorithms", "evaluation", "federation", "trust", "transport",
+    "experiment",
+}  # fmt: skip
 
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
@@ -33,7 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "experiment": {"models", "data", "algorithms", "storage"},  # models, data and algorithms never know it
     "evaluation": {"data", "messages"},
     "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment"},
-    "transport": {"models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
+    "trust": {"data", "storage", "experiment"},
+    "transport": {"trust", "models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
     "reporting": {"data", "evaluation", "experiment", "federation"},
     "run": {*PARTS, "reporting"},
     "cluster": PARTS,

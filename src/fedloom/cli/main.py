@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import cluster, data, pipeline, run, runs, schema, use, worker
+from fedloom.cli import certificates, cluster, data, pipeline, run, runs, schema, token, use, worker
 from fedloom.cli.characters import write_anything
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
 from fedloom.words import printable
@@ -51,6 +51,8 @@ data_app.command("list")(data.list_)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(token.app, name="token")
+app.add_typer(certificates.app, name="certificates")
 
 
 def _print_version(wanted: bool) -> None:

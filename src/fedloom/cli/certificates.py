@@ -1,0 +1,60 @@
+"""``fedloom certificates``: an authority and certificates for trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fedloom.trust.certificates import Made
+
+app = typer.Typer(
+    help="A CA and certificates for trials of TLS. A real installation uses the authority that it has.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+INSTEAD = (
+    "for trials: whoever has ca.key can make any member's certificate. A real installation uses the CA that it has: "
+    "cert-manager, step-ca, Vault, a company's own (docs/security.md)"
+)
+
+
+@app.command("ca")
+def ca(
+    out: Annotated[Path, typer.Option(help="Folder for ca.crt and ca.key.", metavar="DIR")] = Path("certificates"),
+    days: Annotated[int, typer.Option(help="Valid for so long, 1 to 3650.")] = 365,
+) -> None:
+    """Make a certificate authority."""
+    from fedloom.trust.certificates import make_ca
+
+    _show(make_ca(out, days=days))
+    typer.echo(INSTEAD, err=True)
+
+
+@app.command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="Of the member, or of the server.", metavar="NAME")],
+    ca: Annotated[Path, typer.Option(help="Folder of the CA.", metavar="DIR")] = Path("certificates"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for NAME.crt and NAME.key; by default the CA's.", metavar="DIR")
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="DNS name or IP address under which it is dialled, of a server; repeatable."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="Valid for so long, 1 to 3650, and not longer than the CA.")] = 30,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the place of files that are there.")] = False,
+) -> None:
+    """Make the certificate of a member, or of a server (--host)."""
+    from fedloom.trust.certificates import make_certificate
+
+    _show(make_certificate(name, out or ca, ca, hosts=host or (), days=days, replace=replace))
+
+
+def _show(made: Made) -> None:
+    names = f", names: {', '.join(made.names)}" if made.names else ""
+    typer.echo(f"{made.certificate}: until {made.ends:%Y-%m-%dT%H:%M:%SZ}{names}")
+    typer.echo(f"{made.key}: its key, for its owner alone")

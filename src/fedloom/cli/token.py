@@ -1,0 +1,76 @@
+"""``fedloom token``: tokens for those who speak to an aggregator; a file keeps their hashes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Tokens for workers and watchers of an aggregator.", no_args_is_help=True, rich_markup_mode=None)
+
+TokensFile = Annotated[
+    Path,
+    typer.Option(
+        "--tokens", help="The file of hashes, as the aggregator has it.", metavar="FILE", envvar="FEDLOOM_TOKENS"
+    ),
+]
+
+
+@app.command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="Whose it is, as `token` in the table of identities.", metavar="NAME")],
+    tokens: TokensFile = Path("tokens.json"),
+    days: Annotated[float | None, typer.Option(help="Valid for so long; by default for ever.", min=0)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write it to a new file (0600) instead of showing it.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Make a token, show it this once, and keep its hash."""
+    from fedloom.trust.files import create
+    from fedloom.trust.tokens import add_token, revoke_tokens
+
+    token, entry = add_token(tokens, name, days=days)
+    if out is None:
+        typer.echo(token.get_secret_value())
+    else:
+        try:
+            create(out, token.get_secret_value() + "\n", private=True)
+        except BaseException:
+            revoke_tokens(tokens, entry.id)  # nobody will ever have it
+            raise
+    until = "" if entry.expires is None else f", until {_time(entry.expires)}"
+    where = "shown this once" if out is None else f"in {out}"
+    typer.echo(f"token {entry.id} of {name}{until}: {where}; its hash is in {tokens}", err=True)
+
+
+@app.command("list")
+def list_(tokens: TokensFile = Path("tokens.json")) -> None:
+    """List the tokens of a file: id, state, name, when it was made, and when it ends."""
+    from fedloom.trust.tokens import read_tokens
+
+    now = datetime.now(UTC)
+    for token in read_tokens(tokens).all:
+        ends = token.revoked or token.expires
+        until = "for ever" if ends is None else _time(ends)
+        typer.echo(f"{token.id}  {token.state(now):<8} {token.name}  {_time(token.created)}  {until}")
+
+
+@app.command("revoke")
+def revoke(
+    which: Annotated[str, typer.Argument(help="Its id, or a name: then all that this name has.", metavar="ID|NAME")],
+    tokens: TokensFile = Path("tokens.json"),
+) -> None:
+    """Revoke tokens: an aggregator that reads this file puts out within seconds whoever uses one."""
+    from fedloom.trust.tokens import revoke_tokens
+
+    revoked = revoke_tokens(tokens, which)
+    for token in revoked:
+        typer.echo(f"revoked {token.id} of {token.name}")
+    if not revoked:
+        typer.echo(f"{which}: revoked before", err=True)
+
+
+def _time(when: datetime) -> str:
+    return f"{when.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"

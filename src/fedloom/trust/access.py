@@ -1,0 +1,187 @@
+"""Who is let in: what a peer has presented, looked up in the tokens and the identities of an aggregator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from fedloom.trust.credentials import Certificate, validity
+from fedloom.trust.files import Reread
+from fedloom.trust.identities import Action, Identity, Role, read_identities
+from fedloom.trust.tokens import Token, Tokens, make_token, read_tokens, token_id
+
+
+@dataclass(frozen=True)
+class Presented:
+    """What a peer has shown of itself: a certificate, a token, both or neither."""
+
+    certificate: Certificate | None = None
+    token: SecretStr | None = None
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A peer that was let in, and by what: a certificate until ``ends``, the token of an id."""
+
+    identity: Identity
+    certificate: Certificate | None
+    token: str | None
+
+    @property
+    def ends(self) -> datetime | None:
+        """When its certificate ends."""
+        return None if self.certificate is None else self.certificate.ends
+
+    @property
+    def credential(self) -> str:
+        """What it was let in by, for the audit log."""
+        shown = [] if self.certificate is None else [f"certificate {self.certificate.fingerprint[:16]}"]
+        return " and ".join(shown + ([] if self.token is None else [f"token {self.token}"])) or "nothing"
+
+
+class Denied(Exception):
+    """A peer is not let in, or not for this.
+
+    Parameters
+    ----------
+    reason
+        A sentence that may be told to the peer.
+    identity
+        Who it is, as far as that is known: None is nobody that we know.
+    again
+        Whether it would be let in if it came again: it is the same, and may do something else than before.
+    """
+
+    def __init__(self, reason: str, identity: Identity | None = None, *, again: bool = False) -> None:
+        super().__init__(reason)
+        self.identity = identity
+        self.again = again
+
+
+class Access:
+    """Says who a peer is, by files that are read again when they change.
+
+    Any thread may ask. What is refused is refused before anything else of a message is looked at.
+
+    Parameters
+    ----------
+    tokens
+        File of tokens; None: no token is known.
+    identities
+        Table of identities; None: whoever presents a certificate of our CA, or a token that is known, may be a worker
+        for every client, and watch.
+    now
+        The time, in UTC.
+
+    Raises
+    ------
+    ExperimentError
+        If a file cannot be read, or says what is not allowed.
+    """
+
+    def __init__(
+        self,
+        tokens: Path | None = None,
+        identities: Path | None = None,
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._now = now
+        self._tokens = Reread([tokens], lambda: read_tokens(tokens)) if tokens is not None else None
+        self._table = Reread([identities], lambda: read_identities(identities)) if identities is not None else None
+        self._own: Tokens = Tokens(())
+        self._own_identity: Identity | None = None
+
+    def own_token(self, identity: Identity) -> SecretStr:
+        """Make a token for processes of our own, known to us alone and until we end; it is this identity's."""
+        token, kept = make_token(identity.name)
+        self._own, self._own_identity = Tokens((kept,)), identity
+        return token
+
+    def refresh(self) -> list[Path]:
+        """Read files again that have changed; return those that say something else now."""
+        return [
+            path for each in (self._tokens, self._table) if each is not None and each.refresh() for path in each.paths
+        ]
+
+    def admit(self, presented: Presented, action: Action) -> Admitted:
+        """Return who a peer is, if it may do this.
+
+        Raises
+        ------
+        Denied
+            If it is nobody we know, what it presents is not valid (any more), or none of its roles allows this.
+        """
+        token = None if presented.token is None else self._find(presented.token)
+        admitted = self._known(presented.certificate, token)
+        _require(admitted.identity, action)
+        return admitted
+
+    def check(self, admitted: Admitted, action: Action) -> None:
+        """Make sure that a peer would be let in again, as the files are now.
+
+        Raises
+        ------
+        Denied
+            If not: revoked, expired, or with other roles or clients than before.
+        """
+        before = admitted.identity
+        token = None if admitted.token is None else self._kept(admitted.token)
+        if admitted.token is not None and token is None:
+            raise Denied(f"token {admitted.token} is not known any more", before)
+        identity = self._known(admitted.certificate, token).identity
+        _require(identity, action)
+        if identity != before:
+            raise Denied(f"what {before.name} may do has changed: it has to come again", before, again=True)
+
+    def _find(self, token: SecretStr) -> Token:
+        found = self._own.find(token) or (None if self._tokens is None else self._tokens.value.find(token))
+        if found is None:
+            id = token_id(token)
+            raise Denied("what was presented as a token is none" if id is None else f"token {id} is not known")
+        return found
+
+    def _kept(self, id: str) -> Token | None:
+        return self._own.of(id) or (None if self._tokens is None else self._tokens.value.of(id))
+
+    def _known(self, certificate: Certificate | None, token: Token | None) -> Admitted:
+        now = self._now()
+        if token is not None and (state := token.state(now)) != "valid":
+            when = token.revoked if state == "revoked" else token.expires
+            raise Denied(f"token {token.id} of {token.name} {_was(state)} {when:%Y-%m-%d %H:%M:%S} UTC")
+        if certificate is not None and not certificate.starts <= now < certificate.ends:
+            raise Denied(f"{certificate} {validity(certificate.starts, certificate.ends, now)}")
+        if token is not None and self._own.of(token.id) is not None:
+            assert self._own_identity is not None
+            return Admitted(self._own_identity, certificate, token.id)
+        shown = [str(certificate)] if certificate is not None else []
+        shown += [f"token {token.id} of {token.name}"] if token is not None else []
+        if not shown:
+            raise Denied("found neither a certificate nor a token; allowed: a certificate of our CA, or a token")
+        found = self._identities(frozenset() if certificate is None else certificate.names, token)
+        if len(found) != 1:
+            whose = " and ".join(sorted(each.name for each in found))
+            raise Denied(
+                f"{' and '.join(shown)}: " + (f"found {whose}; allowed: one identity" if found else "nobody's")
+            )
+        return Admitted(found[0], certificate, None if token is None else token.id)
+
+    def _identities(self, names: frozenset[str], token: Token | None) -> list[Identity]:
+        if self._table is not None:
+            return self._table.value.find(names, None if token is None else token.name)
+        name = token.name if token is not None else min(names, default=None)
+        return [] if name is None else [Identity(name, frozenset({Role.WORKER, Role.WATCH}), ("*",))]
+
+
+def _require(identity: Identity, action: Action) -> None:
+    if not identity.may(action):
+        roles = ", ".join(sorted(identity.roles))
+        raise Denied(f"{identity.name} may not {action.value}: found the roles {roles}", identity)
+
+
+def _was(state: str) -> str:
+    return "was revoked at" if state == "revoked" else "has expired at"

@@ -1,0 +1,200 @@
+"""The table of identities: who a certificate or a token belongs to, what they may do, and for which clients."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from fedloom.errors import ExperimentError
+from fedloom.experiment.validation_errors import KeyPath, Mistake, explain, listing, shown
+from fedloom.experiment.yaml_reader import parse
+from fedloom.settings import Settings
+from fedloom.trust.files import read_text
+from fedloom.trust.tokens import NAME, contains_token
+
+
+class Role(StrEnum):
+    """What an identity is let in for."""
+
+    WORKER = "worker"
+    OBSERVER = "observer"
+    PERSONALIZE = "personalize"
+    WATCH = "watch"
+    ADMIN = "admin"
+
+
+class Action(StrEnum):
+    """What a peer asks to do; a transport maps each of its calls to one."""
+
+    TRAIN = "train clients"
+    MEASURE = "have clients measured"
+    PERSONALIZE = "ask for a client's model"
+    WATCH = "watch the run"
+    CONTROL = "control the federation"
+
+
+ALLOWED: Mapping[Role, frozenset[Action]] = {
+    Role.WORKER: frozenset({Action.TRAIN, Action.MEASURE}),
+    Role.OBSERVER: frozenset({Action.MEASURE}),
+    Role.PERSONALIZE: frozenset({Action.PERSONALIZE}),
+    Role.WATCH: frozenset({Action.WATCH}),
+    Role.ADMIN: frozenset({Action.WATCH, Action.CONTROL}),
+}
+"""What each role may do; whatever is not here is refused."""
+
+WITH_CLIENTS = frozenset({Role.WORKER, Role.OBSERVER, Role.PERSONALIZE})
+"""Roles that speak for clients."""
+
+
+class Entry(Settings):
+    """One identity as the table has it."""
+
+    name: str = Field(pattern=NAME, description="What logs, lists and the journal call it.")
+    certificate: str | None = Field(
+        default=None,
+        pattern=r"^(URI|DNS):[!-~]{1,512}$",
+        description="A subject alternative name of its certificates: URI:... or DNS:...",
+    )
+    token: str | None = Field(default=None, pattern=NAME, description="The name that its tokens were made with.")
+    roles: tuple[Role, ...] = Field(min_length=1, description="What it is let in for.")
+    clients: tuple[str, ...] = Field(
+        default=(), description="Ids of clients that it may speak for; * stands for any characters, ? for one."
+    )
+
+
+class _Table(Settings):
+    version: Literal[1]
+    identities: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a peer is.
+
+    Attributes
+    ----------
+    name
+        Its own in the federation.
+    roles
+        What it is let in for.
+    clients
+        Patterns of the ids that it may speak for.
+    """
+
+    name: str
+    roles: frozenset[Role]
+    clients: tuple[str, ...] = ()
+
+    def may(self, action: Action) -> bool:
+        """Whether one of its roles allows this."""
+        return any(action in ALLOWED[role] for role in self.roles)
+
+    def speaks_for(self, client: str) -> bool:
+        """Whether it may announce this client, and answer for it."""
+        return self._pattern.fullmatch(client) is not None
+
+    def foreign(self, clients: Iterable[str]) -> list[str]:
+        """Return those of the clients that it may not speak for, in the order given."""
+        return [client for client in clients if not self.speaks_for(client)]
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(_expression, self.clients)) or r"(?!)")
+
+
+def _expression(pattern: str) -> str:
+    """A pattern of ids as a regular expression; a row of stars is one star, so that no id takes long."""
+    parts = re.split(r"(\*+|\?)", pattern)
+    return "".join("." if part == "?" else ".*" if part.startswith("*") else re.escape(part) for part in parts)
+
+
+@dataclass(frozen=True)
+class Identities:
+    """The identities of a table."""
+
+    entries: tuple[Entry, ...]
+
+    def find(self, names: frozenset[str], token: str | None) -> list[Identity]:
+        """Return who presents a certificate with these subject alternative names, and the token of this name.
+
+        An identity that the table gives both needs both, and is preferred to those that need one. More than one are
+        several identities that cannot be told apart by what was presented.
+        """
+        matching = [
+            entry
+            for entry in self.entries
+            if (entry.certificate is None or entry.certificate in names) and entry.token in (None, token)
+        ]
+        both = [entry for entry in matching if entry.certificate is not None and entry.token is not None]
+        return [Identity(entry.name, frozenset(entry.roles), entry.clients) for entry in both or matching]
+
+
+def read_identities(path: Path) -> Identities:
+    """Read a table of identities: YAML, with ``version: 1`` and ``identities``, a list of :class:`Entry`.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot be read, or something in it is not allowed; every mistake is named, with its line.
+    """
+    text = read_text(path, "table of identities")
+    if contains_token(text):  # not shown, as other mistakes are
+        raise ExperimentError(
+            f"{path}: found a token; allowed: the name of one",
+            hint="whoever reads this file can use that token: revoke it (`fedloom token revoke`) and make another",
+        )
+    value, origins = parse(text, str(path))
+    if not isinstance(value, dict):
+        raise ExperimentError(f"{path}: found {shown(value)}; allowed: a mapping with the keys version, identities")
+    try:
+        table = _Table.model_validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        mistakes = explain(error, _Table.model_json_schema(), value)
+    else:
+        mistakes = _mistakes(table.identities)
+    if mistakes:
+        raise ExperimentError(listing(str(path), mistakes, origins))
+    return Identities(table.identities)
+
+
+def _mistakes(entries: Iterable[Entry]) -> list[Mistake]:
+    """What no schema says: every identity has a credential, and each credential is one identity's."""
+    found: list[Mistake] = []
+    entries = list(entries)
+    names = Counter(entry.name for entry in entries)
+    credentials = Counter((entry.certificate, entry.token) for entry in entries)
+    for i, entry in enumerate(entries):
+        here: KeyPath = ("identities", i)
+        if names[entry.name] > 1:
+            found.append(Mistake((*here, "name"), f"found {entry.name} {names[entry.name]} times; allowed: once"))
+        if entry.certificate is None and entry.token is None:
+            found.append(Mistake(here, "found neither certificate nor token; allowed: one of them, or both"))
+        elif credentials[entry.certificate, entry.token] > 1:
+            given = " and ".join(filter(None, (entry.certificate, entry.token and f"token {entry.token}")))
+            found.append(Mistake(here, f"found {given} at another identity too; allowed: at one"))
+        speaking = WITH_CLIENTS & frozenset(entry.roles)
+        if speaking and not entry.clients:
+            role = ", ".join(sorted(speaking))
+            found.append(
+                Mistake((*here, "clients"), f'missing, of role {role}; allowed: ids or patterns, ["*"] is all')
+            )
+        if entry.clients and not speaking:
+            role = ", ".join(sorted(entry.roles))
+            found.append(Mistake((*here, "clients"), f"found with role {role}; allowed: {_SPEAKING}"))
+        for j, pattern in enumerate(entry.clients):
+            if not re.fullmatch(r"[A-Za-z0-9._*?-]{1,128}", pattern):
+                allowed = "up to 128 letters, digits, and . _ - * ?"
+                found.append(Mistake((*here, "clients", j), f"found {shown(pattern)}; allowed: {allowed}"))
+    return found
+
+
+_SPEAKING = "none, unless one of its roles is worker, observer or personalize"

@@ -1,0 +1,220 @@
+"""Tokens: secrets of 256 random bits, shown once, of which a file keeps the hash.
+
+A token is ``fedloom_ID_SECRET``. The id is no secret: it names the token in lists and logs, and finds the hash that the
+secret is compared with, in constant time. A hash without salt and rounds is enough: nobody can guess 256 bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AwareDatetime, Field, SecretStr, ValidationError
+
+from fedloom.data.folders import locked
+from fedloom.errors import ExperimentError, RefusedError
+from fedloom.experiment.validation_errors import explain, listing, shown
+from fedloom.settings import Settings
+from fedloom.trust.files import read_text, write_private
+
+SECRET_BYTES = 32
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+"""What identities and tokens may be called."""
+
+_TOKEN = re.compile(r"fedloom_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+_NOBODY = hashlib.sha256(b"").hexdigest()
+
+
+class Token(Settings):
+    """What is kept of a token.
+
+    Attributes
+    ----------
+    id
+        12 hex digits.
+    name
+        Whose it is; several tokens may have one name, such as the next and the last while one takes the other's place.
+    sha256
+        Of its secret.
+    created, expires, revoked
+        When; the last two may never be.
+    """
+
+    id: str = Field(pattern=r"^[0-9a-f]{12}$")
+    name: str = Field(pattern=NAME)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    created: AwareDatetime
+    expires: AwareDatetime | None = None
+    revoked: AwareDatetime | None = None
+
+    def state(self, now: datetime) -> Literal["valid", "expired", "revoked"]:
+        """Whether it is to be taken."""
+        if self.revoked is not None:
+            return "revoked"
+        return "expired" if self.expires is not None and now >= self.expires else "valid"
+
+
+class _File(Settings):
+    version: Literal[1]
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a file, in the order in which they were made."""
+
+    all: tuple[Token, ...]
+
+    def find(self, token: SecretStr) -> Token | None:
+        """Return what is kept of a token, expired and revoked ones too; None if it is none of these.
+
+        It takes as long whether the id is known or not, and however much of the secret is right.
+        """
+        given = _TOKEN.fullmatch(token.get_secret_value())
+        id, secret = given.groups() if given else ("", "")
+        kept = next((each for each in self.all if each.id == id), None)
+        same = hmac.compare_digest(_hash(secret), _NOBODY if kept is None else kept.sha256)
+        return kept if same else None
+
+    def of(self, id: str) -> Token | None:
+        """Return the token of this id."""
+        return next((each for each in self.all if each.id == id), None)
+
+
+def token_id(token: SecretStr) -> str | None:
+    """Return the id that a token claims, for logs; None if it is none."""
+    given = _TOKEN.fullmatch(token.get_secret_value())
+    return given[1] if given else None
+
+
+def contains_token(text: str) -> bool:
+    """Whether there is a token in a text."""
+    return _TOKEN.search(text) is not None
+
+
+def make_token(name: str, *, days: float | None = None, now: datetime | None = None) -> tuple[SecretStr, Token]:
+    """Make a token that lives for so many days, or for ever; return it, and what is to be kept of it."""
+    now = (now or datetime.now(UTC)).replace(microsecond=0)
+    id, secret = secrets.token_hex(6), secrets.token_urlsafe(SECRET_BYTES)
+    expires = None if days is None else now + timedelta(days=days)
+    return SecretStr(f"fedloom_{id}_{secret}"), Token(
+        id=id, name=name, sha256=_hash(secret), created=now, expires=expires
+    )
+
+
+def read_tokens(path: Path) -> Tokens:
+    """Read a file of tokens.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot be read, or is not one that ``fedloom token`` has written.
+    """
+    text = read_text(path, "file of tokens")
+    try:
+        value = json.loads(text)
+        found = _File.model_validate_json(text)
+    except ValidationError as error:
+        mistakes = explain(error, _File.model_json_schema(), value)
+        raise ExperimentError(listing(str(path), mistakes, {}), hint=_REPAIR) from None
+    except (ValueError, RecursionError) as error:
+        raise ExperimentError(f"{path}: damaged: not JSON ({_without_text(error)})", hint=_REPAIR) from None
+    ids = [token.id for token in found.tokens]
+    if len(set(ids)) < len(ids):
+        raise ExperimentError(f"{path}: damaged: found a token's id twice", hint=_REPAIR)
+    return Tokens(found.tokens)
+
+
+_REPAIR = "take it from a backup, or make another with `fedloom token new`"
+
+
+def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[SecretStr, Token]:
+    """Make a token and keep its hash in a file, which is made if it is not there.
+
+    Raises
+    ------
+    ExperimentError
+        If the name is not allowed, or the file is damaged; it stays as it is.
+    StorageError
+        If it cannot be written.
+    """
+    if not re.fullmatch(NAME, name):
+        raise ExperimentError(f"NAME: found {shown(name)}; allowed: 1 to 128 letters, digits, and . _ -")
+    with locked(path):
+        kept = read_tokens(path).all if path.exists() else ()
+        token, entry = make_token(name, days=days)
+        _write(path, (*kept, entry))
+    return token, entry
+
+
+def revoke_tokens(path: Path, which: str) -> list[Token]:
+    """Revoke the token of an id, or all of a name; return those that were not revoked before.
+
+    Raises
+    ------
+    ExperimentError
+        If there is no such token, or the file is damaged; it stays as it is.
+    StorageError
+        If it cannot be written.
+    """
+    with locked(path):
+        kept = read_tokens(path).all
+        chosen = [token for token in kept if which in (token.id, token.name)]
+        if not chosen:
+            known = ", ".join(dict.fromkeys(token.name for token in kept)) or "none"
+            raise ExperimentError(f"{path}: found no token {shown(which)}; allowed: an id, or a name: {known}")
+        now = datetime.now(UTC).replace(microsecond=0)
+        changed = {token.id: token.model_copy(update={"revoked": now}) for token in chosen if token.revoked is None}
+        if changed:
+            _write(path, [changed.get(token.id, token) for token in kept])
+    return list(changed.values())
+
+
+def read_secret(path: Path) -> SecretStr:
+    """Read the file that holds one token, as a worker has it.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot be read.
+    RefusedError
+        If what it holds is no token. What it holds is not shown.
+    """
+    return checked_token(read_text(path, "file of a token").strip(), str(path))
+
+
+def checked_token(text: str, source: str) -> SecretStr:
+    """Return a text that is a token.
+
+    Raises
+    ------
+    RefusedError
+        If it is none. The text is not shown.
+    """
+    if not _TOKEN.fullmatch(text):
+        raise RefusedError(
+            f"{source}: found {len(text)} characters that are no token", hint="make one with `fedloom token new NAME`"
+        )
+    return SecretStr(text)
+
+
+def _write(path: Path, tokens: Sequence[Token]) -> None:
+    content = _File(version=1, tokens=tuple(tokens)).model_dump(mode="json")
+    write_private(path, json.dumps(content, indent=1) + "\n")
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _without_text(error: BaseException) -> str:
+    """What is wrong with a document, without a piece of it: JSON's errors keep it whole, and some quote it."""
+    return f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__

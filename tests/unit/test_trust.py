@@ -1,0 +1,513 @@
+"""Who is let in: tokens, the table of identities, files that are read again, and what is never shown."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import stat
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from facts import tells
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError
+from fedloom.trust.access import Access, Admitted, Denied, Presented
+from fedloom.trust.audit import KINDS, LONGEST, REPEATED_S, Audit
+from fedloom.trust.credentials import Certificate
+from fedloom.trust.files import Reread, read_text
+from fedloom.trust.identities import ALLOWED, Action, Identity, Role, read_identities
+from fedloom.trust.tokens import add_token, checked_token, make_token, read_secret, read_tokens, revoke_tokens
+
+Fedloom = Callable[..., tuple[int, str, str]]
+
+TABLE = """\
+version: 1
+identities:
+  - {name: north, certificate: "URI:urn:fedloom:north", roles: [worker], clients: ["north-*"]}
+  - {name: south, token: south, roles: [worker, watch], clients: [south-1, south-2]}
+  - {name: both, certificate: "DNS:both.example.org", token: second, roles: [admin]}
+  - {name: eye, token: eye, roles: [observer], clients: ["eye-?"]}
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "identities.yaml"
+    path.write_text(TABLE)
+    return path
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    return tmp_path / "tokens.json"
+
+
+def certificate(*names: str, days: float = 1) -> Certificate:
+    now = datetime.now(UTC)
+    return Certificate(frozenset(names), "f" * 64, now - timedelta(days=1), now + timedelta(days=days))
+
+
+# ---- tokens
+
+
+def test_a_token_is_found_by_its_hash_alone(tokens: Path) -> None:
+    token, entry = add_token(tokens, "north")
+    other, _ = make_token("north")
+    kept = read_tokens(tokens)
+    assert kept.find(token) == entry
+    assert kept.find(other) is None
+    assert token.get_secret_value().rpartition("_")[2] not in tokens.read_text()
+
+
+def test_a_token_has_256_random_bits() -> None:
+    secrets = {make_token("a")[0].get_secret_value().split("_", 2)[2] for _ in range(50)}
+    assert len(secrets) == 50
+    assert {len(secret) for secret in secrets} == {43}  # 32 bytes, base64
+
+
+@given(st.text(max_size=80))
+def test_what_is_no_token_is_nobodys(text: str) -> None:
+    _, entry = make_token("a")
+    known = read_tokens.__globals__["Tokens"]((entry,))
+    assert known.find(SecretStr(text)) is None
+    assert known.find(SecretStr(f"fedloom_{entry.id}_{text}")) is None
+    assert known.find(SecretStr(f"fedloom_{entry.id}_" + "A" * 43)) is None
+
+
+def test_the_file_is_its_owners(tokens: Path) -> None:
+    add_token(tokens, "north")
+    before = tokens.stat().st_ino
+    add_token(tokens, "south")
+    assert stat.S_IMODE(tokens.stat().st_mode) == 0o600
+    assert tokens.stat().st_ino != before, "written in place: a reader could see half of it"
+
+
+def _add(path: str, name: str) -> None:
+    add_token(Path(path), name)
+
+
+def test_two_who_write_at_once_lose_nothing(tokens: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_add, args=(str(tokens), f"m-{i}")) for i in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert sorted(token.name for token in read_tokens(tokens).all) == [f"m-{i}" for i in range(8)]
+
+
+def test_revoking_by_id_and_by_name(tokens: Path) -> None:
+    _, first = add_token(tokens, "north")
+    _, second = add_token(tokens, "north")
+    _, other = add_token(tokens, "south")
+    assert [token.id for token in revoke_tokens(tokens, first.id)] == [first.id]
+    assert [token.id for token in revoke_tokens(tokens, "north")] == [second.id]
+    assert revoke_tokens(tokens, "north") == []
+    now = datetime.now(UTC)
+    states = {token.id: token.state(now) for token in read_tokens(tokens).all}
+    assert states == {first.id: "revoked", second.id: "revoked", other.id: "valid"}
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("", "damaged"),
+        ("{", "damaged"),
+        ("[]", "found"),
+        ("[" * 100_000, "damaged"),
+        ('{"version": 2, "tokens": []}', "version"),
+        ('{"version": 1, "tokens": [{"id": "x"}]}', "tokens.0.id"),
+        ('{"version": 1, "tokens": [], "more": 1}', "more"),
+    ],
+)
+def test_a_damaged_file_of_tokens(tokens: Path, content: str, found: str) -> None:
+    tokens.write_text(content)
+    with pytest.raises(ExperimentError) as error:
+        read_tokens(tokens)
+    assert tells(str(error.value), tokens, found)
+    with pytest.raises(ExperimentError):
+        add_token(tokens, "north")
+    assert tokens.read_text() == content
+
+
+def test_a_damaged_file_of_tokens_shows_nothing_of_itself(tokens: Path) -> None:
+    """JSON's errors carry the whole document, which may be a token that somebody saved to the wrong file."""
+    token, _ = make_token("north")
+    tokens.write_text(token.get_secret_value())
+    with pytest.raises(ExperimentError) as error:
+        read_tokens(tokens)
+    assert token.get_secret_value() not in repr(error.value) + str(error.value)
+    assert error.value.__cause__ is None
+
+
+def test_what_is_no_token_is_refused_unseen(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("hunter2 and more\n")
+    with pytest.raises(RefusedError) as refused:
+        read_secret(path)
+    assert "hunter2" not in str(refused.value)
+    token, _ = make_token("north")
+    path.write_text(f"{token.get_secret_value()}\n")
+    assert read_secret(path) == token
+    assert token.get_secret_value() not in repr(checked_token(token.get_secret_value(), "here"))
+
+
+# ---- the table of identities
+
+
+def test_the_table(table: Path) -> None:
+    found = read_identities(table)
+    north = found.find(frozenset({"URI:urn:fedloom:north", "DNS:elsewhere"}), None)
+    assert [each.name for each in north] == ["north"]
+    assert north[0].foreign(["north-1", "northern", "south-1", "xnorth-1", "north-"]) == [
+        "northern",
+        "south-1",
+        "xnorth-1",
+    ]
+    assert [each.name for each in found.find(frozenset(), "south")] == ["south"]
+    assert found.find(frozenset({"DNS:urn:fedloom:north"}), None) == []
+    assert found.find(frozenset({"DNS:both.example.org"}), None) == []
+    assert [each.name for each in found.find(frozenset({"DNS:both.example.org"}), "second")] == ["both"]
+    assert len(found.find(frozenset({"URI:urn:fedloom:north"}), "south")) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "client", "allowed"),
+    [
+        ("*", "anything-1.2_3", True),
+        ("a*", "a", True),
+        ("a*", "ba", False),
+        ("a?", "a", False),
+        ("a?", "ab", True),
+        ("a.b", "aXb", False),
+        ("a*b*c", "a1b2c3", False),
+        ("a*b*c", "a1b2c", True),
+        ("*" * 100 + "z", "a" * 127, False),
+    ],
+)
+def test_patterns_of_clients(pattern: str, client: str, allowed: bool) -> None:
+    assert Identity("n", frozenset({Role.WORKER}), (pattern,)).speaks_for(client) is allowed
+
+
+def test_who_has_no_clients_speaks_for_none() -> None:
+    assert not Identity("n", frozenset({Role.WATCH})).speaks_for("")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("version: 1", "version: 2", ("line 1", "version", "found 2", "allowed: 1")),
+        (
+            "roles: [worker],",
+            "roles: [boss],",
+            ("line 3", "roles", "boss", "worker, observer, personalize, watch, admin"),
+        ),
+        ("roles: [worker],", "roles: [],", ("line 3", "roles", "found []", "1 or more")),
+        ("roles: [worker],", "role: worker,", ("line 3", "role", "unknown key", "roles")),
+        ('clients: ["north-*"]', "clients: []", ("line 3", "clients", "missing", "worker")),
+        ('clients: ["north-*"]', 'clients: ["a/b"]', ("line 3", "clients.0", "a/b", "allowed")),
+        ('"URI:urn:fedloom:north"', "north", ("line 3", "certificate", "north", "URI|DNS")),
+        ('certificate: "URI:urn:fedloom:north", ', "", ("line 3", "certificate", "token")),
+        ("roles: [admin]", "roles: [admin], clients: [a]", ("line 5", "clients", "admin")),
+        ("name: south", "name: north", ("line 3", "name", "north", "line 4", "name", "north")),
+        ("token: eye", "token: south", ("line 4", "token south", "line 6", "token south")),
+        ("version: 1", "version: 1\nversion: 1", ("line 1", "version", "line 2")),
+        ("version: 1", "version: [", ("not YAML",)),
+        (TABLE, "- 1", ("allowed: a mapping",)),
+    ],
+)
+def test_mistakes_in_the_table(table: Path, old: str, new: str, expected: tuple[str, ...]) -> None:
+    assert old in TABLE
+    table.write_text(TABLE.replace(old, new))
+    with pytest.raises(ExperimentError) as error:
+        read_identities(table)
+    assert tells(str(error.value), table, *expected)
+
+
+def test_a_token_in_the_table_is_refused_unseen(table: Path) -> None:
+    token, _ = make_token("south")
+    table.write_text(TABLE.replace("token: south", f"token: {token.get_secret_value()}"))
+    with pytest.raises(ExperimentError) as error:
+        read_identities(table)
+    assert token.get_secret_value() not in str(error.value)
+    assert "the name of one" in str(error.value)
+
+
+# ---- who is let in
+
+
+def test_each_role_may_do_what_the_table_says() -> None:
+    for role in Role:
+        identity = Identity("n", frozenset({role}), ("*",))
+        assert {action for action in Action if identity.may(action)} == ALLOWED[role]
+    assert set(ALLOWED) == set(Role)
+
+
+def test_nobody_is_let_in_without_anything(table: Path, tokens: Path) -> None:
+    add_token(tokens, "south")
+    for action in Action:
+        with pytest.raises(Denied) as denied:
+            Access(tokens, table).admit(Presented(), action)
+        assert denied.value.identity is None
+
+
+def test_by_token_and_by_certificate(table: Path, tokens: Path) -> None:
+    south, kept = add_token(tokens, "south")
+    stranger, _ = make_token("south")
+    access = Access(tokens, table)
+    admitted = access.admit(Presented(token=south), Action.TRAIN)
+    assert (admitted.identity.name, admitted.token, admitted.ends) == ("south", kept.id, None)
+    north = certificate("URI:urn:fedloom:north")
+    assert access.admit(Presented(north), Action.TRAIN).ends == north.ends
+    for presented in (
+        Presented(token=stranger),
+        Presented(certificate("URI:urn:fedloom:nobody")),
+        Presented(certificate()),
+        Presented(north, south),  # two identities
+        Presented(north, stranger),  # a token that is wrong is not overlooked
+        Presented(certificate("URI:urn:fedloom:north", days=-0.1)),
+    ):
+        with pytest.raises(Denied):
+            access.admit(presented, Action.TRAIN)
+
+
+def test_the_wrong_role_is_told_who_it_is(table: Path, tokens: Path) -> None:
+    eye, _ = add_token(tokens, "eye")
+    access = Access(tokens, table)
+    assert access.admit(Presented(token=eye), Action.MEASURE).identity.name == "eye"
+    with pytest.raises(Denied) as denied:
+        access.admit(Presented(token=eye), Action.TRAIN)
+    assert denied.value.identity is not None
+    assert tells(str(denied.value), "eye", "train", "observer")
+
+
+def test_without_a_table_all_that_is_known_is_a_worker_that_may_watch(tokens: Path) -> None:
+    token, _ = add_token(tokens, "south")
+    identity = Access(tokens).admit(Presented(token=token), Action.TRAIN).identity
+    assert (identity.name, identity.roles) == ("south", {Role.WORKER, Role.WATCH})
+    assert identity.speaks_for("anyone")
+    assert (
+        Access().admit(Presented(certificate("URI:urn:fedloom:a")), Action.WATCH).identity.name == "URI:urn:fedloom:a"
+    )
+    with pytest.raises(Denied):
+        Access(tokens).admit(Presented(token=token), Action.CONTROL)
+    with pytest.raises(Denied):
+        Access().admit(Presented(token=token), Action.TRAIN)
+
+
+def test_our_own_token_is_known_to_us_alone(table: Path, tokens: Path) -> None:
+    add_token(tokens, "south")
+    one, other = Access(tokens, table), Access(tokens, table)
+    own = one.own_token(Identity("own-workers", frozenset({Role.WORKER}), ("*",)))
+    admitted = one.admit(Presented(token=own), Action.TRAIN)
+    assert admitted.identity.name == "own-workers"
+    one.check(admitted, Action.TRAIN)
+    with pytest.raises(Denied):
+        one.admit(Presented(token=own), Action.WATCH)
+    with pytest.raises(Denied):
+        other.admit(Presented(token=own), Action.TRAIN)
+
+
+def revoked(access: Access, admitted: Admitted) -> Denied | None:
+    access.refresh()
+    try:
+        access.check(admitted, Action.TRAIN)
+    except Denied as denied:
+        return denied
+    return None
+
+
+def test_a_token_that_is_revoked_while_it_is_used(table: Path, tokens: Path) -> None:
+    south, kept = add_token(tokens, "south")
+    second, _ = add_token(tokens, "south")
+    access = Access(tokens, table)
+    admitted = access.admit(Presented(token=south), Action.TRAIN)
+    assert revoked(access, admitted) is None
+    revoke_tokens(tokens, kept.id)
+    denied = revoked(access, admitted)
+    assert denied is not None
+    assert tells(str(denied), kept.id, "south", "revoked")
+    assert not denied.again
+    assert access.admit(Presented(token=second), Action.TRAIN).identity.name == "south"
+    with pytest.raises(Denied, match="revoked"):
+        access.admit(Presented(token=south), Action.TRAIN)
+
+
+def test_an_identity_that_is_taken_from_the_table_or_may_do_less(table: Path, tokens: Path) -> None:
+    access = Access(tokens if tokens.exists() else None, table)
+    admitted = access.admit(Presented(certificate("URI:urn:fedloom:north")), Action.TRAIN)
+    table.write_text(TABLE.replace('clients: ["north-*"]', 'clients: ["north-1"]'))
+    denied = revoked(access, admitted)
+    assert denied is not None
+    assert denied.again
+    table.write_text(TABLE.replace("URI:urn:fedloom:north", "URI:urn:fedloom:elsewhere"))
+    denied = revoked(access, admitted)
+    assert denied is not None
+    assert not denied.again
+
+
+def test_a_token_and_a_certificate_that_end_while_they_are_used(tokens: Path) -> None:
+    now = [datetime.now(UTC)]
+    token, _ = add_token(tokens, "south", days=1)
+    access = Access(tokens, now=lambda: now[0])
+    by_token = access.admit(Presented(token=token), Action.TRAIN)
+    by_certificate = access.admit(Presented(certificate("DNS:a", days=1)), Action.TRAIN)
+    now[0] += timedelta(hours=23)
+    assert (revoked(access, by_token), revoked(access, by_certificate)) == (None, None)
+    now[0] += timedelta(hours=1, seconds=1)
+    assert tells(str(revoked(access, by_token)), "expired at")
+    assert tells(str(revoked(access, by_certificate)), "DNS:a", "ended at", "clock")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "fedloom_" + "0" * 12 + "_" + "A" * 43])
+def test_what_is_damaged_later_changes_nothing(
+    table: Path, tokens: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    south, kept = add_token(tokens, "south")
+    access = Access(tokens, table)
+    good = [tokens.read_text(), table.read_text()]
+    with caplog.at_level(logging.WARNING, "fedloom.trust"):
+        for path in (tokens, table):
+            path.write_text(content)
+        assert access.refresh() == []
+        assert access.refresh() == []
+    assert len(caplog.records) == 2, "said once for each file"
+    assert all(tells(record.getMessage(), "in force", tokens.parent) for record in caplog.records)
+    assert access.admit(Presented(token=south), Action.TRAIN).token == kept.id
+    tokens.write_text(good[0].replace('"revoked": null', '"revoked": "2026-01-01T00:00:00Z"'))
+    table.write_text(good[1])
+    assert access.refresh() == [tokens]
+    with pytest.raises(Denied, match="revoked"):
+        access.admit(Presented(token=south), Action.TRAIN)
+
+
+def test_a_file_that_goes_away_changes_nothing(tokens: Path) -> None:
+    token, _ = add_token(tokens, "south")
+    access = Access(tokens)
+    tokens.unlink()
+    assert access.refresh() == []
+    assert access.admit(Presented(token=token), Action.TRAIN)
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("1")
+
+    def read() -> str:
+        text = path.read_text()
+        if text == "1":
+            path.write_text("22")
+        return text
+
+    file = Reread([path], read)
+    assert file.value == "1"
+    assert file.refresh()
+    assert file.value == "22"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "absent", "bytes"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "bytes":
+            path.write_bytes(b"\xff")
+    with pytest.raises(FedloomError) as error:
+        read_text(path, "--tls-key")
+    assert tells(str(error.value), "--tls-key", path)
+
+
+# ---- the audit log
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_audit_log(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    audit = Audit(path)
+    audit.write("join", identity="north", clients=3)
+    audit.write("settings", file="x\n\u2028\x1b[31m" + "y" * 2 * LONGEST)
+    first, second = lines(path)
+    assert (first["event"], first["identity"], first["clients"]) == ("join", "north", 3)
+    assert datetime.fromisoformat(str(first["time"])).tzinfo is not None
+    assert len(str(second["file"])) == LONGEST
+    assert path.read_text().isascii()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.rename(tmp_path / "old")
+    audit.write("leave", identity="north")
+    assert [line["event"] for line in lines(path)] == ["leave"]
+
+
+def test_refusals_are_counted_not_repeated(tmp_path: Path) -> None:
+    now = [0.0]
+    audit = Audit(tmp_path / "audit.jsonl", clock=lambda: now[0])
+    for _ in range(100):
+        audit.refused("10.0.0.1", "token", reason="a")
+    audit.refused("10.0.0.2", "token", reason="a")
+    now[0] += REPEATED_S
+    audit.refused("10.0.0.1", "token", reason="b")
+    found = [(line["host"], line["reason"], line.get("repeated")) for line in lines(tmp_path / "audit.jsonl")]
+    assert found == [("10.0.0.1", "a", None), ("10.0.0.2", "a", None), ("10.0.0.1", "b", 99)]
+
+
+def test_a_flood_from_many_hosts_fills_neither_memory_nor_disk(tmp_path: Path) -> None:
+    audit = Audit(tmp_path / "audit.jsonl", clock=lambda: 0.0)
+    for i in range(3 * KINDS):
+        audit.refused(f"host-{i}", "token")
+    assert len(lines(tmp_path / "audit.jsonl")) == KINDS + 1
+    assert len(audit._refused) == KINDS + 1
+
+
+# ---- the commands
+
+
+def test_the_life_of_a_token_on_the_command_line(fedloom: Fedloom, tmp_path: Path) -> None:
+    code, out, err = fedloom("token", "new", "north", "--days", "30")
+    assert code == 0
+    token, id = out.strip(), out.split("_")[1]
+    assert tells(err, id, "north", "tokens.json")
+    assert token not in err
+    code, out, err = fedloom("token", "new", "south", "--out", "south.token")
+    assert (code, out) == (0, "")
+    assert stat.S_IMODE((tmp_path / "south.token").stat().st_mode) == 0o600
+    assert read_secret(tmp_path / "south.token")
+    code, out, _ = fedloom("token", "list")
+    assert tells(out, id, "valid", "north", "\n", "valid", "south", "for ever")
+    assert fedloom("token", "revoke", "north")[:2] == (0, f"revoked {id} of north\n")
+    code, out, _ = fedloom("token", "list")
+    assert tells(out, id, "revoked", "north")
+    assert token not in out
+    assert fedloom("token", "revoke", "north")[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        (("new", "a b"), ("NAME", "a b", "allowed")),
+        (("new", "a", "--out", "there"), ("there", "already")),
+        (("revoke", "nobody"), ("tokens.json", "nobody", "known")),
+        (("list", "--tokens", "absent.json"), ("absent.json", "no such file")),
+    ],
+)
+def test_mistakes_with_tokens(
+    fedloom: Fedloom, tmp_path: Path, arguments: tuple[str, ...], facts: tuple[str, ...]
+) -> None:
+    add_token(tmp_path / "tokens.json", "known")
+    (tmp_path / "there").write_text("mine")
+    code, out, err = fedloom("token", *arguments)
+    assert (code, out) == (ExitCode.EXPERIMENT, "")
+    assert tells(err, *facts)
+    assert [token.name for token in read_tokens(tmp_path / "tokens.json").all if token.revoked is None] == ["known"]
+    assert (tmp_path / "there").read_text() == "mine"
