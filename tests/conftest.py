@@ -132,7 +132,7 @@ def small_run(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
     folder = tmp_path_factory.mktemp("small")
     path = experiment(folder, fresh_root)
-    fedloom("run", path, "--out", folder / "run")
+    fedloom("run", path, "--out", folder / "run", "--report")
     return path, folder / "run"
 
 

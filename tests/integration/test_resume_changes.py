@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 import yaml
 from s3_support import S3Server
 
-from fedloom.cli.run import aggregator
-from fedloom.cli.run import run as command
+from fedloom.cli.run import aggregator, run
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load
 from fedloom.federation.folder import RunFolder
@@ -21,6 +21,7 @@ from fedloom.storage import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+command = partial(run, report=False)  # a report takes longer than these runs: the tests of reports write them
 METHODS = {
     "fedavg": {"name": "fedavg", "local": {"epochs": 1, "batch_size": 16, "lr": 0.05}},
     "pfedbayes": {"name": "pfedbayes", "steps": 2, "batch_size": 8},
@@ -130,16 +131,30 @@ def test_a_point_of_a_sweep_is_complete_once_it_is_reported_and_published(
 ) -> None:
     path = experiment("fedavg")
     out = tmp_path / "run"
-    command(path, out=out)
-    assert sweep.complete(RunFolder(out), load(path))
-    (out / "report.html").unlink()  # as if killed before it was there
+    command(path, out=out)  # as if killed before the report was there
     assert not sweep.complete(RunFolder(out), load(path))
-    command(path, out=out, publish=f"{bucket}/one", resume=True)
+    assert sweep.complete(RunFolder(out), load(path), report=False)
+    run(path, out=out, publish=f"{bucket}/one", resume=True)
     assert sweep.complete(RunFolder(out), load(path))
     assert not sweep.complete(RunFolder(out), load(path, ["federation.rounds=2"]))
     # As if killed before it was published: this is what stands there while the run goes.
     (out / "published.json").write_text(json.dumps({"url": f"{bucket}/one"}))
     assert not sweep.complete(RunFolder(out), load(path))
+
+
+def test_a_run_without_a_report_says_nothing_of_one(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = experiment("fedavg"), tmp_path / "run"
+    command(path, out=out)
+    assert not (out / "report.html").exists()
+    assert not (out / "figures").exists()
+    assert "report:" not in capsys.readouterr().out
+    command(path, out=out, resume=True)
+    assert not (out / "report.html").exists()
+    run(path, out=out, resume=True)  # a finished run gets what is missing
+    assert (out / "report.html").exists()
+    assert f"report: {out}" in capsys.readouterr().out
 
 
 # --- a run that is finished -------------------------------------------------------------------------------------------
@@ -153,7 +168,7 @@ def unmoved(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("by", ["run", "aggregator"])
 def test_a_finished_run_needs_no_worker(by: str, experiment: Any, tmp_path: Path) -> None:
     path, out = experiment("fedavg"), tmp_path / "run"
-    command(path, out=out)
+    run(path, out=out)
     before = files(out), unmoved(out)
     if by == "run":
         command(path, out=out, resume=True, workers=2)

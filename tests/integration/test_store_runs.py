@@ -133,7 +133,7 @@ def test_a_federation_that_shares_nothing_but_the_store(
     ids = [entry.id for entry in stateful.manifest.clients]
     run = tmp_path / "a" / "run"
     with (
-        started(*stateful.aggregator("whole", run, port), environment=elsewhere("a")) as aggregator,
+        started(*stateful.aggregator("whole", run, port), "--report", environment=elsewhere("a")) as aggregator,
         started(*stateful.worker("whole", "w0", port, "--part", "0/2"), environment=elsewhere("w0")) as first,
         started(*stateful.worker("whole", "w1", port, "--part", "1/2"), environment=elsewhere("w1")) as second,
         watched(port) as told,

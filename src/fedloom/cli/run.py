@@ -39,6 +39,14 @@ Publish = Annotated[
         metavar="URL",
     ),
 ]
+Report = Annotated[
+    bool,
+    typer.Option(
+        "--report/--no-report",
+        envvar="FEDLOOM_REPORT",
+        help="Write the report at the end: two seconds, which many small runs save; `fedloom report` writes it later.",
+    ),
+]
 
 
 def run(
@@ -52,6 +60,7 @@ def run(
     replay: ReplayRun = None,
     partition: Partition = None,
     publish: Publish = None,
+    report: Report = True,
     seeds: Annotated[str | None, typer.Option(help="Run once with each seed: 1,2,3 or 1-3.", metavar="N,N,...")] = None,
     grid: Annotated[
         list[str] | None,
@@ -64,7 +73,7 @@ def run(
     from fedloom.run.options import RunOptions
 
     overrides = [*(set_ or ()), *([f"runtime.workers={workers}"] if workers is not None else ())]
-    options = RunOptions(out, resume, replay, partition, publish, signals=True)
+    options = RunOptions(out, resume, replay, partition, publish, signals=True, report=report)
     if seeds is None and not grid:
         _run(experiments.load(experiment, overrides), options)
         return
@@ -87,6 +96,7 @@ def aggregator(
     replay: ReplayRun = None,
     partition: Partition = None,
     publish: Publish = None,
+    report: Report = True,
     wait: Annotated[
         float, typer.Option(help="Seconds until workers must serve every client.", min=0, metavar="S")
     ] = 600.0,
@@ -115,6 +125,7 @@ def aggregator(
         orphan_after_s=orphan_after,
         finished_grace_s=finished_grace,
         signals=True,
+        report=report,
     )
     _run(experiments.load(experiment, set_ or ()), options)
 

@@ -34,6 +34,8 @@ class RunOptions:
         Seconds to wait at the end until watchers have been told.
     signals
         SIGINT and SIGTERM stop the run after the round at hand; a second one, at once.
+    report
+        Write the report at the end; else ``fedloom report`` can, later.
     """
 
     out: Path | None = None
@@ -47,3 +49,4 @@ class RunOptions:
     orphan_after_s: float | None = None
     finished_grace_s: float = 5.0
     signals: bool = False
+    report: bool = True

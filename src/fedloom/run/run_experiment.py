@@ -135,7 +135,7 @@ def run_experiment(
                 if at is not None:  # workers that have missed the end are told, too
                     at.notices.tell("training", "finished before", round=e.federation.rounds)
                 observer.notice(f"finished before, after round {e.federation.rounds}")
-                reported = _complete(folder, published, url, observer)
+                reported = _complete(folder, published, url, options, observer)
             return RunResult(folder.path, before, f"{kept}/report.html" if reported else None)
         with ExitStack() as serves:
             if options.listen is None and e.runtime.workers == 0:
@@ -173,7 +173,7 @@ def run_experiment(
                 final = loop.run()
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
             summary = assemble.conclude(parts, loop, final, earlier_s + time.perf_counter() - started)
-            reported = _report(folder, observer)
+            reported = options.report and _report(folder, observer)
             folder.tidy()
             if published is not None:
                 published.finish()
@@ -245,11 +245,13 @@ def _remove(folder: RunFolder, name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _complete(folder: RunFolder, published: Published | None, url: str | None, observer: RunObserver) -> bool:
+def _complete(
+    folder: RunFolder, published: Published | None, url: str | None, options: RunOptions, observer: RunObserver
+) -> bool:
     """Report and publish a run that has come to its end, if that is missing; whether there is a report."""
     whole = published is None or published.finished
     reported = (folder.path / "report.html").exists()
-    if not reported or not whole:  # the figures, too, are published
+    if options.report and not (reported and whole):  # the figures, too, are published
         reported = _report(folder, observer)
     if published is not None and not whole:
         folder.write_json("published.json", {"url": url})

@@ -17,13 +17,13 @@ from fedloom.run.run_experiment import run_experiment
 from fedloom.words import counted
 
 
-def complete(run: RunFolder, experiment: Experiment) -> bool:
-    """Whether a run is finished, and has its report, or is published as a whole."""
+def complete(run: RunFolder, experiment: Experiment, report: bool = True) -> bool:
+    """Whether a run is finished, and has its report where one is wanted, or is published as a whole."""
     if finished(run, experiment) is None:
         return False
     if (run.path / "published.json").exists():  # the report, too, is made before that
         return bool(run.json("published.json").get("finished", False))
-    return (run.path / "report.html").exists() or find_spec("matplotlib") is None
+    return not report or (run.path / "report.html").exists() or find_spec("matplotlib") is None
 
 
 class SweepObserver:
@@ -79,7 +79,7 @@ def run_sweep(
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
     failures: list[QuorumError] = []
     for number, point in enumerate(points, start=1):
-        if complete(RunFolder(folder / point.name), point.experiment):
+        if complete(RunFolder(folder / point.name), point.experiment, options.report):
             observer.finished_before(number, len(points), point)
             continue
         its_own = replace(
