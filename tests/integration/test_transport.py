@@ -219,6 +219,40 @@ def test_connections_cut_every_few_kilobytes_lose_nobody(aggregator, worker, see
         proxy.close()
 
 
+@pytest.mark.parametrize(
+    ("up", "word", "damaged_word"),
+    [
+        (True, b"w1", b"w3"),  # in the Hello
+        (False, b'"name"', b'"nane"'),  # in the Welcome
+        (False, b"carla", b"carlb"),  # in a request
+        (False, b"train", b"trbin"),
+        (True, b"train", b"trbin"),  # in a reply
+        (True, b"Sum", b"Sun"),
+    ],
+)
+def test_what_arrives_damaged_is_sent_again(aggregator, worker, up, word, damaged_word):
+    """Damage that is well-formed: without a checksum it is another name, another learning rate, another client."""
+    damaged = []
+
+    def damage(data, upwards):
+        if upwards is not up or damaged or word not in data:
+            return data
+        damaged.append(word)
+        return data.replace(word, damaged_word, 1)
+
+    proxy = Proxy(aggregator.address, damage=damage)
+    served = worker(address=proxy.address)
+    aggregator.wait_for(set(CLIENTS), 10)
+    calls = [start_call(CLIENTS, d=10), step_call(CLIENTS, 1, d=10)]
+    for i in (1, 2):
+        check(aggregator.exchange(calls[i - 1]), *calls[:i])
+    assert damaged == [word]
+    assert served.joined[0].experiment == '{"name": "toy"}'
+    assert served.session.computed == 10
+    assert aggregator.refusals.counts == ({Refusal.CHECKSUM: 1} if up else {})
+    proxy.close()
+
+
 def test_what_a_worker_has_received_whole_is_not_sent_to_it_again(aggregator, worker, background):
     proxy = Proxy(aggregator.address)
     served = worker(address=proxy.address)

@@ -1,6 +1,5 @@
 """A hostile worker over a real socket: what is wrong is refused and counted, and the round goes on."""
 
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from transport_support import (
 
 from fedloom.federation.carrier import Lost
 from fedloom.messages import Message, Quantity, broadcast, rows
-from fedloom.transport.codec import FRAME_BYTES, Refusal, serialize
+from fedloom.transport.codec import FRAME_BYTES, Refusal, sealed, serialize
 from fedloom.transport.dispatcher import IGNORED_TRANSFERS
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -138,7 +137,6 @@ BAD = {
     "client": (announced(lambda b: b.envelope.clients.__setitem__(0, "honest")), Refusal.CLIENT),
     "unknown client": (announced(lambda b: b.envelope.clients.__setitem__(0, "nobody")), Refusal.CLIENT),
     "truncated": (tampered(lambda p: [p[0], p[1], p[3]]), Refusal.TRUNCATED),
-    "corrupted": (tampered(lambda p: [p[0], chunk(p[1], data=bytes(len(p[1].chunk.data))), *p[2:]]), Refusal.CHECKSUM),
     "reordered": (tampered(lambda p: [p[0], p[2], p[1], p[3]]), Refusal.ORDER),
     "repeated chunk": (tampered(lambda p: [p[0], p[1], p[1], *p[2:]]), Refusal.ORDER),
     "repeated begin": (tampered(lambda p: [p[0], p[0], *p[1:]]), Refusal.REPEATED_BEGIN),
@@ -240,10 +238,10 @@ def test_chunks_of_a_transfer_that_never_began(aggregator, honest, hostile, back
 
 
 GARBAGE = {
-    "noise": b"\xff" * 100,
-    "empty": b"",
-    "no parts": b"\x0a\x00",
-    "a second hello": b"".join(serialize(wire.WorkerPart(hello=wire.Hello(protocol=1)))),
+    "noise": sealed([b"\xff" * 100]),
+    "no parts": sealed([]),
+    "a part that holds nothing": sealed([b"\x0a\x00"]),
+    "a second hello": sealed(serialize(wire.WorkerPart(hello=wire.Hello(protocol=1)))),
 }
 
 
@@ -354,7 +352,7 @@ def test_a_hello_that_is_refused_says_why(aggregator, hello, code, said):
 
 
 def test_a_stream_that_does_not_begin_with_hello(aggregator):
-    for data in (b"\xff\xff", b"".join(serialize(wire.WorkerPart(end=wire.End())))):
+    for data in (sealed([b"\xff\xff"]), sealed(serialize(wire.WorkerPart(end=wire.End())))):
         hostile = Hostile(aggregator.address)
         hostile.raw(data)
         assert hostile.next().refused.code != wire.REFUSAL_CODE_UNSPECIFIED
@@ -378,8 +376,7 @@ def test_a_bool_and_a_broadcast_in_a_reply_are_checked_too(background):
     hostile.send(hostile.transfer(request, message, 0))
     parts = hostile.transfer(request, message, 1)
     data = b"\x07" + parts[1].chunk.data[1:]
-    end = wire.WorkerPart(end=wire.End(transfer=parts[2].end.transfer, crc32=zlib.crc32(data)))
-    hostile.send([parts[0], chunk(parts[1], data=data), end])
+    hostile.send([parts[0], chunk(parts[1], data=data), parts[2]])
     fine, lost = answers.result(10)
     assert torch.equal(fine.on, message.on)
     assert "no bool" in lost.reason

@@ -16,7 +16,7 @@ import fedloom
 from fedloom.federation.carrier import Call, ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.aggregator import Aggregator
-from fedloom.transport.codec import Cutter, encode, parse, serialize
+from fedloom.transport.codec import Cutter, encode, parse, sealed, serialize
 from fedloom.transport.stream import METHOD, PROTOCOL, SERVICE, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker import Identity, serve
@@ -141,7 +141,7 @@ class Hostile:
         return self.next()
 
     def part(self, part) -> None:
-        self.raw(b"".join(serialize(part)))
+        self.raw(sealed(serialize(part)))
 
     def raw(self, data) -> None:
         self.outgoing.put(data)
@@ -182,7 +182,7 @@ class Hostile:
     def transfer(self, request, message, position=0, **changes) -> list:
         """The parts of a reply, for a test to tamper with."""
         pieces = self.cutter.parts(self.envelope(request, position, **changes), encode(message))
-        return [part for piece in pieces for part in parse(wire.WorkerFrame, b"".join(piece)).parts]
+        return [part for piece in pieces for part in parse(wire.WorkerFrame, b"".join(piece), seal=False).parts]
 
     def send(self, parts) -> None:
         for part in parts:
@@ -207,8 +207,9 @@ class Hostile:
 class Proxy:
     """Forwards TCP connections until it is told to cut them, or each after about so many bytes."""
 
-    def __init__(self, target, cut_after=None, seed=0) -> None:
+    def __init__(self, target, cut_after=None, seed=0, damage=None) -> None:
         self.cuts = 0
+        self.damage = damage or (lambda data, up: data)
         self.cut_after = cut_after
         self.random = random.Random(seed)
         host, port = target.rsplit(":", 1)
@@ -236,7 +237,7 @@ class Proxy:
             while left[0] > 0 and (data := source.recv(1 << 16)):
                 data = data[: min(len(data), int(left[0]) + 1)] if self.cut_after else data
                 left[0] -= len(data)
-                sink.sendall(data)
+                sink.sendall(self.damage(data, source.getpeername() != self.target))
                 self.cuts += left[0] <= 0
         except OSError:
             pass

@@ -7,6 +7,7 @@ in the thread that called :meth:`Aggregator.exchange`, while other replies are s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -28,10 +29,13 @@ from fedloom.messages import Message
 from fedloom.transport.address import split_address
 from fedloom.transport.codec import (
     FRAME_BYTES,
+    SEAL,
+    SEAL_BYTES,
     Refusal,
     WireError,
     encode,
     parse,
+    sealed,
     serialize,
 )
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
@@ -45,6 +49,8 @@ log = logging.getLogger("fedloom.transport.aggregator")
 
 HELLO_TIMEOUT_S = 10.0
 NAME_CHARACTERS = 200
+STATUS = {Refusal.CHECKSUM: grpc.StatusCode.DATA_LOSS}
+"""With what a stream ends, where it is not INVALID_ARGUMENT."""
 ALIVE_S = 5.0  # how often a waiting exchange makes sure that the event loop is still there
 
 
@@ -330,7 +336,13 @@ class Aggregator:
 
     async def _join(self, _: Any, context: Any) -> None:
         """Hold one worker's stream, from its Hello to its end."""
-        hello = await self._greet(context)
+        try:
+            hello = await self._greet(context)
+        except WireError as damaged:
+            self._board.count(damaged.refusal)
+            log.warning("ended the stream of %s: %s", context.peer(), damaged)
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(damaged))
+            return
         if hello is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
             return
@@ -347,7 +359,7 @@ class Aggregator:
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
             if reader.done() and isinstance(error := reader.exception(), WireError):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await context.abort(STATUS.get(error.refusal, grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             self._board.leave(link)
             for task in (reader, writer):
@@ -355,7 +367,13 @@ class Aggregator:
             await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def _greet(self, context: Any) -> wire.Hello | None:
-        """Read Hello and answer Welcome, or Refused and None."""
+        """Read Hello and answer Welcome, or Refused and None.
+
+        Raises
+        ------
+        WireError
+            If the Hello arrived damaged: the worker is to come again.
+        """
         code, reason = wire.REFUSAL_CODE_HELLO, "the first part must be a Hello"
         try:
             data = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
@@ -364,11 +382,13 @@ class Aggregator:
             self._up += len(data)
             if len(data) > FRAME_BYTES:
                 raise WireError(Refusal.OVERSIZED, f"a frame of {len(data)} bytes, allowed: {FRAME_BYTES}")
-            hello = parse(wire.WorkerFrame, data).parts[0].hello  # another part gives an empty Hello, which is refused
+            hello = _hello(data)
             code, reason = self._judge(hello)
         except TimeoutError:
             reason = f"no Hello within {HELLO_TIMEOUT_S:g} s"
         except WireError as error:
+            if error.refusal is Refusal.CHECKSUM:
+                raise
             reason = str(error)
         if reason:
             self._board.count(Refusal.HELLO)
@@ -433,4 +453,14 @@ class Aggregator:
 
 
 def _frame(part: wire.AggregatorPart) -> bytes:
-    return b"".join(serialize(part))
+    return sealed(serialize(part))
+
+
+def _hello(data: bytes) -> wire.Hello:
+    """Read a Hello, also of protocol 1, which has no seals; another part gives an empty one, which is refused."""
+    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
+        with contextlib.suppress(WireError):
+            hello = parse(wire.WorkerFrame, data, seal=False).parts[0].hello
+            if hello.protocol == 1:
+                return hello
+    return parse(wire.WorkerFrame, data).parts[0].hello

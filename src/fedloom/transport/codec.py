@@ -1,5 +1,5 @@
 """Messages as frames: specs and raw little-endian bytes, cut into parts of frames of at most 1 MiB, and put
-together again.
+together again. Each frame ends with a checksum of all that is in it.
 
 The receiver decides what it accepts before it takes memory: :class:`Assembler` is built from specs that the receiver
 has checked, and refuses whatever does not follow them.
@@ -8,13 +8,12 @@ has checked, and refuses whatever does not follow them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
-from google.protobuf.message import DecodeError
 from isal.isal_zlib import crc32  # zlib's value at several times its speed, which a round of a hundred models feels
 from torch import Tensor
 
@@ -34,7 +33,11 @@ CHUNK_BYTES = FRAME_BYTES - 1024
 
 PartClass: TypeAlias = type[wire.WorkerPart] | type[wire.AggregatorPart]
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
-"""One serialized part of a frame, not joined yet; a frame is the concatenation of its parts."""
+"""One serialized part of a frame, not joined yet; a frame is the concatenation of its parts, and a seal."""
+
+SEAL = bytes([wire.WorkerFrame.CRC32_FIELD_NUMBER << 3 | 5])
+SEAL_BYTES = 5
+"""The seal of a frame is its last field, the crc32 of all before it."""
 
 _DTYPES: Mapping[torch.dtype, wire.DataType] = {
     torch.float32: wire.DATA_TYPE_FLOAT32,
@@ -172,6 +175,30 @@ def serialize(part: wire.WorkerPart | wire.AggregatorPart) -> Pieces:
     return (_header(wire.WorkerFrame.PARTS_FIELD_NUMBER, len(data)), data)
 
 
+def sealed(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """Join parts to a frame."""
+    pieces = tuple(pieces)
+    crc = 0
+    for piece in pieces:
+        crc = crc32(piece, crc)
+    return b"".join((*pieces, SEAL, crc.to_bytes(4, "little")))
+
+
+def unsealed(data: bytes) -> memoryview:
+    """Return a frame without its seal.
+
+    Raises
+    ------
+    WireError
+        If it is not what was sent.
+    """
+    view = memoryview(data)
+    found = crc32(view[:-SEAL_BYTES])
+    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL or found != int.from_bytes(data[1 - SEAL_BYTES :], "little"):
+        raise WireError(Refusal.CHECKSUM, f"a frame of {len(data)} bytes arrived damaged")
+    return view[:-SEAL_BYTES]
+
+
 class Cutter:
     """Cuts messages into parts of frames, for one direction of one stream, numbering the transfers."""
 
@@ -197,14 +224,12 @@ class Cutter:
         number = next(self._numbers)
         begin = wire.Begin(transfer=number, envelope=envelope, total_bytes=encoded.nbytes, remaining_s=remaining_s)
         yield serialize(self._part(begin=begin))
-        offset = crc = 0
+        offset = 0
         for pieces in _chunks(encoded.buffers):
-            for piece in pieces:
-                crc = crc32(piece, crc)
             size = sum(map(len, pieces))
             yield self._chunk(number, offset, size, pieces)
             offset += size
-        yield serialize(self._part(end=wire.End(transfer=number, crc32=crc)))
+        yield serialize(self._part(end=wire.End(transfer=number)))
 
     def _chunk(self, number: int, offset: int, size: int, pieces: Sequence[memoryview]) -> Pieces:
         """Serialize a Chunk around its data: protobuf itself would copy the data three times."""
@@ -287,7 +312,6 @@ class Assembler:
         self._current = 0  # the tensor being filled
         self._filled = 0  # bytes of it that are
         self._received = 0
-        self._crc = 0
 
     def add(self, chunk: wire.Chunk | Data) -> None:
         """Take in the next chunk.
@@ -304,7 +328,6 @@ class Assembler:
             )
         if self._received + len(data) > self.total:
             raise WireError(Refusal.SIZE, f"{self._received + len(data)} bytes received, {self.total} announced")
-        self._crc = crc32(data, self._crc)
         self._received += len(data)
         rest = memoryview(data)
         while len(rest):
@@ -316,18 +339,16 @@ class Assembler:
             if self._filled == len(view):
                 self._current, self._filled = self._current + 1, 0
 
-    def end(self, end: wire.End) -> None:
-        """Check that everything has come as it was sent.
+    def end(self) -> None:
+        """Check that everything has come.
 
         Raises
         ------
         WireError
-            If bytes are missing or the checksum differs.
+            If bytes are missing.
         """
         if self._received != self.total:
             raise WireError(Refusal.TRUNCATED, f"{self._received} of {self.total} bytes at the end")
-        if self._crc != end.crc32:
-            raise WireError(Refusal.CHECKSUM, f"crc32 {self._crc:08x}, {end.crc32:08x} announced")
 
     def message(self, cls: type[Message]) -> Message:
         """Make the message, without copying.
@@ -370,38 +391,33 @@ class Data(NamedTuple):
     data: memoryview
 
 
-def read(frame: type[F], data: bytes) -> list[tuple[str, Any]]:
-    """Read one frame: the kind of each part, and what it holds; chunks as :class:`Data`.
+def read(frame: type[F], data: bytes) -> Iterator[tuple[str, Any]]:
+    """Read one frame, part by part: the kind of each, and what it holds; chunks as :class:`Data`.
 
     Raises
     ------
     WireError
-        As :func:`parse`.
+        If it arrived damaged; where the parts are reached that are none; if there are no parts.
     """
     part_class: PartClass = wire.WorkerPart if frame is wire.WorkerFrame else wire.AggregatorPart
-    view = memoryview(data)
-    found: list[tuple[str, Any]] = []
+    view = unsealed(data)
     at = 0
-    while at < len(data):
+    while at < len(view) or not at:
         start, end = _delimited(view, at, wire.WorkerFrame.PARTS_FIELD_NUMBER)
-        if end > len(data) or start == at:
-            found.clear()  # not as we write it: let protobuf judge
-            break
+        if end > len(view) or start == at:
+            raise _garbage(frame, data)
         at = end
         chunk = _chunk_at(view[start:end], part_class.CHUNK_FIELD_NUMBER)
         if chunk is not None:
-            found.append(("chunk", chunk))
+            yield "chunk", chunk
             continue
         try:
             part = part_class.FromString(bytes(view[start:end]))
-        except DecodeError:
-            found.clear()
-            break
+        except Exception as error:  # protobuf raises DecodeError, and others on some malformed input
+            raise _garbage(frame, data) from error
         if part.WhichOneof("part") is None:
-            found.clear()
-            break
-        found.append(_opened(part))
-    return found or [_opened(part) for part in parse(frame, data).parts]
+            raise _garbage(frame, data)
+        yield _opened(part)
 
 
 def _opened(part: wire.WorkerPart | wire.AggregatorPart) -> tuple[str, Any]:
@@ -448,18 +464,24 @@ def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
     return 0, 0
 
 
-def parse(frame: type[F], data: bytes) -> F:
-    """Parse one frame.
+def parse(frame: type[F], data: bytes, *, seal: bool = True) -> F:
+    """Parse one frame whole, as the first of a stream is; without ``seal`` also one of another protocol.
 
     Raises
     ------
     WireError
-        If the bytes are no frame, or one without parts, or with a part that holds nothing.
+        If it arrived damaged; if the bytes are no frame, or one without parts, or with a part that holds nothing.
     """
+    if seal:
+        unsealed(data)
     try:
         parsed = frame.FromString(data)
     except Exception as error:  # protobuf raises DecodeError, and others on some malformed input
-        raise WireError(Refusal.GARBAGE, f"{len(data)} bytes that are no {frame.__name__}") from error
+        raise _garbage(frame, data) from error
     if not parsed.parts or any(part.WhichOneof("part") is None for part in parsed.parts):
-        raise WireError(Refusal.GARBAGE, f"a {frame.__name__} of {len(data)} bytes with an empty part, or without any")
+        raise _garbage(frame, data)
     return parsed
+
+
+def _garbage(frame: type[F], data: bytes) -> WireError:
+    return WireError(Refusal.GARBAGE, f"{len(data)} bytes that are no {frame.__name__}")

@@ -307,7 +307,7 @@ class Dispatcher:
         WireError
             If its stream has to end.
         """
-        parts = read(wire.WorkerFrame, data)
+        parts = list(read(wire.WorkerFrame, data))
         if len(data) > FRAME_BYTES:
             error = WireError(Refusal.OVERSIZED, f"a frame of {len(data)} bytes, allowed: {FRAME_BYTES}")
             transfers = {part.transfer for kind, part in parts if kind in ("begin", "chunk")} - {0}
@@ -404,7 +404,7 @@ class Dispatcher:
             if not isinstance(part, wire.End):
                 arrival.assembler.add(part)
                 return
-            arrival.assembler.end(part)
+            arrival.assembler.end()
         except WireError as error:
             self._refuse_transfer(link, number, error)
             if isinstance(part, wire.End):

@@ -8,6 +8,9 @@ NOBODY = "nothing listens there"
 STRANGER = "what answers there is not a FedLoom aggregator"
 BROKEN = "the connection broke"
 
+OUR_OWN = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS)
+"""Statuses that the aggregator gives, with its reason."""
+
 _SAID = (
     (("resol", "name not found", "address lookup", "not known"), "there is no such host"),
     (("refused",), NOBODY),
@@ -31,7 +34,7 @@ def described(code: grpc.StatusCode, details: str | None) -> str:
         return "the stream ended"
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return STRANGER
-    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+    if code in OUR_OWN:
         return f"the stream ended: {details}"  # the aggregator's own words
     said = (details or "").lower()
     for parts, words in _SAID:

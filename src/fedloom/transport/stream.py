@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator
 
 from fedloom.federation.carrier import ConversationKey
 from fedloom.federation.states import Version, Versions
-from fedloom.transport.codec import FRAME_BYTES, Pieces
+from fedloom.transport.codec import FRAME_BYTES, SEAL_BYTES, Pieces, sealed
 from fedloom.transport.wire import federation_pb2 as wire
 
 PROTOCOL = 2
@@ -123,13 +123,13 @@ class Outbox:
         size = 0
         while part := self._over or self._next():
             part_size = sum(map(len, part))
-            if size and size + part_size > FRAME_BYTES:
+            if size and size + part_size > FRAME_BYTES - SEAL_BYTES:
                 self._over = part
                 break
             self._over = ()
             pieces += part
             size += part_size
-        return b"".join(pieces)
+        return sealed(pieces) if pieces else b""
 
     def _next(self) -> Pieces:
         """Take the next part of the lane whose turn it is; empty when nothing waits."""

@@ -7,6 +7,7 @@ thread that called :func:`serve`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import random
@@ -27,6 +28,8 @@ from fedloom.federation.states import Versions
 from fedloom.messages import Message
 from fedloom.transport.codec import (
     FRAME_BYTES,
+    SEAL,
+    SEAL_BYTES,
     Assembler,
     Cutter,
     Encoded,
@@ -37,6 +40,7 @@ from fedloom.transport.codec import (
     parse,
     read,
     read_specs,
+    sealed,
     serialize,
 )
 from fedloom.transport.failures import described
@@ -372,9 +376,9 @@ class _Connection:
             for exchange in sorted(set(book.exchanges.values())):
                 rows = [row for row, reached in book.exchanges.items() if reached == exchange]
                 hello.held.append(wire.Held(conversation=key_to_wire(key), exchange=exchange, rows=rows))
-        data = b"".join(serialize(wire.WorkerPart(hello=hello)))
+        data = sealed(serialize(wire.WorkerPart(hello=hello)))
         if len(data) > FRAME_BYTES and hello.held:  # then it is sent once more
-            return b"".join(serialize(wire.WorkerPart(hello=self._hello)))
+            return sealed(serialize(wire.WorkerPart(hello=self._hello)))
         return data
 
     def _received(self, request: _Request) -> None:
@@ -511,7 +515,7 @@ class _Connection:
             try:
                 await call.write(self._introduction())
                 data = await asyncio.wait_for(self._next(call), WELCOME_TIMEOUT_S)
-                first = parse(wire.AggregatorFrame, data).parts[0]
+                first = _first(data)
                 if first.WhichOneof("part") == "refused":
                     raise _refused(self._address, first.refused)
                 if first.WhichOneof("part") != "welcome":
@@ -561,7 +565,7 @@ class _Connection:
                     case "end":
                         request = _arrival(arrivals, part.transfer)
                         if request.assembler is not None:
-                            request.assembler.end(part)
+                            request.assembler.end()
                         del arrivals[part.transfer]
                         self._received(request)
                     case "again":
@@ -597,6 +601,16 @@ def _arrival(arrivals: dict[int, _Request], number: int) -> _Request:
     if number not in arrivals:
         raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}")
     return arrivals[number]
+
+
+def _first(data: bytes) -> wire.AggregatorPart:
+    """The first part of a stream; of protocol 1, which has no seals, only the refusal is read."""
+    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
+        with contextlib.suppress(WireError):
+            part = parse(wire.AggregatorFrame, data, seal=False).parts[0]
+            if part.refused.code == wire.REFUSAL_CODE_PROTOCOL:
+                return part
+    return parse(wire.AggregatorFrame, data).parts[0]
 
 
 def _refused(address: str, refused: wire.Refused) -> RefusedError:

@@ -235,12 +235,10 @@ class Chunk(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class End(_message.Message):
-    __slots__ = ("transfer", "crc32")
+    __slots__ = ("transfer",)
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    CRC32_FIELD_NUMBER: _ClassVar[int]
     transfer: int
-    crc32: int
-    def __init__(self, transfer: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[int] = ...) -> None: ...
 
 class CloseConversation(_message.Message):
     __slots__ = ("conversation",)
@@ -293,10 +291,12 @@ class Goodbye(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerFrame(_message.Message):
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "crc32")
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedCompositeFieldContainer[WorkerPart]
-    def __init__(self, parts: _Optional[_Iterable[_Union[WorkerPart, _Mapping]]] = ...) -> None: ...
+    crc32: int
+    def __init__(self, parts: _Optional[_Iterable[_Union[WorkerPart, _Mapping]]] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class WorkerPart(_message.Message):
     __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost")
@@ -315,10 +315,12 @@ class WorkerPart(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ...) -> None: ...
 
 class AggregatorFrame(_message.Message):
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "crc32")
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedCompositeFieldContainer[AggregatorPart]
-    def __init__(self, parts: _Optional[_Iterable[_Union[AggregatorPart, _Mapping]]] = ...) -> None: ...
+    crc32: int
+    def __init__(self, parts: _Optional[_Iterable[_Union[AggregatorPart, _Mapping]]] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class AggregatorPart(_message.Message):
     __slots__ = ("welcome", "refused", "begin", "chunk", "end", "close", "transfer_refused", "goodbye", "again")
