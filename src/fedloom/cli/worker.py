@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from contextlib import nullcontext
 from enum import StrEnum
@@ -88,8 +87,12 @@ def worker(
 
 
 def _leave_at_eof(stop: threading.Event) -> None:
-    """Our parent holds the other end of standard input; it ends when the parent does, however that dies."""
-    while sys.stdin.buffer.read(4096):
+    """Our parent holds the other end of standard input; it ends when the parent does, however that dies.
+
+    Read without ``sys.stdin``: a process that ends while a thread waits with the lock of that aborts, and its exit code
+    is lost.
+    """
+    while os.read(0, 4096):
         continue
     stop.set()
     # A long training step may be under way, and nobody waits for its result.

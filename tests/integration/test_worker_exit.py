@@ -1,0 +1,72 @@
+"""How a worker of `fedloom run` ends is what the run learns of it: with its exit code, at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_processes import ENVIRONMENT, WAIT_S, experiment, fedloom, rounds, until, worker
+from transport_support import make_aggregator
+
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
+
+
+def partition(path: Path) -> Path:
+    """Make the partition of an experiment, and say where it is."""
+    said = fedloom("partition", path)
+    return next(Path(word) for word in said.split() if (Path(word) / "partition.json").is_file())
+
+
+def test_a_worker_that_is_refused_says_so_while_its_parent_lives(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+    """A process of its own: how an interpreter ends is the point."""
+    aggregator = make_aggregator()  # of a method that no worker has
+    address = aggregator.start("127.0.0.1:0")
+    command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", address, "--until-eof"]
+    try:
+        process = subprocess.Popen(
+            [*command, "--partition", str(partition(small_run[0]))],
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None
+        code = process.wait(WAIT_S)  # with our end of the pipe open
+        _, said = process.communicate()
+    finally:
+        aggregator.stop()
+    assert code == 4, said
+    assert "toy" in said
+
+
+def test_a_worker_that_fails_for_good_ends_the_run_with_its_code(
+    small_run: tuple[Path, Path], fresh_root: Path, tmp_path: Path
+) -> None:
+    """Killed, it is started again, and finds another partition where its own was. No forks: see above."""
+    other = experiment(tmp_path / "other", fresh_root, data={"unseen_fraction": 0.2})
+    link, run = tmp_path / "partition", tmp_path / "run"
+    link.symlink_to(partition(small_run[0]))
+    slow = ("--set", "algorithm.local={epochs: 30, batch_size: 2, lr: 0.001}")
+    command = ("run", small_run[0], *slow, "--workers", 2, "--partition", link, "--out", run)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedloom", *map(str, command)], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(lambda: rounds(run) >= 1, "the first round")
+        link.unlink()
+        link.symlink_to(partition(other))
+        victim = worker(process, "worker-1")
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        _, said = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 3, said
+    assert "worker-1 ended with code 3" in said
+    log = (run / "logs" / "aggregator.jsonl").read_text()
+    assert re.findall(r"worker-1 \(pid \d+\) ended with code (-?\d+)", log) == ["-9", "3"]
