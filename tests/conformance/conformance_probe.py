@@ -21,7 +21,6 @@ from fedloom.algorithms.base import (
     Task,
     conversation,
 )
-from fedloom.algorithms.client import keep, kept
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
@@ -94,7 +93,7 @@ class Client(ClientHalf):
     def train(self, clients: Group, opening: Begin) -> Conversation:
         """Answers as often as it is asked, from what it remembers, what it draws and what it is told."""
         theta = opening.theta.expand(len(clients), -1)
-        remembered = kept(clients, "memory", torch.zeros_like(theta))
+        remembered = clients.recall("memory", torch.zeros_like(theta))
         steps = torch.tensor([[float(len(client.train))] for client in clients.clients], dtype=torch.float64)
         pushed: Tensor | float = 0.0
         while True:
@@ -103,7 +102,7 @@ class Client(ClientHalf):
             )
             change = 0.1 * (drawn - theta) + 0.3 * remembered + pushed
             remembered = 0.5 * remembered + change
-            keep(clients, memory=remembered)
+            clients.keep(memory=remembered)
             told: GoOn = yield Moved(change, steps)
             pushed = told.push
 
@@ -111,7 +110,7 @@ class Client(ClientHalf):
     def personalize(self, clients: Group, opening: Show) -> Predictors:
         """The shared vector and what the client remembers."""
         theta = opening.theta.expand(len(clients), -1)
-        remembered = kept(clients, "memory", torch.zeros_like(theta))
+        remembered = clients.recall("memory", torch.zeros_like(theta))
         return predictors_of(self.task.model, personal=theta + remembered)
 
 

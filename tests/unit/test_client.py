@@ -26,9 +26,6 @@ from fedloom.algorithms.client import (
     LocalSGD,
     Trained,
     batches,
-    first_batch,
-    keep,
-    kept,
     train,
 )
 from fedloom.data.federated import ClientData, Split
@@ -81,12 +78,6 @@ def test_epochs_differ() -> None:
 def test_step_counts(n: int, size: int, k: int) -> None:
     assert LocalSGD(steps=k, batch_size=size).count(n) == (k if n else 0)
     assert LocalSGD(epochs=k, batch_size=size).count(n) == (k * (n // min(size, n)) if n else 0)
-
-
-@given(n=st.integers(1, 50), size=st.integers(1, 50))
-def test_a_first_batch_has_the_size_asked_for_or_all(n: int, size: int) -> None:
-    index = first_batch(Split(torch.zeros(n, 1), None), size, seeded(n))
-    assert len(index) == min(n, size) == len(index.unique())
 
 
 @pytest.mark.parametrize("length", [{}, {"steps": 3, "epochs": 2}])
@@ -420,8 +411,8 @@ def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: 
 def test_what_a_client_keeps_is_a_row_of_its_group() -> None:
     data = clients((3, 4))
     members = Group(data, group(data)._generator, [None, {"x": torch.tensor([5.0, 6.0])}])
-    assert kept(members, "x", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [[1, 2], [5, 6]]
+    assert members.recall("x", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [[1, 2], [5, 6]]
     rows = torch.tensor([[7.0], [8.0]])
-    keep(members, y=rows)
+    members.keep(y=rows)
     rows.zero_()
     assert [members.kept[i]["y"].tolist() for i in range(2)] == [[7], [8]]

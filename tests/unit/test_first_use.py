@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from facts import tells
 from run_folders import write_run
 
 from fedloom.cli.characters import write_anything
@@ -46,6 +47,24 @@ def experiment(tiny_root: Path, tmp_path: Path) -> Path:
 
 
 DIVERGING = ("--set", "model={name: mlp, hidden: [8]}", "--set", "algorithm.local.lr=1e30")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ("{name: wga, user: nobody}", "algorithm.user"),
+        ("{name: wga, weights: {nobody: 1.0}}", "algorithm.weights"),
+        ("{name: fedrep}", "model.name"),
+    ],
+)
+def test_a_method_refuses_what_it_cannot_work_with_before_anything_is_written(
+    fedloom: Fedloom, experiment: Path, tmp_path: Path, algorithm: str, key: str
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    code, _, err = fedloom("run", experiment, "--out", "new", "--set", f"algorithm={algorithm}")
+    assert code == ExitCode.EXPERIMENT
+    assert tells(err, f"error: {key}: ", "allowed")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_resuming_what_is_not_there_is_said(fedloom: Fedloom, experiment: Path) -> None:

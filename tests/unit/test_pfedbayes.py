@@ -345,9 +345,7 @@ def test_gradient_descent_beyond_its_bound_is_refused() -> None:
     """ζ η₁ < 2 softplus(ρ)²: the paper's settings are inside, by a fifth."""
     paper = PFedBayesSettings()
     assert paper.zeta * paper.lr_personal == pytest.approx(0.8 * 2 * softplus(-2.5) ** 2, rel=0.01)
-    with pytest.raises(
-        ValidationError, match=r"zeta · lr_personal: found 0.013, allowed with optimizer gd: below .*0.0124"
-    ):
+    with pytest.raises(ValidationError, match=r"lr_personal: found 0\.013\b.*0\.0124"):
         PFedBayesSettings(zeta=13.0)
     with pytest.raises(ValidationError, match=r"lr_global: found 0\.02"):
         PFedBayesSettings(lr_global=0.02)
@@ -375,7 +373,7 @@ def test_the_bound_is_where_the_divergence_is(zeta: float, refused: bool) -> Non
 def test_a_prior_that_became_too_narrow_is_refused() -> None:
     s = PFedBayesSettings(batch_size=3)
     v = gaussian(torch.zeros(task().model.layout.size).double(), -3.0)
-    with pytest.raises(ExperimentError, match=r"ζ·η₁: found 0.01, allowed with optimizer gd: below 2σ_w² = 0.00472"):
+    with pytest.raises(ExperimentError, match=r"lr_personal: found 0\.01\b.*0\.00472"):
         next(PFedBayesClient(s, task()).open(Group([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
 
 
@@ -387,8 +385,7 @@ def test_divergence_is_named_with_its_step() -> None:
     members = Group([data, client("c1", 5)], keyed("train"))
     next(PFedBayesClient(s, task()).open(members, GlobalGaussian(v)))
     assert list(members.lost) == [0]  # the other of its group goes on
-    assert re.search(r"at local step \d+ of 60; .*algorithm\.lr_personal \(found 0\.001\)", members.lost[0])
-    assert all(word in members.lost[0] for word in ("objective: mean", "optimizer: adam"))
+    assert re.search(r"step \d+ of 60\b.*lr_personal .*\b0\.001\b.*objective: mean.*optimizer: adam", members.lost[0])
     alone = Group([data], keyed("train"))
     next(PFedBayesClient(s, task()).open(alone, GlobalGaussian(v)))
     assert alone.lost == members.lost

@@ -76,18 +76,17 @@ class Client(ClientHalf):
 
     @conversation
     def train(self, group: Any, opening: Ask) -> Any:
-        remembered = [torch.tensor([0]) if (s := group.state(i)) is None else s["rounds"] for i in range(len(group))]
-        yield Seen(torch.stack(remembered))
-        for i, bits in enumerate(remembered):
-            group.keep(i, {"rounds": bits | (1 << opening.round)})
-        yield Seen(torch.stack(remembered))
+        remembered = group.recall("rounds", torch.zeros(len(group), 1, dtype=torch.int64))
+        yield Seen(remembered)
+        group.keep(rounds=remembered | (1 << opening.round))
+        yield Seen(remembered)
 
     @conversation
     def personalize(self, group: Any, opening: Personal) -> Any:
-        values = [torch.tensor([0]) if (s := group.state(i)) is None else s["rounds"] for i in range(len(group))]
-        thetas = torch.stack(values).double().expand(-1, self.task.model.layout.size)
-        with pytest.raises(RuntimeError, match="nothing can be kept"):
-            group.keep(0, {})
+        remembered = group.recall("rounds", torch.zeros(len(group), 1, dtype=torch.int64))
+        thetas = remembered.double().expand(-1, self.task.model.layout.size)
+        with pytest.raises(RuntimeError, match="kept"):
+            group.keep()
         return predictors_of(self.task.model, personal=thetas)
 
 

@@ -173,8 +173,8 @@ def test_another_user_zero_and_given_weights(tmp_path: Path) -> None:
     fed.run()
     close(fed.state["theta"][0], theta - 0.05 * (0.5 * g[1] + 0.5 * (0.75 * g[0] + 0.25 * g[2])))
     for key, found in ({"user": "c9"}, "user"), ({"weights": {"nobody": 1.0}}, "weights"):
-        with pytest.raises(ExperimentError, match=f"algorithm.{found}: found .*; allowed: a seen client"):
-            WGAServer(made(**key), problem(), torch.Generator())
+        with pytest.raises(ExperimentError, match=rf"^algorithm\.{found}: .*\bc0\b.*\bc2\b"):
+            WGA.client(made(**key), problem())  # what a run makes before it writes anything
 
 
 def test_user_zero_is_in_every_cohort_and_the_rest_is_drawn(tmp_path: Path) -> None:
@@ -311,11 +311,11 @@ def test_optimal_weights_are_those_of_theory() -> None:
     ("keys", "found"),
     [
         ({"alpha": 1.5}, "alpha"),
-        ({"alpha": ()}, "alpha: found an empty list"),
-        ({"alpha": "optimal"}, "alpha: found optimal without known"),
-        ({"users": "all", "user": "c1"}, "user: found 'c1' with users: all"),
-        ({"weights": "inverse_variance", "batch_size": 1}, "weights: found inverse_variance with batch_size 1"),
-        ({"beta": "optimal", "known": {"bias": 1.0, "noise": 1.0}}, r"beta: found optimal without known\.horizon"),
+        ({"alpha": ()}, "alpha: "),
+        ({"alpha": "optimal"}, "alpha: found optimal"),
+        ({"users": "all", "user": "c1"}, "user: found 'c1'"),
+        ({"weights": "inverse_variance", "batch_size": 1}, r"weights: .*batch_size 1\b"),
+        ({"beta": "optimal", "known": {"bias": 1.0, "noise": 1.0}}, r"beta: found optimal .*known\.horizon"),
     ],
 )
 def test_what_cannot_be_is_refused(keys: dict[str, Any], found: str) -> None:

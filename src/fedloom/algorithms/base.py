@@ -137,9 +137,9 @@ class ServerHalf(ABC):
     def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Finish what was put off; called before the state is read from outside."""
 
-    @abstractmethod
     def train_round(self, round: Round) -> Statistics:
-        """One training step of the method."""
+        """One training step of the method; one that does not train (:attr:`Algorithm.trains`) has none."""
+        raise NotImplementedError
 
     @abstractmethod
     def personalize(self, cohort: Cohort) -> Replies[Any]:
@@ -169,6 +169,11 @@ class Group:
         What each client kept in the last round that counted it; None for a client that no round has counted.
     may_keep
         False in conversations that change no state.
+
+    Attributes
+    ----------
+    kept, lost
+        By position: what clients keep of this conversation, and why clients are lost.
     """
 
     def __init__(
@@ -194,16 +199,22 @@ class Group:
         """Random numbers of the i-th client for a purpose."""
         return self._generator(self.clients[i].id, purpose)
 
-    def state(self, i: int) -> dict[str, Tensor] | None:
-        """What the i-th client kept in the last round that counted it; None if there was none yet."""
-        return self._states[i]
+    @property
+    def new(self) -> list[int]:
+        """Positions of the clients that have kept nothing yet."""
+        return [i for i, state in enumerate(self._states) if state is None]
 
-    def keep(self, i: int, tensors: dict[str, Tensor]) -> None:
-        """Keep the i-th client's state for later rounds.
+    def recall(self, name: str, default: Tensor) -> Tensor:
+        """What each client kept under a name in the last round that counted it, ``[g, ...]``; if new, its default."""
+        old = [row if s is None else s[name].to(row) for s, row in zip(self._states, default, strict=True)]
+        return torch.stack(old)
 
-        To be called before the answer that it belongs to is yielded: it is stored before that answer leaves the worker,
-        so that a round that counts the client has its state. The methods that keep any declare it
-        (``ClientHalf.stateful``) and keep one of every client in every training conversation.
+    def keep(self, **named: Tensor) -> None:
+        """Keep rows ``[g, ...]``, one for each client, for later rounds.
+
+        To be called before the answer that they belong to is yielded: they are stored before that answer leaves the
+        worker, so that a round that counts the client has its state. A method that keeps any declares it
+        (``ClientHalf.stateful``) and keeps some in every training conversation.
 
         Raises
         ------
@@ -212,7 +223,8 @@ class Group:
         """
         if not self._may_keep:
             raise RuntimeError("personalizing changes no state: nothing can be kept in it")
-        self.kept[i] = tensors
+        for i in range(len(self)):
+            self.kept[i] = {name: rows[i].detach().clone() for name, rows in named.items()}
 
     def lose(self, i: int, reason: str) -> None:
         """Lose the i-th client: its answer is this reason. The others of the group go on."""

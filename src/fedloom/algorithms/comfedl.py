@@ -9,28 +9,18 @@ both. Taken literally that exponential leaves the range in which SGD can work, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import (
-    Algorithm,
-    ClientHalf,
-    Cohort,
-    Conversation,
-    Group,
-    Round,
-    ServerHalf,
-    Statistics,
-    Task,
-    conversation,
-)
-from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, clip_norm, train
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, mean_loss, train
+from fedloom.algorithms.recipe import MakeItYours, SharedModel
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors, predictors_of
@@ -43,14 +33,14 @@ NOT_FINITE = LOSS_LIMIT
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class ComFedLServer(ServerHalf):
+class ComFedLServer(base.ServerHalf):
     """w̄ ← the uniform mean of w_τ^i over the clients that answered."""
 
     def __init__(self, settings: ComFedLSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.state["theta"] = task.model.init(generator, task.dtype)
 
-    def train_round(self, round: Round) -> Statistics:
+    def train_round(self, round: Round) -> base.Statistics:
         """Algorithm 1, lines 3-17.
 
         Raises
@@ -59,76 +49,55 @@ class ComFedLServer(ServerHalf):
             If a client left the finite range. It must not be left out of the mean: it is the one with the largest
             loss.
         """
-        cohort = round.sample()  # line 3
-        if self.settings.scale == "literal":
-            updates = cohort.send(SharedModel(self.state["theta"]), CompositionalUpdate)  # lines 4-16
+        s, cohort = self.settings, round.sample()  # line 3
+        opening = SharedModel(self.state["theta"])
+        if s.scale == "literal":
+            updates = cohort.send(opening, CompositionalUpdate)  # lines 4-16
             losses = updates.first
         else:
-            there = cohort.send(SharedModel(self.state["theta"]), LossThere)
-            losses = there.loss
-            self._refuse_loss(cohort, losses)
-            updates = cohort.send(Shift(self._shift(losses[there.present])), CompositionalUpdate)
-        self._refuse_divergence(cohort, updates)
+            there = cohort.send(opening, LossThere)
+            losses, f = there.loss, there.loss[there.present, 0]
+            self._refuse(cohort, losses)
+            shift = f.max() if s.scale == "largest" else composed_loss(f, s.gamma)
+            updates = cohort.send(Shift(shift[None]), CompositionalUpdate)
+        self._refuse(cohort, updates.left_loss, updates.left)
         self.state["theta"] = self.state["theta"] + updates.mean(updates.delta_theta)  # line 17
+        f = losses[updates.present, 0]
+        r = optimal_weights(f, s.gamma)
         clients = [id for id, here in zip(cohort.clients, updates.present.tolist(), strict=True) if here]
         return {
             "client_steps": updates.total(updates.steps),
             "loss": float(updates.mean(updates.loss)),
-            **self._lemma_1(clients, losses[updates.present]),
-        }
-
-    def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the shared model; the client adapts it."""
-        return cohort.send(Adapt(self.state["theta"]))
-
-    def _shift(self, losses: Tensor) -> Tensor:
-        """``[c, 1] -> [1]``: max f_j, or the objective (5), whose gradient the mean then is."""
-        f = losses.flatten()
-        return (f.max() if self.settings.scale == "largest" else composed_loss(f, self.settings.gamma))[None]
-
-    def _lemma_1(self, clients: Sequence[str], losses: Tensor) -> Statistics:
-        """The objective (5) and its weights r at the shared model, in short and by client.
-
-        ``effective_clients`` is 1/Σ r²: so many clients of equal weight would be as concentrated.
-        """
-        f, gamma = losses.flatten(), self.settings.gamma
-        r = optimal_weights(f, gamma)
-        return {
-            "objective": float(composed_loss(f, gamma)),
+            # Lemma 1 at the shared model; 1/Σ r² clients of equal weight would be as concentrated.
+            "objective": float(composed_loss(f, s.gamma)),
             "r_largest": float(r.max()),
             "r_smallest": float(r.min()),
             "effective_clients": float(1 / r.square().sum()),
             **{f"r.{client}": weight for client, weight in zip(clients, r.tolist(), strict=True)},
         }
 
-    def _refuse_loss(self, cohort: Cohort, losses: Tensor) -> None:
-        for client, loss in zip(cohort.clients, losses[:, 0].tolist(), strict=True):
-            if loss >= NOT_FINITE:
-                raise FloatingPointError(
-                    f"the loss of {client} at the shared model is not finite; allowed: a smaller local.lr "
-                    f"(found {self.settings.local.lr:g}), a larger gamma (found {self.settings.gamma:g})"
-                )
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the shared model; the client adapts it."""
+        return cohort.send(MakeItYours(self.state["theta"]))
 
-    def _refuse_divergence(self, cohort: Cohort, updates: Replies[Any]) -> None:
-        for client, step, loss in zip(
-            cohort.clients, updates.left[:, 0].tolist(), updates.left_loss[:, 0].tolist(), strict=True
-        ):
-            if step:
-                s = self.settings
-                factor = "exp(f/γ)/γ" if s.scale == "literal" else f"exp(f/γ), scaled {s.scale},"
-                f = f"f = {loss:.4g}" if loss < NOT_FINITE else "f not finite"
+    def _refuse(self, cohort: Cohort, losses: Tensor, left: Tensor | None = None) -> None:
+        """Refuse a round in which a client left the finite range: at the shared model, or at step ``left`` if not 0."""
+        s = self.settings
+        for i, client in enumerate(cohort.clients):
+            if losses[i] >= NOT_FINITE if left is None else left[i] > 0:
+                where = "the shared model" if left is None else f"local step {int(left[i])}"
+                loss = f"{float(losses[i]):.4g}" if losses[i] < NOT_FINITE else "not finite"
                 others = "scale: largest or normalized, " if s.scale == "literal" else ""
                 raise FloatingPointError(
-                    f"{factor} or the step along it left the finite range on {client} at local step {step:.0f}, "
-                    f"with {f} and γ = {s.gamma:g}; allowed: {others}a smaller local.lr (found {s.local.lr:g}), "
-                    "a larger gamma"
+                    f"{client} left the finite range at {where}, with f = {loss}, γ = {s.gamma:g} and scale: {s.scale};"
+                    f" allowed: {others}a smaller local.lr (found {s.local.lr:g}), a larger gamma"
                 )
 
 
 # --- the clients ------------------------------------------------------------------------------------------------------
 
 
-class ComFedLClient(ClientHalf):
+class ComFedLClient(base.ClientHalf):
     """Local steps on the composition."""
 
     predictors = ("personal", "global")
@@ -137,17 +106,16 @@ class ComFedLClient(ClientHalf):
     def train(self, clients: Group, opening: SharedModel) -> Conversation:
         """Algorithm 1, lines 5-16."""
         theta = opening.theta.expand(len(clients), -1)
-        shift = torch.zeros(1, dtype=torch.float64, device=theta.device)
-        held = None
+        shift, held = torch.zeros(1, dtype=torch.float64, device=theta.device), None
         if self.settings.scale != "literal":
             there = loss_there(self.task.model, theta, clients, self.settings)
-            told = yield LossThere(there)
+            told: Shift = yield LossThere(there)
             shift, held = told.shift, there if self.settings.holds else None
         yield compositional_sgd(self.task.model, theta, clients, self.settings, shift, held)
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: Adapt) -> Predictors:
+    def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
         """``global`` is the shared model; ``personal`` is that after ``adapt_steps`` steps on the train split."""
         theta = shared = opening.theta.expand(len(clients), -1)
         if self.settings.adaptation is not None:
@@ -156,7 +124,7 @@ class ComFedLClient(ClientHalf):
         return predictors_of(self.task.model, personal=theta, **{"global": shared})
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """``adapt_steps`` for ``personal``."""
+        """``adapt_steps``, or what it stands for, for ``personal``."""
         adaptation = self.settings.adaptation
         return adaptation.count(examples) if predictor == "personal" and adaptation is not None else 0
 
@@ -180,20 +148,22 @@ def loss_there(model: FlatModel, theta: Tensor, clients: Group, s: ComFedLSettin
     if s.losses_on == "all":
         batch = outer = local.everything()
     else:
-        one = [1] * len(clients)
-        batch = [next(local.batches(s.local.batch_size, one, "loss"))]
-        outer = [next(local.batches(s.outer_batch_size, one, "loss-outer"))] if s.two_batches else batch
+        batch, outer = ([pair] for pair in next(pairs(local, s, [1] * len(clients), "loss", "loss-outer")))
     with torch.no_grad():
         return reported(composed(local, s, local.parameters(theta), batch, outer))[:, None]
 
 
+def pairs(local: Local, s: ComFedLSettings, counts: Sequence[int], *purposes: str) -> Iterator[tuple[Batch, Batch]]:
+    """The batches B and B̃ of each step (lines 8 and 10); twice B where there is no second one."""
+    batches = local.batches(s.local.batch_size, counts, purposes[0])
+    if s.objective == "robust":
+        return ((batch, batch) for batch in batches)
+    outer_size = s.local.outer_batch_size or s.local.batch_size
+    return zip(batches, local.batches(outer_size, counts, purposes[1]), strict=True)
+
+
 def compositional_sgd(
-    model: FlatModel,
-    theta: Tensor,
-    clients: Group,
-    settings: ComFedLSettings,
-    shift: Tensor,
-    held: Tensor | None = None,
+    model: FlatModel, theta: Tensor, clients: Group, s: ComFedLSettings, shift: Tensor, held: Tensor | None = None
 ) -> CompositionalUpdate:
     """Train one model per client on g^i(f^i(w)) (papers/002, Algorithm 1, lines 6-14).
 
@@ -206,51 +176,34 @@ def compositional_sgd(
     held
         ``[g, 1]``, the losses whose factors are held over the steps; None takes those of each step's batch.
     """
-    s, start = settings.local, theta
-    local = Local(model, clients, mask_absent=s.mask_absent)
+    local = Local(model, clients, mask_absent=s.local.mask_absent)
     w = local.parameters(theta)  # line 6
-    leaves = list(w.values())
-    momentum = [torch.zeros_like(leaf) for leaf in leaves]
-    counts = [s.count(n) for n in local.sizes]
-    batches = local.batches(s.batch_size, counts, "train")  # line 8
-    outer_batches = local.batches(settings.outer_batch_size, counts, "outer") if settings.two_batches else repeat(None)
+    leaves, decay = list(w.values()), 2 * s.local.lambda_theta
+    step, counts = local.sgd(leaves, s.local), [s.local.count(n) for n in local.sizes]
     steps = torch.tensor(counts, device=theta.device)
-    first, total, left_loss = (torch.zeros(len(clients), dtype=torch.float64, device=theta.device) for _ in range(3))
-    left = torch.zeros_like(steps)
-    for t, (batch, outer) in enumerate(zip(batches, outer_batches, strict=False)):
-        loss = composed(local, settings, w, [batch], [outer or batch])  # lines 9-11
+    left, left_loss = torch.zeros_like(steps), torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
+    losses = []
+    for t, (batch, outer) in enumerate(pairs(local, s, counts, "train", "outer")):
+        loss = composed(local, s, w, [batch], [outer])  # lines 9-11
         slope = torch.autograd.grad(loss.sum(), leaves)
         loss = loss.detach()
-        factor = settings.factor(loss if held is None else held[:, 0].to(loss.dtype), shift)
+        factor = s.factor(loss if held is None else held[:, 0].to(loss.dtype), shift)
         with torch.no_grad():
             u = [local.each(factor, part) * part for part in slope]  # line 12
-            if s.lambda_theta:
-                u = [part + 2 * s.lambda_theta * leaf for part, leaf in zip(u, leaves, strict=True)]
-            if s.clip is not None:
-                clip_norm(local, u, s.clip)
-            going = (t < steps) & (left == 0)
-            finite = loss.isfinite() & factor.isfinite()
-            left = torch.where(going & ~finite, t + 1, left)
-            going = going & finite
-            torch._foreach_mul_(momentum, s.momentum)
-            torch._foreach_add_(momentum, u)
-            local.descend(leaves, momentum, s.lr, going)  # line 13
-        seen = reported(loss)
-        left_loss = torch.where(left == t + 1, seen, left_loss)
-        first = seen if t == 0 else first
-        total = torch.where(going, total + seen, total)
-    trained = local.join(w)
-    gone = ~trained.isfinite().all(1) & (left == 0)
-    left = torch.where(gone, steps, left)
-    left_loss = torch.where(gone, seen, left_loss)
-    return CompositionalUpdate(
-        torch.where((left == 0)[:, None], trained - start, 0),
-        steps.double()[:, None],
-        (total / steps)[:, None],
-        first[:, None],
-        left.double()[:, None],
-        left_loss[:, None],
-    )
+            u = [part + decay * leaf for part, leaf in zip(u, leaves, strict=True)] if decay else u
+        losses.append(reported(loss))
+        going = (t < steps) & (left == 0)
+        finite = loss.isfinite() & factor.isfinite()
+        left = torch.where(going & ~finite, t + 1, left)
+        left_loss = torch.where(left == t + 1, losses[t], left_loss)
+        step(u, going & finite)  # line 13
+    change = local.join(w) - theta
+    gone = ~change.isfinite().all(1) & (left == 0)
+    left, left_loss = torch.where(gone, steps, left), torch.where(gone, losses[-1], left_loss)
+    stayed = left == 0
+    mean = mean_loss([torch.where(stayed, loss, 0) for loss in losses], counts)
+    columns = [column.double()[:, None] for column in (steps, mean, losses[0], left, left_loss)]
+    return CompositionalUpdate(torch.where(stayed[:, None], change, 0), *columns)
 
 
 def reported(loss: Tensor) -> Tensor:
@@ -278,9 +231,7 @@ class ComFedLSettings(Settings):
     objective: Literal["robust", "damaml"] = Field(
         default="robust", description="distributionally robust averaging (eq. 6), or ComFedL-DAMAML (eq. 10)"
     )
-    gamma: float = Field(
-        default=0.2, gt=0, description="γ; the smaller, the more the client with the largest loss counts"
-    )
+    gamma: float = Field(default=0.2, gt=0, description="γ; the smaller, the more the largest loss counts")
     scale: Literal["literal", "largest", "normalized"] = Field(
         default="normalized",
         description="factor on a client's gradient: exp(f/γ)/γ; that, divided by the exponential of the largest loss; "
@@ -288,12 +239,11 @@ class ComFedLSettings(Settings):
     )
     factor_at: Literal["step", "round"] | None = Field(
         default=None,
-        description="step: the factor is that of each local step's batch (line 11); round: that of the loss at the "
-        "shared model, held over the steps; null is step for literal, round for the others",
+        description="step: by each local step's batch (line 11); round: by the loss at the shared model, held over the "
+        "steps; null is step for literal, round for the others",
     )
     losses_on: Literal["all", "batch"] = Field(
-        default="all",
-        description="data of the loss that a round is scaled by: a client's train split, or one batch of it",
+        default="all", description="data of the loss at the shared model: the whole train split, or one batch of it"
     )
     local: LocalSteps = Field(default=LocalSteps(), description="local training in a round")
     inner_lr: float = Field(default=0.05, gt=0, description="η in w - η∇f(w) of eq. 10 (damaml), in adapting too")
@@ -301,7 +251,7 @@ class ComFedLSettings(Settings):
     adapt_steps: int | None = Field(
         default=None,
         ge=0,
-        description="SGD steps by which a client makes the shared model its own; null is 1 for damaml, 0 for robust",
+        description="SGD steps from the shared model to personal; null is 1 for damaml, 0 for robust",
     )
 
     @model_validator(mode="after")
@@ -326,59 +276,25 @@ class ComFedLSettings(Settings):
         return self.factor_at == "round" if self.factor_at is not None else self.scale != "literal"
 
     @property
-    def two_batches(self) -> bool:
-        """Whether a step draws a second batch (line 10)."""
-        return self.objective == "damaml"
-
-    @property
-    def outer_batch_size(self) -> int:
-        """b₁."""
-        return self.local.outer_batch_size or self.local.batch_size
-
-    @property
     def adaptation(self) -> LocalSGD | None:
-        """How ``personal`` is made of the shared model; None if the two are one."""
-        damaml = self.objective == "damaml"
+        """How ``personal`` is made of the shared model, the inner step of eq. 10 for damaml; None if they are one."""
+        damaml, local = self.objective == "damaml", self.local
         steps = int(damaml) if self.adapt_steps is None else self.adapt_steps
-        if not steps:
-            return None
-        local = self.local
-        if damaml:  # the inner step of eq. 10
-            return LocalSGD(
-                steps=steps, batch_size=local.batch_size, lr=self.inner_lr, momentum=0.0, mask_absent=local.mask_absent
-            )
-        return LocalSGD.model_validate(
-            local.model_dump(exclude={"outer_batch_size"}) | {"steps": steps, "epochs": None}
-        )
+        own = {"lr": self.inner_lr, "momentum": 0.0, "lambda_theta": 0.0, "clip": None} if damaml else {}
+        kept = local.model_dump(exclude={"outer_batch_size"}) | own | {"steps": steps, "epochs": None}
+        return LocalSGD.model_validate(kept) if steps else None
 
     def factor(self, loss: Tensor, shift: Tensor) -> Tensor:
-        """∇g at a client's loss, up to what ``scale`` divides by (papers/002, below eq. 6; line 11).
+        """∇g at a client's loss f ``[g]``, up to what ``scale`` divides by (papers/002, below eq. 6; line 11): ``[g]``.
 
-        Parameters
-        ----------
-        loss
-            f ``[g]``.
-        shift
-            ``[1]`` float64: 0 (literal), the largest loss (largest), :func:`composed_loss` (normalized).
-
-        Returns
-        -------
-        Tensor
-            ``[g]`` of the loss's type: exp((f - shift)/γ), divided by γ unless the scale is ``normalized``. Infinite
-            where that type cannot hold it.
+        exp((f - shift)/γ), divided by γ unless the scale is ``normalized``; infinite where the loss's type cannot hold
+        it. ``shift`` ``[1]`` float64 is 0 (literal), the largest loss, or :func:`composed_loss` (normalized).
         """
         exponential = ((loss.double() - shift) / self.gamma).exp()
         return (exponential if self.scale == "normalized" else exponential / self.gamma).to(loss.dtype)
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class SharedModel(Message):
-    """Opens training (Algorithm 1, line 4)."""
-
-    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,19 +323,12 @@ class CompositionalUpdate(Message):
     left_loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64, the loss at that step
 
 
-@dataclass(frozen=True, eq=False)
-class Adapt(Message):
-    """Opens personalization: the shared model."""
-
-    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
-
-
-COMFEDL = Algorithm(
+COMFEDL = base.Algorithm(
     name="comfedl",
     version=1,
     settings=ComFedLSettings,
     server=ComFedLServer,
     client=ComFedLClient,
-    messages=(SharedModel, LossThere, Shift, CompositionalUpdate, Adapt),
+    messages=(SharedModel, LossThere, Shift, CompositionalUpdate, MakeItYours),
     titles=lambda settings: {"personal": "ComFedL", "global": "ComFedL, shared model"},
 )

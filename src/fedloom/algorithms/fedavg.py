@@ -12,6 +12,4 @@ class FedAvgSettings(FineTuning):
     """Keys of ``algorithm`` for FedAvg."""
 
 
-FEDAVG = shared_model(
-    "fedavg", FedAvgSettings, titles={"personal": "FedAvg + fine-tuning", "global": "FedAvg"}, needs_classes=False
-)
+FEDAVG = shared_model("fedavg", FedAvgSettings, titles={"personal": "FedAvg + fine-tuning", "global": "FedAvg"})

@@ -21,7 +21,7 @@ from fedloom.models.flat import FlatModel
 
 def proximal_sgd(model: FlatModel, group: Group, theta: Tensor, s: FedProxSettings) -> Trained:
     """SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""
-    return train(model, group, theta, s.local, correct=proximal(s.mu), counts=work(group, s))
+    return train(model, group, theta, s.local, correct=proximal(s.mu) if s.mu else None, counts=work(group, s))
 
 
 def work(group: Group, s: FedProxSettings) -> list[int]:
@@ -60,5 +60,4 @@ FEDPROX = shared_model(
     FedProxSettings,
     local=proximal_sgd,
     titles={"personal": "FedProx + fine-tuning", "global": "FedProx"},
-    needs_classes=False,
 )

@@ -15,42 +15,34 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import LocalSGD, Trained, keep, kept, train
+from fedloom.algorithms.client import LocalSGD, Trained, train
 from fedloom.algorithms.recipe import Averaging, shared_model
 from fedloom.models.flat import FlatModel
 
 
 def head_then_body(model: FlatModel, group: Group, body: Tensor, s: FedRepSettings) -> Trained:
     """ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""
-    theta = torch.cat([body, kept(group, "head", own_heads(model, group, body))], dim=1)
+    theta = with_heads(model, group, body)
     head = train(model, group, theta, s.head, only="head", purpose="head", key="head.lr")
     both = train(model, group, head.theta, s.local, only="body")
-    keep(group, head=both.theta[:, body.shape[1] :])
+    group.keep(head=both.theta[:, body.shape[1] :])
     return Trained(both.theta[:, : body.shape[1]], head.steps + both.steps, both.loss)
 
 
 def with_own_head(model: FlatModel, group: Group, body: Tensor, s: FedRepSettings) -> dict[str, Tensor]:
     """The shared body with the client's head; who has none trains one, the body frozen."""
-    theta = torch.cat([body, kept(group, "head", own_heads(model, group, body))], dim=1)
-    new = [group.state(i) is None for i in range(len(group))]
-    if any(new) and s.personalize_epochs:
-        made = train(
-            model,
-            group,
-            theta,
-            s.head.lasting(epochs=s.personalize_epochs),
-            only="head",
-            purpose="personalize",
-            key="head.lr",
-        )
-        theta = torch.where(torch.tensor(new, device=theta.device)[:, None], made.theta, theta)
+    theta, new = with_heads(model, group, body), group.new
+    if new and s.personalize_epochs:
+        sgd = s.head.lasting(epochs=s.personalize_epochs)
+        made = train(model, group, theta[new], sgd, members=new, only="head", purpose="personalize", key="head.lr")
+        theta[new] = made.theta
     return {"personal": theta}
 
 
-def own_heads(model: FlatModel, group: Group, body: Tensor) -> Tensor:
-    """A random head of each client's own, ``[g, |head|]``."""
+def with_heads(model: FlatModel, group: Group, body: Tensor) -> Tensor:
+    """θ ``[g, d]`` of the shared body and the head that each client kept, a random one of its own if it is new."""
     drawn = [model.init(group.generator(i, "own-head"), body.dtype)[body.shape[1] :] for i in range(len(group))]
-    return torch.stack(drawn).to(body.device)
+    return torch.cat([body, group.recall("head", torch.stack(drawn).to(body.device))], dim=1)
 
 
 class FedRepSettings(Averaging):
@@ -77,5 +69,4 @@ FEDREP = shared_model(
     shared="body",
     stateful=True,
     titles={"personal": "FedRep"},
-    needs_classes=False,
 )

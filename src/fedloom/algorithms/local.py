@@ -12,52 +12,24 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from fedloom.algorithms.base import (
-    Algorithm,
-    ClientHalf,
-    Cohort,
-    Group,
-    Round,
-    ServerHalf,
-    Statistics,
-    Task,
-    conversation,
-)
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Group, conversation
 from fedloom.algorithms.client import LocalSGD, train
-from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Replies
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 
 
-class LocalServer(ServerHalf):
+class LocalServer(base.ServerHalf):
     """Asks and listens."""
-
-    def __init__(self, settings: LocalSettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-
-    def train_round(self, round: Round) -> Statistics:
-        """There are no rounds.
-
-        Raises
-        ------
-        ExperimentError
-            Always.
-        """
-        raise ExperimentError(f"local has no training rounds: found round {round.number}, allowed: federation.rounds 0")
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Ask each client to train."""
         return cohort.send(TrainAlone())
 
 
-class LocalClient(ClientHalf):
+class LocalClient(base.ClientHalf):
     """SGD from a start of the client's own."""
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """All the training there is."""
-        count: int = self.settings.local.count(examples)
-        return count
 
     @conversation
     def personalize(self, clients: Group, opening: TrainAlone) -> Predictors:
@@ -66,6 +38,11 @@ class LocalClient(ClientHalf):
         start = torch.stack([model.init(clients.generator(i, "init"), self.task.dtype) for i in members])
         start = start.to(clients.clients[0].train.x.device)
         return predictors_of(model, personal=train(model, clients, start, self.settings.local).theta)
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """All the training there is."""
+        count: int = self.settings.local.count(examples)
+        return count
 
 
 class LocalSettings(Settings):
@@ -79,11 +56,11 @@ class TrainAlone(Message):
     """Opens personalization: nothing is sent but the request."""
 
 
-LOCAL = Algorithm(
+LOCAL = base.Algorithm(
     name="local",
     version=1,
     settings=LocalSettings,
-    server=LocalServer,
+    server=lambda settings, task, generator: LocalServer(settings, task),
     client=LocalClient,
     messages=(TrainAlone,),
     trains=False,

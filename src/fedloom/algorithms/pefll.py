@@ -17,25 +17,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import (
-    Algorithm,
-    ClientHalf,
-    Cohort,
-    Conversation,
-    Group,
-    Round,
-    ServerHalf,
-    Statistics,
-    Task,
-    conversation,
-)
-from fedloom.algorithms.client import LocalSGD, examples, first_batch, train
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import LocalSGD, batches, examples, train
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
 from fedloom.algorithms.recipe import Update
-from fedloom.data.federated import ClientData
 from fedloom.errors import DataError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.embedding import EmbeddingSettings
+from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
 from fedloom.models.flat import vjp
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import predictors_of
@@ -44,23 +33,20 @@ from fedloom.settings import Settings
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class PeFLLServer(ServerHalf):
+class PeFLLServer(base.ServerHalf):
     """Owns η_v and η_h; its memory does not depend on the number of clients."""
 
     settings: PeFLLSettings
 
     def __init__(self, settings: PeFLLSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
-        size, d = settings.descriptor_size(task.clients), task.model.layout.size
-        self.embedding = settings.embedding.network_for(task.kind, task.input_shape, task.classes, size)
-        h = settings.hypernetwork
+        size, d, h = settings.descriptor_size(task.clients), task.model.layout.size, settings.hypernetwork
+        self.embedding = settings.embedding_network(task)
         self.hypernetwork = Hypernetwork(size, d, h.size, output_relu=h.output_relu)
         eta_v = self.embedding.init(generator, task.dtype)
         eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, task.dtype))
-        self.optimizer_v, self.optimizer_h = (
-            settings.optimizer(settings.lambda_v),
-            settings.optimizer(settings.lambda_h),
-        )
+        self.optimizer_v = settings.optimizer(settings.lambda_v)
+        self.optimizer_h = settings.optimizer(settings.lambda_h)
         self.sizes |= {"l": size, "s": d, "eta_v": len(eta_v)}
         self.state = {
             "eta_v": eta_v,
@@ -72,7 +58,7 @@ class PeFLLServer(ServerHalf):
         }
         self._pending: Callable[[], None] | None = None
 
-    def train_round(self, round: Round) -> Statistics:
+    def train_round(self, round: Round) -> base.Statistics:
         """Algorithm 2, lines 2-18."""
         cohort = round.sample()  # line 2
         described = cohort.send(DescribeAndTrain(self.state["eta_v"]), Descriptor, meanwhile=self.settle)  # lines 3-7
@@ -81,9 +67,8 @@ class PeFLLServer(ServerHalf):
         updates = cohort.send(PersonalizedModel(theta), Update)  # lines 9-11
         back = pullback(updates.delta_theta, updates.mean_weights)  # line 12
         d_eta_h: dict[str, Tensor] = {}
-        returned = cohort.send(
-            DescriptorUpdate(back.d_v / scale), EmbeddingUpdate, meanwhile=lambda: d_eta_h.update(back.d_eta_h())
-        )  # lines 13-15
+        d_v = DescriptorUpdate(back.d_v / scale)
+        returned = cohort.send(d_v, EmbeddingUpdate, lambda: d_eta_h.update(back.d_eta_h()))  # lines 13-15
         self._update(d_eta_h, returned.mean(returned.d_eta_v), standard)  # lines 17-18
         return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 
@@ -152,15 +137,14 @@ def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # --- the client -------------------------------------------------------------------------------------------------------
 
 
-class PeFLLClient(ClientHalf):
+class PeFLLClient(base.ClientHalf):
     """Describes itself, trains what it is given, and passes its half of the chain rule back."""
 
     settings: PeFLLSettings
 
     def __init__(self, settings: PeFLLSettings, task: Task) -> None:
         super().__init__(settings, task)
-        size = settings.descriptor_size(task.clients)
-        self.embedding = settings.embedding.network_for(task.kind, task.input_shape, task.classes, size)
+        self.embedding = settings.embedding_network(task)
 
     @conversation
     def train(self, clients: Group, opening: DescribeAndTrain) -> Conversation:
@@ -168,9 +152,8 @@ class PeFLLClient(ClientHalf):
         v, pullback = self._describe(clients, opening.eta_v, self.settings.descriptor.train, "descriptor")  # lines 5-6
         model: PersonalizedModel = yield Descriptor(v)  # lines 7-9
         trained = train(self.task.model, clients, model.theta, self.settings.local)  # line 10
-        feedback: DescriptorUpdate = yield Update(
-            trained.theta - model.theta, trained.steps, trained.loss
-        )  # lines 11-13
+        update = Update(trained.theta - model.theta, trained.steps, trained.loss)
+        feedback: DescriptorUpdate = yield update  # lines 11-13
         yield EmbeddingUpdate(pullback(feedback.d_v))  # lines 14-15
         return None
 
@@ -187,35 +170,30 @@ class PeFLLClient(ClientHalf):
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Descriptors ``[g, l]``, and the pullback ``[g, l] -> [g, |η_v|]``, one row per client."""
         layout = self.embedding.layout
-        parameters = [layout.leaves(eta_v, requires_grad=graph) for _ in clients.clients]
-        described = []
-        for i, client in enumerate(clients.clients):
-            x, y = self._visible(client)
-            if how == "batch":
-                index = first_batch(client.train, self.settings.descriptor.batch_size, clients.generator(i, purpose))
-                x, y = x[index], None if y is None else y[index]
-            described.append(self.embedding.describe(parameters[i], x, y))
+        weights = [layout.leaves(eta_v, requires_grad=graph) for _ in clients.clients]
+        v = [self.embedding.describe(w, *self._visible(clients, i, how, purpose)) for i, w in enumerate(weights)]
 
         def pullback(d_v: Tensor) -> Tensor:
-            rows = []
-            for leaves, v, d in zip(parameters, described, d_v, strict=True):
-                gradients = vjp(v, list(leaves.values()), d)
-                rows.append(layout.join(dict(zip(leaves, gradients, strict=True))))
-            return torch.stack(rows)
+            gradients = [vjp(v_i, list(w.values()), d) for w, v_i, d in zip(weights, v, d_v, strict=True)]
+            return torch.stack(
+                [layout.join(dict(zip(w, g, strict=True))) for w, g in zip(weights, gradients, strict=True)]
+            )
 
-        return torch.stack([v.detach() for v in described]), pullback
+        return torch.stack([v_i.detach() for v_i in v]), pullback
 
-    def _visible(self, client: ClientData) -> tuple[Tensor, Tensor | None]:
+    def _visible(self, clients: Group, i: int, how: str, purpose: str) -> tuple[Tensor, Tensor | None]:
         """What φ may see of a client: its inputs, and its labels unless it is the unlabelled variant."""
-        train = examples(client)
-        if not self.settings.embedding.labels:
-            return train.x, None
-        if train.y is None:
+        client = clients.clients[i]
+        train, labels = examples(client), self.settings.embedding.labels
+        if labels and train.y is None:
             raise DataError(
                 f"client {client.id}: its train split has no labels, which the embedding network takes",
                 hint="train with algorithm.embedding.labels: false to describe unlabelled clients",
             )
-        return train.x, train.y
+        index: Tensor | slice = slice(None)
+        if how == "batch":
+            index = next(batches(len(train), self.settings.descriptor.batch_size, 1, clients.generator(i, purpose)))
+        return train.x[index], train.y[index] if labels and train.y is not None else None
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -269,11 +247,15 @@ class PeFLLSettings(Settings):
         """l for n clients."""
         return self.descriptor.size if self.descriptor.size is not None else 1 + clients // 4
 
+    def embedding_network(self, task: Task) -> EmbeddingNetwork:
+        """φ for the inputs of a problem."""
+        size = self.descriptor_size(task.clients)
+        return self.embedding.network_for(task.kind, task.input_shape, task.classes, size)
+
     def optimizer(self, decay: float) -> AdamAscent | ShrinkAndAdd:
         """Lines 17 and 18 for one of the two networks."""
-        if self.server.rule == "paper":
-            return ShrinkAndAdd(self.local.lr, decay)
-        return AdamAscent(self.server.lr, decay)
+        s = self.server
+        return ShrinkAndAdd(self.local.lr, decay) if s.rule == "paper" else AdamAscent(s.lr, decay)
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
@@ -321,7 +303,7 @@ class EmbeddingUpdate(Message):
     d_eta_v: Tensor = rows(Quantity.EMBEDDING_NETWORK_UPDATE, "eta_v")  # [c, |η_v|]
 
 
-PEFLL = Algorithm(
+PEFLL = base.Algorithm(
     name="pefll",
     version=1,
     settings=PeFLLSettings,

@@ -8,8 +8,7 @@ KL(q_i ‖ w), and uploads that copy. What the paper leaves open, and measuremen
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, Self
@@ -18,19 +17,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import (
-    Algorithm,
-    ClientHalf,
-    Cohort,
-    Conversation,
-    Group,
-    Round,
-    ServerHalf,
-    Statistics,
-    Task,
-    conversation,
-)
-from fedloom.algorithms.client import Local, keep, kept
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import Local
 from fedloom.algorithms.optimizers import adam_
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
@@ -49,14 +38,14 @@ from fedloom.theory.gaussian import (
 )
 
 
-class PFedBayesServer(ServerHalf):
+class PFedBayesServer(base.ServerHalf):
     """v ← (1 - β) v + β · average of the localized global distributions."""
 
     def __init__(self, settings: PFedBayesSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.state["v"] = gaussian(task.model.init(generator, task.dtype), settings.rho)
 
-    def train_round(self, round: Round) -> Statistics:
+    def train_round(self, round: Round) -> base.Statistics:
         """One round of Algorithm 1."""
         v = self.state["v"]
         updated = round.sample().send(GlobalGaussian(v), LocalizedGaussian)
@@ -75,7 +64,7 @@ class PFedBayesServer(ServerHalf):
         return matched_moments(mu, updated.mean(clients.sigma.square() + (clients.mu - mu).square()))
 
 
-class PFedBayesClient(ClientHalf):
+class PFedBayesClient(base.ClientHalf):
     """ClientUpdate of Algorithm 1; q_i is the client's state between rounds."""
 
     predictors = ("personal", "global")
@@ -86,9 +75,9 @@ class PFedBayesClient(ClientHalf):
         """ClientUpdate(i, v) of Algorithm 1."""
         s = self.settings
         prior = opening.v.expand(len(clients), -1, -1)
-        q, w = MeanField(prior if s.reset else kept(clients, "v", prior)), MeanField(prior)
+        q, w = MeanField(prior if s.reset else clients.recall("v", prior)), MeanField(prior)
         loss = local_steps(self.task.model, q, w, clients, range(len(clients)), s, s.steps, "train")
-        keep(clients, v=q.v)
+        clients.keep(v=q.v)
         yield LocalizedGaussian(w.v, torch.full_like(loss, s.steps), loss)
         return None
 
@@ -96,8 +85,7 @@ class PFedBayesClient(ClientHalf):
     def personalize(self, clients: Group, opening: Prior) -> Predictors:
         """``personal`` is the q_i that the client kept, or one made from the prior; ``global`` is the prior."""
         s = self.settings
-        v = kept(clients, "v", opening.v.expand(len(clients), -1, -1))
-        new = [i for i in range(len(clients)) if clients.state(i) is None]
+        v, new = clients.recall("v", opening.v.expand(len(clients), -1, -1)), clients.new
         if new and s.personalize_steps:
             q, w = MeanField(v[new]), MeanField(opening.v.expand(len(new), -1, -1))
             local_steps(self.task.model, q, w, clients, new, s, s.personalize_steps, "personalize", localize=False)
@@ -158,13 +146,12 @@ def local_steps(
     local = Local(model, clients, members=members)
     n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
     noises = [clients.generator(i, f"{purpose}-noise") for i in members]
-    lr_q, lr_w = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal), s.lr_global
-    check_stability(s, float(lr_q.max()), w)
-    descend_q, descend_w = (
-        (Adam(q, s.lr_personal), Adam(w, lr_w))
-        if s.optimizer == "adam"
-        else (GradientDescent(q, lr_q), GradientDescent(w, torch.full_like(n, lr_w)))
-    )
+    lr_q = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal)
+    if why := unstable(s, float(lr_q.max()), float(w.sigma.min())):
+        raise ExperimentError(why)
+    adam = s.optimizer == "adam"
+    descend_q = by_adam(q, s.lr_personal) if adam else by_gradient(q, lr_q)
+    descend_w = by_adam(w, s.lr_global) if adam else by_gradient(w, torch.full_like(n, s.lr_global))
     losses = []
     totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
     for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
@@ -174,13 +161,13 @@ def local_steps(
         d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
         losses.append(reduce(torch.add, [loss for _, loss in sampled]))
         add_posterior_gradient(d_mu, d_sigma, q, w, s.zeta)
-        descend_q.step(d_mu, d_sigma.mul_(q.slope))
+        descend_q(d_mu, d_sigma.mul_(q.slope))
         if localize:
-            descend_w.step(*prior_gradient(q, w))
-    steep = s.optimizer == "gd" and s.objective == "total"
+            descend_w(*prior_gradient(q, w))
+    steep = s.objective == "total" and not adam
     also = "objective: mean, whose steps do not grow with n, or optimizer: adam" if steep else ""
-    local.lose_diverged(q.mu + q.rho, losses, [steps] * len(members), "lr_personal", s.lr_personal, also)
-    return torch.stack(losses).double().mean(0)[:, None] / n.double()
+    trained = local.trained(q.mu + q.rho, losses, [steps] * len(members), "lr_personal", s.lr_personal, also)
+    return trained.loss / torch.tensor(local.sizes)[:, None]
 
 
 def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -191,33 +178,27 @@ def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     return noise.to(like.device)
 
 
-class GradientDescent:
-    """(μ, ρ) ← (μ, ρ) − lr · gradient, with ``lr`` ``[g, 1]``."""
+def by_gradient(of: MeanField, lr: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """``(∂/∂μ, ∂/∂ρ) -> None``: a step of gradient descent in place, with ``lr`` ``[g, 1]``."""
 
-    def __init__(self, of: MeanField, lr: Tensor) -> None:
-        self.of = of
-        self.lr = lr
+    def step(d_mu: Tensor, d_rho: Tensor) -> None:
+        of.mu.addcmul_(d_mu, lr, value=-1)
+        of.rho.addcmul_(d_rho, lr, value=-1)
+        of.refresh()
 
-    def step(self, d_mu: Tensor, d_rho: Tensor) -> None:
-        """One step, in place."""
-        self.of.mu.addcmul_(d_mu, self.lr, value=-1)
-        self.of.rho.addcmul_(d_rho, self.lr, value=-1)
-        self.of.refresh()
+    return step
 
 
-class Adam:
-    """Adam on (μ, ρ); its moments are fresh."""
+def by_adam(of: MeanField, lr: float) -> Callable[[Tensor, Tensor], None]:
+    """``(∂/∂μ, ∂/∂ρ) -> None``: a step of Adam in place; its moments are fresh."""
+    first, second = ([torch.zeros_like(of.mu), torch.zeros_like(of.mu)] for _ in range(2))
+    steps = [torch.zeros((), device=of.mu.device) for _ in range(2)]
 
-    def __init__(self, of: MeanField, lr: float) -> None:
-        self.of = of
-        self.lr = lr
-        self.first, self.second = ([torch.zeros_like(of.mu), torch.zeros_like(of.mu)] for _ in range(2))
-        self.steps = [torch.zeros((), device=of.mu.device) for _ in range(2)]
+    def step(d_mu: Tensor, d_rho: Tensor) -> None:
+        adam_([of.mu, of.rho], [d_mu, d_rho], first, second, steps, lr)
+        of.refresh()
 
-    def step(self, d_mu: Tensor, d_rho: Tensor) -> None:
-        """One step, in place."""
-        adam_([self.of.mu, self.of.rho], [d_mu, d_rho], self.first, self.second, self.steps, self.lr)
-        self.of.refresh()
+    return step
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -238,49 +219,35 @@ class PFedBayesSettings(Settings):
     lr_global: float = Field(default=0.001, gt=0, description="η₂, learning rate of w on the client")
     objective: Literal["total", "mean"] = Field(
         default="total",
-        description="total: eq. 27, a sum over the client's n examples; mean: the same divided by n, so that a step of "
-        "gradient descent does not grow with n (a step of Adam never does)",
+        description="total: eq. 27, a sum over the n examples; mean: over n, so that steps of gd do not grow with n",
     )
     beta: float = Field(default=1.0, gt=0, description="β, step of the server to the clients' average")
     aggregation: Literal["parameters", "moments"] = Field(
         default="parameters", description="average (μ, ρ) (Algorithm 1), or match the moments (Lemma A.2)"
     )
     reset: bool = Field(default=False, description="start q_i at the global distribution at every visit")
-    draws: int = Field(
-        default=10,
-        ge=0,
-        description="S, networks whose predicted probabilities are averaged; 0: the mean network alone",
-    )
+    draws: int = Field(default=10, ge=0, description="S, networks that predict, averaged; 0: the mean network alone")
     personalize_steps: int = Field(
         default=20, ge=0, description="steps from the global distribution that a client without a q_i makes for one"
     )
 
     @model_validator(mode="after")
     def _stable(self) -> Self:
-        if self.optimizer == "gd":
-            bound = 2 * softplus(self.rho) ** 2
-            if self.objective == "total" and self.zeta * self.lr_personal >= bound:
-                raise ValueError(_unstable("zeta · lr_personal", self.zeta * self.lr_personal, bound))
-            if self.lr_global >= bound:
-                raise ValueError(_unstable("lr_global", self.lr_global, bound))
+        if why := unstable(self, self.lr_personal if self.objective == "total" else 0.0, softplus(self.rho)):
+            raise ValueError(why)
         return self
 
 
-def _unstable(what: str, found: float, bound: float) -> str:
-    return (
-        f"{what}: found {found:.3g}, allowed with optimizer gd: below 2σ_w² = {bound:.3g} "
-        f"(σ_w = {math.sqrt(bound / 2):.3g}), from where on gradient descent on KL(q_i ‖ w) diverges; "
-        "with optimizer adam there is no such bound"
-    )
-
-
-def check_stability(s: PFedBayesSettings, lr_q: float, prior: MeanField) -> None:
-    """Refuse gradient descent whose step on ζ·KL, a parabola of curvature ζ/σ_w² in μ, would diverge."""
-    if s.optimizer == "gd":
-        bound = 2 * float(prior.sigma.min()) ** 2
-        for what, found in (("ζ·η₁", s.zeta * lr_q), ("η₂", s.lr_global)):
-            if found >= bound:
-                raise ExperimentError(_unstable(what, found, bound))
+def unstable(s: PFedBayesSettings, lr_q: float, sigma: float) -> str | None:
+    """Why gradient descent on ζ·KL, a parabola of curvature ζ/σ_w² in μ, would diverge; None if it would not."""
+    bound = 2 * sigma**2
+    for what, found in (("zeta · lr_personal", s.zeta * lr_q), ("lr_global", s.lr_global)):
+        if s.optimizer == "gd" and found >= bound:
+            return (
+                f"{what}: found {found:.3g}, allowed with optimizer gd: below 2σ_w² = {bound:.3g} (σ_w = {sigma:.3g}), "
+                "from where on gradient descent on KL(q_i ‖ w) diverges; with optimizer adam there is no such bound"
+            )
+    return None
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
@@ -309,7 +276,7 @@ class Prior(Message):
     v: Tensor = broadcast(Quantity.GAUSSIAN)  # [2, d]
 
 
-PFEDBAYES = Algorithm(
+PFEDBAYES = base.Algorithm(
     name="pfedbayes",
     version=1,
     settings=PFedBayesSettings,

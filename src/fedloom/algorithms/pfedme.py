@@ -9,7 +9,6 @@ from w, which the paper leaves open.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -27,31 +26,22 @@ def moreau_steps(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSetting
     local = Local(model, group)
     w, personal = local.parameters(theta), local.parameters(theta)
     w_i, theta_i = list(w.values()), list(personal.values())
-    losses: list[Tensor] = []
+    correct, losses = proximal(s.proximity), []
     for batch in local.batches(s.batch_size, [s.steps] * len(group), "train"):
         for _ in range(s.inner_steps):
             gradients, loss = local.gradient(personal, batch)
             losses.append(loss)
-            local.descend(
-                theta_i, torch._foreach_add(gradients, difference(theta_i, w_i), alpha=s.proximity), s.inner_lr
-            )
-        local.descend(w_i, difference(w_i, theta_i), s.lr * s.proximity)
-    moved, counts = local.join(w), [s.steps * s.inner_steps] * len(group)
-    local.lose_diverged(moved, losses, counts, "inner_lr", s.inner_lr)
-    return Trained(moved, torch.tensor(counts).double()[:, None], torch.stack(losses).double().mean(0).cpu()[:, None])
-
-
-@torch.no_grad()
-def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """a - b, leaf by leaf."""
-    return list(torch._foreach_sub(list(a), list(b)))
+            with torch.no_grad():
+                local.descend(theta_i, correct(gradients, theta_i, w_i, {}), s.inner_lr)
+        with torch.no_grad():
+            local.descend(w_i, list(torch._foreach_sub(w_i, theta_i)), s.lr * s.proximity)
+    return local.trained(local.join(w), losses, [s.steps * s.inner_steps] * len(group), "inner_lr", s.inner_lr)
 
 
 def proximal_model(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
     """``personal`` is θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖²; ``global`` is w."""
-    made = train(
-        model, group, theta, by_epochs(s), correct=proximal(s.proximity), purpose="personalize", key="inner_lr"
-    )
+    correct = proximal(s.proximity)
+    made = train(model, group, theta, by_epochs(s), correct=correct, purpose="personalize", key="inner_lr")
     return {"personal": made.theta, "global": theta}
 
 

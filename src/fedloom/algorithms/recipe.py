@@ -16,18 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import (
-    Algorithm,
-    ClientHalf,
-    Cohort,
-    Conversation,
-    Group,
-    Round,
-    ServerHalf,
-    Statistics,
-    Task,
-    conversation,
-)
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, Trained, train
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
@@ -127,7 +117,7 @@ def shared_model(
     stateful: bool = False,
     needs_classes: bool = False,
     version: int = 1,
-) -> Algorithm:
+) -> base.Algorithm:
     """Make a method out of what distinguishes it.
 
     Parameters
@@ -141,17 +131,17 @@ def shared_model(
     shared
         ``body``: all but the last linear layer is sent, averaged and checkpointed; the head stays with the client.
     stateful
-        Whether ``local`` keeps a state of each client (:func:`fedloom.algorithms.client.keep`).
+        Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
     """
 
-    class Server(ServerHalf):
+    class Server(base.ServerHalf):
         def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
             super().__init__(settings, task)
             layout = task.model.layout
             self.sizes["s"] = layout.size if shared == "all" else layout.body_size
             self.state["theta"] = task.model.init(generator, task.dtype)[: self.sizes["s"]].clone()
 
-        def train_round(self, round: Round) -> Statistics:
+        def train_round(self, round: Round) -> base.Statistics:
             updates = round.sample().send(SharedModel(self.state["theta"]), Update)
             self.state["theta"] = aggregate(self.state["theta"], updates, self.settings)
             return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
@@ -159,7 +149,7 @@ def shared_model(
         def personalize(self, cohort: Cohort) -> Replies[Any]:
             return cohort.send(MakeItYours(self.state["theta"]))
 
-    class Client(ClientHalf):
+    class Client(base.ClientHalf):
         def __init__(self, settings: Any, task: Task) -> None:
             super().__init__(settings, task)
             if shared == "body" and not task.model.layout.head:
@@ -184,7 +174,7 @@ def shared_model(
             return steps(self.settings, examples) if predictor == "personal" else 0
 
     Client.predictors, Client.stateful = tuple(titles), stateful
-    return Algorithm(
+    return base.Algorithm(
         name=name,
         version=version,
         settings=settings,

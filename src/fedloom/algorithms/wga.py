@@ -20,18 +20,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import (
-    Algorithm,
-    ClientHalf,
-    Cohort,
-    Conversation,
-    Group,
-    Round,
-    ServerHalf,
-    Statistics,
-    Task,
-    conversation,
-)
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
 from fedloom.algorithms.client import Batch, Local, LocalSGD, train
 from fedloom.algorithms.optimizers import adam_direction
 from fedloom.errors import ExperimentError
@@ -44,7 +34,7 @@ from fedloom.theory.collaboration import next_bias, weighted_gradient
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class WGAServer(ServerHalf):
+class WGAServer(base.ServerHalf):
     """Keeps, for each user, its state θ, its bias estimate c, and its optimizer's moments."""
 
     settings: WGASettings
@@ -52,44 +42,37 @@ class WGAServer(ServerHalf):
     def __init__(self, settings: WGASettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.roster = {client: i for i, client in enumerate(task.roster)}
-        user = settings.user or next(iter(task.roster), "")
-        self._check(user)
-        self.always = (user,) if settings.users == "one" else ()
-        users = [user] if settings.users == "one" else list(task.roster)
+        one = (settings.user,) if settings.user is not None else task.roster[:1]
+        self.always, users = (one, one) if settings.users == "one" else ((), task.roster)
         self.row = {client: i for i, client in enumerate(users)}
-        start = task.model.init(generator, task.dtype)
-        self.state = {"theta": start.repeat(len(users), 1)}
+        theta, counts = task.model.init(generator, task.dtype).repeat(len(users), 1), torch.zeros(len(users)).long()
+        self.state = {"theta": theta}
         if settings.rule == "bc":
-            self.state["bias"] = torch.zeros_like(self.state["theta"])
+            self.state["bias"] = torch.zeros_like(theta)
         if settings.rule == "bc" and settings.beta == "harmonic":
-            self.state["observed"] = torch.zeros(len(users), dtype=torch.int64)
+            self.state["observed"] = counts
         if settings.optimizer != "sgd":
-            self.state["first"] = torch.zeros_like(self.state["theta"])
+            self.state["first"] = torch.zeros_like(theta)
         if settings.optimizer == "adam":
-            self.state["second"] = torch.zeros_like(self.state["theta"])
-            self.state["steps"] = torch.zeros(len(users), dtype=torch.int64)
+            self.state |= {"second": torch.zeros_like(theta), "steps": counts.clone()}
         if settings.weights == "inverse_variance":
             # Of each client of the roster: summed estimates, and their number.
             self.state["variances"] = torch.zeros(len(task.roster), 2, dtype=torch.float64)
-        self.sizes["block"] = states_in_a_message(settings, task)
+        self.sizes["block"] = settings.block_of(task.roster)
 
-    def train_round(self, round: Round) -> Statistics:
+    def train_round(self, round: Round) -> base.Statistics:
         """``steps_per_round`` iterations of Algorithm 1, of every user in the cohort."""
-        s = self.settings
-        cohort = round.sample(always=self.always)
+        s, size, cohort = self.settings, self.sizes["block"], round.sample(always=self.always)
         users = [client for client in cohort.clients if client in self.row]
         new = {name: tensor.clone() for name, tensor in self.state.items()}
         steps, losses = 0.0, []
         for step in range(s.steps_per_round):
             t = (round.number - 1) * s.steps_per_round + step
             answered: list[tuple[int, Replies[Gradients]]] = []
-            for start in range(0, len(users), self.sizes["block"]):
-                block = users[start : start + self.sizes["block"]]
+            for block in [users[i : i + size] for i in range(0, len(users), size)]:
                 theta = new["theta"][[self.row[user] for user in block]]
-                positions = torch.tensor([self.roster[user] for user in block], dtype=torch.float64)
-                replies = cohort.send(
-                    SharedStates(theta, positions, torch.tensor([step], dtype=torch.float64)), Gradients
-                )
+                whose, number = [self.roster[user] for user in block], torch.tensor([step]).double()
+                replies = cohort.send(SharedStates(theta, torch.tensor(whose).double(), number), Gradients)
                 truth = cohort.send(TrueGradients(theta), Gradients) if s.rule == "oracle" else None
                 steps += replies.total(replies.steps) + (0 if truth is None else truth.total(truth.steps))
                 present = replies.present if truth is None else truth.present
@@ -97,9 +80,18 @@ class WGAServer(ServerHalf):
                     at = cohort.clients.index(user)
                     if not present[at]:
                         continue  # without its own gradient a user makes no step
-                    weights = self._weights(cohort.clients, replies.gradient[:, j], present, new, at)
-                    noise = round.generator(f"oracle/{step}/{user}")
-                    self._advance(new, self.row[user], replies, truth, (at, j), weights, t, noise)
+                    mine = {name: tensor[self.row[user]] for name, tensor in new.items() if name != "variances"}
+                    g = replies.gradient[:, j]
+                    weights = self._weights(cohort.clients, g, present, new, at)
+                    direction = g[at]
+                    if s.rule != "alone" and weights.any():
+                        bias = (
+                            None if truth is None else truth.mean(truth.gradient[:, j], weights) - truth.gradient[at, j]
+                        )
+                        noise = round.generator(f"oracle/{step}/{user}")
+                        n = 1 / float(weights.square().sum())  # N, if they count alike
+                        direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
+                    self._step(mine, direction)
                     losses.append(float(replies.loss[at]))
                 answered.append((len(block), replies))
             self._note_variances(new, cohort, answered)
@@ -117,53 +109,40 @@ class WGAServer(ServerHalf):
         cohort.record("user", torch.tensor([[float(i is not None)] for i in mine], dtype=torch.float64))
         return cohort.send(OwnModel(states, mean, steps.double()))
 
-    def _advance(
+    def _aggregate(
         self,
-        new: dict[str, Tensor],
-        row: int,
-        replies: Replies[Gradients],
-        truth: Replies[Gradients] | None,
-        where: tuple[int, int],
-        weights: Tensor,
+        mine: dict[str, Tensor],
+        own: Tensor,
+        helpers: Tensor,
+        n: float,
         t: int,
+        true_bias: Tensor | None,
         noise: torch.Generator,
-    ) -> None:
-        """The aggregation on user 0: one step of one user, whose own gradient is in row ``where[0]``, state ``[1]``."""
-        s, (at, j) = self.settings, where
-        own = replies.gradient[at, j]
-        if s.rule == "alone" or not weights.any():
-            self._step(new, row, own)
-            return
-        helpers = replies.mean(replies.gradient[:, j], weights)
-        number = 1 / float(weights.square().sum())  # N, if they count alike
-        beta = self._beta(new, row, t, number) if s.rule == "bc" else 0.0
-        alpha = s.alpha_at(t, number, beta)
-        bias: Tensor | float = 0.0
+    ) -> Tensor:
+        """The aggregation on user 0: g_t of its own gradient and the mean of n helpers', all ``[d]``."""
+        s, beta, bias = self.settings, 0.0, true_bias
         if s.rule == "bc":
-            bias = new["bias"][row].clone()  # as it was before this exchange: it must not know this gradient's noise
-            new["bias"][row] = next_bias(bias, own, helpers, beta)
-        if truth is not None:
-            bias = truth.mean(truth.gradient[:, j], weights) - truth.gradient[at, j]
-            spread = (s.oracle_variance / number / bias.numel()) ** 0.5
+            if s.beta == "harmonic":  # t counts the updates of this user's own c, and this is one
+                beta = s.beta_at(int(mine["observed"]), n)
+                mine["observed"] += 1
+            else:
+                beta = s.beta_at(t, n)
+            bias = mine["bias"].clone()  # as it was before this exchange: it must not know this gradient's noise
+            mine["bias"].copy_(next_bias(bias, own, helpers, beta))
+        elif bias is not None:
+            spread = (s.oracle_variance / n / bias.numel()) ** 0.5
             bias = bias + spread * torch.randn(bias.shape, generator=noise, dtype=torch.float64).to(bias)
-        self._step(new, row, weighted_gradient(own, helpers, alpha, bias))
+        return weighted_gradient(own, helpers, s.alpha_at(t, n, beta), 0.0 if bias is None else bias)
 
-    def _beta(self, new: dict[str, Tensor], row: int, t: int, helpers: float) -> float:
-        """β of this exchange; a harmonic one counts the updates of this user's own c, and this is one."""
-        if self.settings.beta == "harmonic":
-            t = int(new["observed"][row])
-            new["observed"][row] += 1
-        return self.settings.beta_at(t, helpers)
-
-    def _step(self, new: dict[str, Tensor], row: int, g: Tensor) -> None:
+    def _step(self, mine: dict[str, Tensor], g: Tensor) -> None:
         """θ ← θ - η g, or what the optimizer makes of g."""
         s = self.settings
         if s.optimizer == "momentum":
-            new["first"][row] = g = s.momentum * new["first"][row] + g
+            g = mine["first"].copy_(s.momentum * mine["first"] + g)
         if s.optimizer == "adam":
-            new["steps"][row] += 1
-            g = adam_direction(g, new["first"][row], new["second"][row], int(new["steps"][row]))
-        new["theta"][row] -= s.lr * g
+            mine["steps"] += 1
+            g = adam_direction(g, mine["first"], mine["second"], int(mine["steps"]))
+        mine["theta"] -= s.lr * g
 
     def _weights(
         self, clients: Sequence[str], gradients: Tensor, present: Tensor, new: Mapping[str, Tensor], at: int
@@ -188,58 +167,56 @@ class WGAServer(ServerHalf):
         self, new: dict[str, Tensor], cohort: Cohort, answered: Sequence[tuple[int, Replies[Gradients]]]
     ) -> None:
         """Add this step's estimates of σ_i², one for each client, over all states; they count from the next step on."""
-        if self.settings.weights == "inverse_variance":
-            for at, client in enumerate(cohort.clients):
-                estimates = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
-                if estimates:
-                    mean = sum(states * estimate for states, estimate in estimates) / sum(n for n, _ in estimates)
-                    new["variances"][self.roster[client]] += torch.stack(
-                        [torch.as_tensor(mean), torch.ones(()).double()]
-                    )
-
-    def _check(self, user: str) -> None:
-        named = list(self.settings.weights) if isinstance(self.settings.weights, dict) else []
-        for key, client in [("user", user), *(("weights", client) for client in named)]:
-            if client not in self.roster:
-                first, last = (self.task.roster[0], self.task.roster[-1]) if self.task.roster else ("", "")
-                raise ExperimentError(
-                    f"algorithm.{key}: found {client!r}; allowed: a seen client, such as {first} or {last}"
-                )
+        for at, client in enumerate(cohort.clients):
+            found = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
+            if found and "variances" in new:
+                known = new["variances"][self.roster[client]]
+                known[0] += sum(states * estimate for states, estimate in found) / sum(states for states, _ in found)
+                known[1] += 1
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
 
 
-class WGAClient(ClientHalf):
+class WGAClient(base.ClientHalf):
     """Answers with gradients at other users' states, on its own data."""
 
     predictors = ("personal", "global")
     settings: WGASettings
 
+    def __init__(self, settings: WGASettings, task: Task) -> None:
+        super().__init__(settings, task)
+        weights = settings.weights if isinstance(settings.weights, dict) else {}
+        for key, client in [("user", settings.user), *(("weights", client) for client in weights)]:
+            if client is not None and client not in task.roster:
+                some = " or ".join(task.roster[:1] + task.roster[-1:])
+                raise ExperimentError(f"algorithm.{key}: found {client!r}; allowed: a seen client, such as {some}")
+
     @conversation
     def train(self, clients: Group, opening: SharedStates) -> Conversation:
         """Algorithm 1: sample, compute, share; as often as the server asks."""
-        s, local, block = self.settings, Local(self.task.model, clients), states_in_a_message(self.settings, self.task)
-        draws = local.batches(s.batch_size, [s.steps_per_round * s.local_steps] * len(clients), "train")
+        s, model, roster, g = self.settings, self.task.model, self.task.roster, len(clients)
+        local = Local(model, clients)
+        draws = local.batches(s.batch_size, [s.steps_per_round * s.local_steps] * g, "train")
         message: SharedStates | TrueGradients = opening
         step, drawn = -1, list[Batch]()
         while True:
             if isinstance(message, SharedStates) and int(message.step) > step:
                 step, drawn = int(message.step), list(islice(draws, s.local_steps))
-            gradient = message.theta.new_zeros(len(clients), block, self.task.model.layout.size)
-            variance, loss, states, count = message.theta.new_zeros(4, len(clients), 1, dtype=torch.float64)
+            gradient = message.theta.new_zeros(g, s.block_of(roster), model.layout.size)
+            variance, loss, states, count = message.theta.new_zeros(4, g, 1, dtype=torch.float64)
             for j, state in enumerate(message.theta):
-                theta = state.expand(len(clients), -1)
+                theta = state.expand(g, -1)
                 if isinstance(message, TrueGradients):
                     gradient[:, j], _ = local.gradient_at(theta, *local.everything())
                     count += 1
                     continue
-                owner = self.task.roster[int(message.users[j])]
+                owner = roster[int(message.users[j])]
                 own = torch.tensor([[client.id == owner] for client in clients.clients], device=theta.device)
                 used = own if s.rule == "alone" else torch.ones_like(own)  # nobody would use the others
                 if used.any():
-                    g, here, spread = self._gradient(local, theta, drawn)
-                    gradient[:, j] = torch.where(used, g, 0)
+                    found, here, spread = self._gradient(local, theta, drawn)
+                    gradient[:, j] = torch.where(used, found, 0)
                     variance, states, count = variance + spread * used, states + used, count + s.local_steps * used
                     loss = torch.where(own, here, loss)
             message = yield Gradients(gradient, variance / states.clamp(min=1), loss, count)
@@ -247,23 +224,17 @@ class WGAClient(ClientHalf):
     @conversation
     def personalize(self, clients: Group, opening: OwnModel) -> Predictors:
         """``personal`` is the client's own state, or what its own steps make of the mean; ``global`` is the mean."""
-        s, counts = self.settings, [int(steps) for steps in opening.steps]
-        personal = opening.theta
-        if any(counts):
-            sgd = LocalSGD(steps=max(counts), batch_size=s.batch_size, lr=self._local_lr, momentum=0.0)
-            made = train(self.task.model, clients, personal, sgd, purpose="personalize", key="local_lr").theta
-            personal = torch.where(opening.steps > 0, made, personal)
-        shared = opening.mean.expand(len(clients), -1)
-        return predictors_of(self.task.model, personal=personal, **{"global": shared})
+        s, model, personal = self.settings, self.task.model, opening.theta.clone()
+        if new := [i for i, steps in enumerate(opening.steps.flatten().tolist()) if steps]:
+            lr = s.local_lr or s.lr
+            sgd = LocalSGD(steps=int(opening.steps.max()), batch_size=s.batch_size, lr=lr, momentum=0.0)
+            made = train(model, clients, personal[new], sgd, members=new, purpose="personalize", key="local_lr")
+            personal[new] = made.theta
+        return predictors_of(model, personal=personal, **{"global": opening.mean.expand(len(clients), -1)})
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """``personalize_steps`` for a client without a state of its own."""
         return self.settings.personalize_steps if predictor == "personal" else 0
-
-    @property
-    def _local_lr(self) -> float:
-        s: WGASettings = self.settings
-        return float(s.lr if s.local_lr is None else s.local_lr)
 
     def _gradient(self, local: Local, theta: Tensor, drawn: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
         """Each client's gradient at θ ``[g, d]``, the loss there, and the gradient's variance, both ``[g, 1]`` float64.
@@ -275,10 +246,11 @@ class WGAClient(ClientHalf):
             return halves(local, theta, drawn[0])
         g, loss = local.gradient_at(theta, drawn[0])
         if s.local_steps > 1:
-            moved = theta - self._local_lr * g
+            lr = s.local_lr or s.lr
+            moved = theta - lr * g
             for batch in drawn[1:]:
-                moved = moved - self._local_lr * local.gradient_at(moved, batch)[0]
-            g = (theta - moved) / (self._local_lr * s.local_steps)
+                moved = moved - lr * local.gradient_at(moved, batch)[0]
+            g = (theta - moved) / (lr * s.local_steps)
         return g, loss.double()[:, None], torch.zeros_like(loss, dtype=torch.float64)[:, None]
 
 
@@ -332,21 +304,16 @@ class WGASettings(Settings):
         "bias correction that is told the bias (§5.1)",
     )
     users: Literal["one", "all"] = Field(
-        default="one",
-        description="who is user 0: one client, or every seen client at once, each with its own state",
+        default="one", description="who is user 0: one client, or every seen client at once, each with its own state"
     )
     user: str | None = Field(default=None, description="id of user 0 (users: one); null is the first seen client")
-    alpha: Schedule = Field(
-        default=0.5, description="α: a number, a list with one for each exchange, harmonic (1/(t + 1)), or optimal"
-    )
-    beta: Schedule = Field(
-        default=0.1, description="β of bc: a number, a list with one for each exchange, harmonic, or optimal"
-    )
+    alpha: Schedule = Field(default=0.5, description="α: a number, one for each exchange, harmonic, or optimal")
+    beta: Schedule = Field(default=0.1, description="β of bc: a number, one for each exchange, harmonic, or optimal")
     known: Known | None = Field(default=None, description="constants of the problem, for an optimal α or β")
     weights: Literal["uniform", "inverse_variance", "cosine"] | dict[str, Weight] = Field(
         default="uniform",
-        description="relative weights of the helpers: equal; 1/σ_i² (footnote 1), estimated in earlier exchanges; the "
-        "cosine of their gradient with user 0's, 0 where negative; or a mapping from client to weight",
+        description="of the helpers: equal; 1/σ_i² (footnote 1), estimated in earlier exchanges; the cosine of their "
+        "gradient with user 0's, 0 where negative; or a mapping from client to weight",
     )
     lr: float = Field(default=0.05, gt=0, description="η")
     optimizer: Literal["sgd", "momentum", "adam"] = Field(
@@ -355,17 +322,13 @@ class WGASettings(Settings):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of the optimizer momentum")
     batch_size: int = Field(default=32, ge=1, description="examples of a stochastic gradient")
     steps_per_round: int = Field(default=1, ge=1, description="exchanges of gradients, and steps, in one round")
-    local_steps: int = Field(
-        default=1, ge=1, description="local SGD steps that one gradient stands for: what they moved, over their number"
-    )
+    local_steps: int = Field(default=1, ge=1, description="local SGD steps that one gradient stands for, their mean")
     local_lr: float | None = Field(default=None, gt=0, description="η of local steps; null is lr")
     oracle_variance: float = Field(
         default=0.0, ge=0, description="v² of the bias oracle for one helper; that of their mean is v²/N (Theorem 2)"
     )
     personalize_steps: int = Field(
-        default=0,
-        ge=0,
-        description="local SGD steps, from the mean of all states, of a client that has none",
+        default=0, ge=0, description="local SGD steps, from the mean of all states, of a client that has none"
     )
     block: int = Field(default=8, ge=1, description="states in one message (users: all), which bounds the memory")
 
@@ -388,11 +351,14 @@ class WGASettings(Settings):
             )
         return self
 
+    def block_of(self, roster: Sequence[str]) -> int:
+        """Rows of :class:`Gradients`, the same for every message of a run."""
+        return 1 if self.users == "one" else min(self.block, len(roster))
+
     def alpha_at(self, t: int, helpers: float, beta: float) -> float:
         """α of exchange t = 0, 1, ... with so many helpers."""
-        if self.alpha != "optimal":
+        if self.known is None or self.alpha != "optimal":
             return _at(self.alpha, t)
-        assert self.known is not None
         problem = self.known.problem(helpers)
         if self.rule == "oracle":
             return collaboration.optimal_alpha_oracle(problem, self.oracle_variance)
@@ -402,22 +368,15 @@ class WGASettings(Settings):
 
     def beta_at(self, t: int, helpers: float) -> float:
         """β of exchange t = 0, 1, ... with so many helpers."""
-        if self.beta != "optimal":
+        if self.known is None or self.known.horizon is None or self.beta != "optimal":
             return _at(self.beta, t)
-        assert self.known is not None
-        assert self.known.horizon is not None
         return collaboration.optimal_beta(self.known.problem(helpers), self.known.horizon)
 
 
 def _at(schedule: float | tuple[float, ...] | str, t: int) -> float:
-    if isinstance(schedule, str):
-        return 1 / (t + 1)
-    return schedule[min(t, len(schedule) - 1)] if isinstance(schedule, tuple) else schedule
-
-
-def states_in_a_message(settings: WGASettings, task: Task) -> int:
-    """Rows of :class:`Gradients`, the same for every message of a run."""
-    return 1 if settings.users == "one" else min(settings.block, len(task.roster))
+    if isinstance(schedule, tuple):
+        return schedule[min(t, len(schedule) - 1)]
+    return 1 / (t + 1) if isinstance(schedule, str) else schedule
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
@@ -463,7 +422,7 @@ class OwnModel(Message):
 
 RULES = {"alone": "Alone", "wga": "WGA", "bc": "Bias Correction", "oracle": "Bias Correction, oracle"}
 
-WGA = Algorithm(
+WGA = base.Algorithm(
     name="wga",
     version=1,
     settings=WGASettings,
