@@ -124,7 +124,7 @@ class Federation:
         """A loop over the run's folder ``name``; ``replay`` names the folder whose journal is repeated."""
         folder = RunFolder(self.tmp / name)
         folder.make()
-        again = None if replay is None else Replay(Journal.read(RunFolder(self.tmp / replay)))
+        again = None if replay is None else Replay(RunFolder(self.tmp / replay))
         stop = threading.Event() if stop is None else stop
         return assemble.loop(self.parts, carrier or self.carrier(name), folder, Quiet(), stop, again)
 

@@ -224,6 +224,6 @@ def record_numbers(place: str) -> list[str]:
     store, found = open_store(place), []
     for entry in store.entries("published/"):
         found.append(entry.name)
-        if any(blob.startswith(FOLDER) for blob in json.loads(store.read(entry.name))["files"].values()):
+        if any(blobs[0].startswith(FOLDER) for blobs in json.loads(store.read(entry.name))["files"].values()):
             break
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss, Replay
+from fedloom.federation.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.federation.loop import Loop, Schedule, vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates
@@ -180,7 +180,13 @@ def federation(
     if lost is not None:
         losses = [Loss(row, known.roster[row], exchange, "planned") for exchange, row in lost.items()]
         record = ConversationRecord(list(known.roster), losses)
-        replay = Replay(Journal(made, [Attempt(t, 1, conversations=[record]) for t in range(1, rounds + 1)]))
+        planned = RunFolder(folder / "planned")
+        planned.make()
+        attempts = [
+            Attempt(t, 1, conversations=[record], statistics={"client_steps": 0.0}) for t in range(1, rounds + 1)
+        ]
+        planned.rewrite("journal.jsonl", map(asdict, attempts))
+        replay = Replay(planned)
     loop = Loop(
         Schedule(
             rounds=rounds,

@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 from forked import Popen
+from hypothesis import given
+from hypothesis import strategies as st
 from published_runs import aggregator, run_folder
 from s3_support import S3Server
 from test_states import made as federation_that_remembers
 
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import Published
+from fedloom.federation.journal import Replay
+from fedloom.federation.published import SEGMENTS, Published, segments
 from fedloom.storage import Absent, Store, open_store
 from fedloom.storage.folder import FolderStore, copy_atomically
 
@@ -56,10 +59,56 @@ def test_files_that_only_older_records_need_are_removed_and_none_is_copied_twice
         a.publish(round)
     blobs = [entry.name.removeprefix("blobs/") for entry in store.entries("blobs/")]
     last = records(store)[-1]
-    assert sorted(last["files"].values()) == blobs
-    assert last["files"]["partition.json"].startswith("00000001-")  # as it was published first
-    assert last["files"]["checkpoints/round-000004.safetensors"].startswith("00000002-")
-    assert last["files"]["checkpoints/round-000005.safetensors"].startswith("00000003-")
+    assert sorted(blob for (blob,) in last["files"].values()) == blobs
+    assert last["files"]["partition.json"][0].startswith("00000001-")  # as it was published first
+    assert last["files"]["checkpoints/round-000004.safetensors"][0].startswith("00000002-")
+    assert last["files"]["checkpoints/round-000005.safetensors"][0].startswith("00000003-")
+
+
+@given(st.integers(0, 1 << 27), st.integers(0, 1 << 20))
+def test_segments_cover_a_file_and_stay_as_it_grows(size: int, more: int) -> None:
+    ends = [begin + length for begin, length in segments(size)]
+    assert [begin for begin, _ in segments(size)] == [0, *ends[:-1]]
+    assert ends[-1] == size
+    assert len(ends) <= size // SEGMENTS[0] + 15
+    assert len({cut for cut in segments(size + more) if cut[1] == SEGMENTS[0]}) >= size // SEGMENTS[0]
+    whole = [cut for cut in segments(size) if cut[1] == SEGMENTS[0]]
+    assert segments(size + more)[: len(whole)] == whole
+
+
+def test_a_publication_copies_what_is_new_of_files_of_lines(tmp_path: Path) -> None:
+    copied: list[int] = []
+
+    class Counting(FolderStore):
+        def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
+            copied.append(len(content))
+            super().write(name, content, durably=durably)
+
+    folder = run_folder(tmp_path / "a", 1)
+    a = aggregator(tmp_path / "a", Counting(tmp_path / "store"), "a")
+    line = {"text": "x" * 10_000}
+    per_publication = []
+    for round in range(1, 200):
+        for number in range(10):
+            folder.append("journal.jsonl", {"round": round, "number": number, **line})
+        before = sum(copied)
+        a.publish(round)
+        per_publication.append(sum(copied) - before)
+    size = (tmp_path / "a" / "journal.jsonl").stat().st_size
+    assert size > SEGMENTS[0]
+    assert sum(per_publication) < 200 * SEGMENTS[-1] + 4 * size
+    assert sorted(per_publication)[100] <= SEGMENTS[-1] + 200_000  # half of them: the end alone
+    assert len(records(open_store(tmp_path / "store"))[-1]["files"]["journal.jsonl"]) < 20
+    b = aggregator(tmp_path / "b", open_store(tmp_path / "store"), "b")
+    assert b.take_up()
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+    # A file that is another now is published as it is, though its beginning was known.
+    whole = (tmp_path / "b" / "journal.jsonl").read_text()
+    for text in (whole[: SEGMENTS[0] + 5], "y" * len(whole), whole + "more\n"):
+        (tmp_path / "b" / "journal.jsonl").write_text(text)
+        b.publish(200)
+        assert aggregator(tmp_path / "c", open_store(tmp_path / "store"), "c").take_up()
+        assert (tmp_path / "c" / "journal.jsonl").read_text() == text
 
 
 def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) -> None:
@@ -135,9 +184,9 @@ def test_of_two_aggregators_only_one_goes_on(store: Store, tmp_path: Path) -> No
     run_folder(tmp_path / "b", 8)
     second.publish(8)
     # What the first had copied before it was told is gone, too.
-    assert {entry.name.removeprefix("blobs/") for entry in store.entries("blobs/")} == set(
-        records(store)[-1]["files"].values()
-    )
+    assert {entry.name.removeprefix("blobs/") for entry in store.entries("blobs/")} == {
+        blob for blobs in records(store)[-1]["files"].values() for blob in blobs
+    }
 
 
 class HeldUp(FolderStore):
@@ -206,8 +255,8 @@ def test_taking_up_what_is_being_replaced_takes_the_newer(tmp_path: Path) -> Non
         (lambda store: store.write("published/00000001.json", b"{"), "not a record of a published run"),
         (lambda store: store.write("published/00000001.json", b"[]"), "not a record of a published run"),
         (lambda store: rewrite(store, version=99), "published by another version of FedLoom"),
-        (lambda store: rewrite(store, files={"../escape": store_blob(store)[6:]}), "not a record of a published run"),
-        (lambda store: rewrite(store, files={"/etc/x": store_blob(store)[6:]}), "not a record of a published run"),
+        (lambda store: rewrite(store, files={"../escape": [store_blob(store)[6:]]}), "not a record of a published run"),
+        (lambda store: rewrite(store, files={"/etc/x": [store_blob(store)[6:]]}), "not a record of a published run"),
     ],
 )
 def test_what_is_damaged_is_not_taken_up(tmp_path: Path, damage: Any, says: str) -> None:
@@ -281,7 +330,9 @@ def test_the_checkpoints_of_a_finished_run_are_kept_once(store: Store, tmp_path:
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
     c.finish()
     assert not any(
-        "checkpoints/" in name and "folder" not in blob for name, blob in records(store)[-1]["files"].items()
+        "checkpoints/" in name and "folder" not in blob
+        for name, blobs in records(store)[-1]["files"].items()
+        for blob in blobs
     )
     d = aggregator(tmp_path / "d", store, "d")
     assert d.take_up()
@@ -383,6 +434,10 @@ def test_another_machine_goes_on_to_the_same_end(store: Store, tmp_path: Path) -
     last = "checkpoints/round-000006.safetensors"
     assert (tmp_path / "b" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
     assert [record["round"] for record in records(store)] == [0, 1, 2, 3, 4, 5, 6]
+    # Whoever takes it up has its whole journal, and can replay it.
+    assert aggregator(tmp_path / "c", store, "c").take_up()
+    replay, attempts = Replay(RunFolder(tmp_path / "c")), f2.loop.journal.counted()
+    assert [replay.attempt(t) for t in range(1, 7)] == attempts
 
 
 def test_a_loop_that_was_replaced_stops(store: Store, tmp_path: Path) -> None:

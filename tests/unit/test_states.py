@@ -127,9 +127,10 @@ def test_a_client_whose_answer_was_stored_and_then_lost_starts_from_before(tmp_p
     """Its state of round 2 lies there, but the journal does not count it in round 2."""
     f = made(tmp_path, rounds=2)
     f.run()
-    journal = f.loop.journal
-    journal.attempts[1].conversations[0].lost.append(Loss(1, "c1", 1, "late"))
-    again = Journal(f.loop.folder, journal.attempts)
+    journal, attempts = f.loop.journal, f.loop.journal.attempts
+    attempts[1].conversations[0].lost.append(Loss(1, "c1", 1, "late"))
+    f.loop.folder.rewrite("journal.jsonl", map(dataclasses.asdict, attempts))
+    again = Journal.read(f.loop.folder)
     assert again.version("c1", 2) == Version(1, 1, 0, 1, journal.life)
     assert again.version("c0", 2) == Version(2, 1, 0, 0, journal.life)
     assert list((tmp_path / "states" / "c1").glob("2-1-0-1-*.safetensors"))
@@ -195,13 +196,16 @@ def test_the_journal_names_versions_by_round_and_forgets_what_is_rewound(tmp_pat
     f = made(tmp_path, rounds=0)
     journal = Journal(f.loop.folder)
     life = journal.life
+    journal.needed = range(4)
     assert journal.version("a", 10) is None
     for t, done in ((1, "done"), (2, "failed"), (3, "done")):
-        journal.append(Attempt(t, 1, done, [ConversationRecord(["a", "b", "a"], [Loss(0, "a", 1, "late")])]))
+        conversation = ConversationRecord(["a", "b", "a"], [Loss(0, "a", 1, "late")])
+        journal.append(Attempt(t, 1, done, [conversation], {"client_steps": 1.0}))
     assert [journal.version("a", t) for t in range(4)] == [
         None, Version(1, 1, 0, 2, life), Version(1, 1, 0, 2, life), Version(3, 1, 0, 2, life),
     ]  # fmt: skip
-    journal.rewind(2)
+    journal = Journal.read(f.loop.folder, 2)
+    journal.rewind()
     assert journal.version("a", 3) == Version(1, 1, 0, 2, life)
     assert journal.version("b", 3) == Version(1, 1, 0, 1, life)
     again = Journal.read(f.loop.folder)
@@ -211,7 +215,10 @@ def test_the_journal_names_versions_by_round_and_forgets_what_is_rewound(tmp_pat
 
 def test_a_life_is_later_than_those_in_the_journal_whatever_the_clock_says(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=0)
-    assert Journal(f.loop.folder, [Attempt(1, 1, life=2**60), Attempt(2, 1, life=5)]).life == 2**60 + 1
+    attempts = [Attempt(t, 1, statistics={"client_steps": 0.0}, life=life) for t, life in ((1, 5), (2, 2**60))]
+    f.loop.folder.rewrite("journal.jsonl", map(dataclasses.asdict, attempts))
+    for upto in (None, 1):  # what is not wanted was made by somebody, too
+        assert Journal.read(f.loop.folder, upto).life == 2**60 + 1
 
 
 def test_an_aggregator_that_is_thought_dead_does_no_harm_to_its_successor(tmp_path: Path) -> None:

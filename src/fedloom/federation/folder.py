@@ -10,13 +10,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError, ExperimentError
-from fedloom.storage.folder import PARTIAL, storing, write_atomically
+from fedloom.storage.folder import PARTIAL, staged, storing, sync, write_atomically
 
 EXPERIMENT = "experiment.yaml"
+PIECE = 1 << 20
 
 
 class Lines(list[dict[str, Any]]):
@@ -25,6 +26,18 @@ class Lines(list[dict[str, Any]]):
     def __init__(self, objects: Iterable[dict[str, Any]], unreadable: int) -> None:
         super().__init__(objects)
         self.unreadable = unreadable
+
+
+class Placed(NamedTuple):
+    """A line of a file of lines: where it begins and ends, in bytes, and its object; None if it is none.
+
+    ``whole`` says whether the line's end was written.
+    """
+
+    start: int
+    end: int
+    object: dict[str, Any] | None
+    whole: bool
 
 
 class RunFolder:
@@ -162,17 +175,29 @@ class RunFolder:
 
     def lines(self, name: str) -> Lines:
         """Return the objects of a JSON-lines file; none if it is not there. Lines that are no object are counted."""
-        objects, unreadable = [], 0
-        for line in (self.read(name) or "").split("\n"):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                value = None
-            if isinstance(value, dict):
-                objects.append(value)
-            elif line.strip():
-                unreadable += 1
-        return Lines(objects, unreadable)
+        found = [line.object for line in self.placed(name)]
+        objects = [value for value in found if value is not None]
+        return Lines(objects, len(found) - len(objects))
+
+    def objects(self, name: str) -> Iterator[dict[str, Any]]:
+        """Give the objects of a JSON-lines file one after another, however many there are; none if it is not there."""
+        return (line.object for line in self.placed(name) if line.object is not None)
+
+    def placed(self, name: str) -> Iterator[Placed]:
+        """Give the lines of a JSON-lines file that are not empty, and where they are; none if it is not there."""
+        path, end = self.path / name, 0
+        try:
+            with path.open("rb") as file:
+                for line in file:  # of bytes: lines end with \n alone
+                    start, end = end, end + len(line)
+                    if not line.isspace():
+                        yield Placed(start, end, as_object(line.decode()), line.endswith(b"\n"))
+        except FileNotFoundError:
+            return
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: damaged, found bytes that are no UTF-8 ({error.reason})") from error
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
     def metrics(self) -> Lines:
         """Return the evaluated rounds, ascending; of one written twice (before and after a resume) the later line."""
@@ -184,7 +209,7 @@ class RunFolder:
 
     def training_loss(self) -> dict[int, float]:
         """Return the training loss of each round that is in the journal, ascending; none of methods without one."""
-        done = [a for a in self.lines("journal.jsonl") if a.get("outcome", "done") == "done"]
+        done = (a for a in self.objects("journal.jsonl") if a.get("outcome", "done") == "done")
         found = {a["round"]: a["statistics"]["loss"] for a in done if "loss" in a.get("statistics", {})}
         return dict(sorted(found.items()))
 
@@ -218,6 +243,20 @@ class RunFolder:
                 finally:
                     os.close(descriptor)
 
+    def cut(self, name: str, end: int) -> None:
+        """Keep the first bytes of a file of lines, all of them whole lines; the others go. A file too short stays."""
+        path = self.path / name
+        with storing(path):
+            if not path.exists() or path.stat().st_size <= end:
+                return
+        with staged(path) as partial:
+            with path.open("rb") as whole, partial.open("wb") as kept:
+                while piece := whole.read(min(end - kept.tell(), PIECE)):
+                    kept.write(piece)
+            sync(partial)
+            partial.replace(path)
+            sync(path.parent)
+
     def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Replace a file of lines."""
         self.write(name, "".join(map(json_line, lines)))
@@ -226,3 +265,12 @@ class RunFolder:
 def json_line(value: Mapping[str, Any]) -> str:
     """An object as a line of a file of lines: in ASCII, so that nothing in it is taken for the end of the line."""
     return json.dumps(value, allow_nan=False) + "\n"
+
+
+def as_object(line: str | bytes) -> dict[str, Any] | None:
+    """The object that a line is; None if it is none, as when a crash cut it short."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

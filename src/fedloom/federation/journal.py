@@ -8,16 +8,20 @@ faults included.
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import time
+from array import array
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedloom.errors import DataError
-from fedloom.federation.folder import RunFolder
+from fedloom.federation.folder import Placed, RunFolder, as_object
 from fedloom.federation.states import Version
 
+NAME = "journal.jsonl"
 DONE = "done"
 EVALUATED = "evaluated"
 
@@ -65,78 +69,174 @@ class Attempt:
     life: int = 0
 
 
+@dataclass
+class Costs:
+    """What the rounds cost that count, all together; ``seconds`` are those of failed attempts, too.
+
+    ``wire_*`` is None once a round has not been measured.
+    """
+
+    payload_up: int = 0
+    payload_down: int = 0
+    wire_up: int | None = 0
+    wire_down: int | None = 0
+    client_steps: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, attempt: Attempt) -> None:
+        """Add an attempt."""
+        self.seconds += attempt.seconds
+        if attempt.outcome != DONE:
+            return
+        self.payload_up += attempt.payload_up
+        self.payload_down += attempt.payload_down
+        self.wire_up = None if self.wire_up is None or attempt.wire_up is None else self.wire_up + attempt.wire_up
+        self.wire_down = (
+            None if self.wire_down is None or attempt.wire_down is None else self.wire_down + attempt.wire_down
+        )
+        self.client_steps += attempt.statistics["client_steps"]
+
+
 class Journal:
     """The journal of a run, appended as rounds end.
+
+    Its attempts are in the file alone. Kept in memory is what the loop needs of them, which does not grow with rounds.
 
     Attributes
     ----------
     life
         Of the aggregator that appends to it: ms since 1970 at its start, and more than any life in the journal. Client
         states are named by it, so that two aggregators that held the same round never mean one file.
+    costs
+        Of all rounds so far.
+    counted_rounds, whole
+        How many attempts became rounds; and up to which round none is missing.
+    needed
+        Rounds at which versions of clients' states are asked for, besides the last: those of checkpoints.
     """
 
-    def __init__(self, folder: RunFolder, attempts: Iterable[Attempt] = ()) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self.life = time.time_ns() // 1_000_000
-        self.attempts: list[Attempt] = []
+        self.costs = Costs()
+        self.counted_rounds = self.whole = 0
+        self.needed: Collection[int] = ()
         self._kept: dict[str, list[Version]] = {}
-        for attempt in attempts:
-            self._note(attempt)
-            self.life = max(self.life, attempt.life + 1)
+        self._losses = array("d")
+        self._end = 0
 
     def _note(self, attempt: Attempt) -> None:
-        self.attempts.append(attempt)
+        self.costs.add(attempt)
         if attempt.outcome != DONE:
             return
+        if self.whole == self.counted_rounds and attempt.round == self.whole + 1:
+            self.whole += 1
+        self.counted_rounds += 1
+        if "loss" in attempt.statistics:
+            self._losses.append(attempt.statistics["loss"])
         for number, conversation in enumerate(attempt.conversations):
             lost = {loss.row for loss in conversation.lost}
             for row, client in enumerate(conversation.clients):
                 if row not in lost:
-                    version = Version(attempt.round, attempt.attempt, number, row, attempt.life)
-                    self._kept.setdefault(client, []).append(version)
+                    self._keep(client, Version(attempt.round, attempt.attempt, number, row, attempt.life))
+
+    def _keep(self, client: str, version: Version) -> None:
+        """Remember the version that a client starts from now, and those that a checkpoint would start it from."""
+        before = self._kept.get(client, [])
+        needed = {_at(before, round) for round in self.needed}
+        self._kept[client] = [*(old for old in before if old in needed), version]
 
     def version(self, client: str, round: int) -> Version | None:
-        """The state that a client kept in the last round, up to this one, that counted it; None before the first."""
-        kept = self._kept.get(client, [])
-        at = bisect(kept, round, key=lambda version: version.round)
-        return kept[at - 1] if at else None
+        """The state that a client kept in the last round, up to this one, that counted it; None before the first.
+
+        The round is the last one, or among those ``needed``.
+        """
+        return _at(self._kept.get(client, []), round)
+
+    def train_loss(self) -> float | None:
+        """Mean training loss of the rounds since it was asked for last; None without."""
+        losses, self._losses = self._losses, array("d")
+        return sum(losses) / len(losses) if losses else None
 
     def append(self, attempt: Attempt) -> None:
         """Write an attempt down, as one of this life."""
         attempt.life = self.life
+        self._folder.append(NAME, asdict(attempt))
         self._note(attempt)
-        self._folder.append("journal.jsonl", asdict(attempt))
 
-    def rewind(self, round: int) -> None:
-        """Forget what came after a round: those rounds run again."""
-        before, self.attempts, self._kept = self.attempts, [], {}
-        for attempt in before:
-            if attempt.round <= round:
-                self._note(attempt)
-        self._folder.rewrite("journal.jsonl", [asdict(attempt) for attempt in self.attempts])
-
-    def counted(self) -> list[Attempt]:
-        """The attempts that became rounds."""
-        return [attempt for attempt in self.attempts if attempt.outcome == DONE]
+    def rewind(self) -> None:
+        """Remove what comes after the rounds that were read: those rounds run again."""
+        self._folder.cut(NAME, self._end)
 
     @classmethod
-    def read(cls, folder: RunFolder) -> Journal:
-        """Read the journal of a run; a half-written last line is as good as none.
+    def read(
+        cls, folder: RunFolder, upto: int | None = None, needed: Collection[int] = (), evaluated: int = 0
+    ) -> Journal:
+        """Read the journal of a run, line by line; a half-written last line is as good as none.
+
+        Parameters
+        ----------
+        upto
+            The last round that is wanted; by default all are.
+        needed
+            Rounds at which versions are asked for, besides the last.
+        evaluated
+            The round that was evaluated last: training losses of later ones have not been asked for.
 
         Raises
         ------
         DataError
             If a line is not an attempt.
         """
-        return cls(folder, [_attempt(line, folder) for line in folder.lines("journal.jsonl")])
+        journal = cls(folder)
+        journal.needed = needed
+        wanted = True
+        for attempt, line in _attempts(folder):
+            journal.life = max(journal.life, attempt.life + 1)
+            wanted = wanted and (upto is None or attempt.round <= upto)
+            if wanted and line.whole:
+                journal._note(attempt)
+                journal._end = line.end
+                if attempt.round <= evaluated:
+                    journal.train_loss()
+        return journal
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """All that is in the file, read anew."""
+        return [attempt for attempt, _ in _attempts(self._folder)]
+
+    def counted(self) -> list[Attempt]:
+        """The attempts that became rounds, read anew."""
+        return [attempt for attempt in self.attempts if attempt.outcome == DONE]
+
+
+def _at(versions: Sequence[Version], round: int) -> Version | None:
+    """The last of a client's versions up to a round."""
+    at = bisect(versions, round, key=lambda version: version.round)
+    return versions[at - 1] if at else None
 
 
 class Replay:
-    """What a journal says about the rounds to repeat."""
+    """What a journal says about the rounds to repeat: where its lines are, eight bytes a round.
 
-    def __init__(self, journal: Journal) -> None:
-        self._rounds = {attempt.round: attempt for attempt in journal.counted()}
-        self._evaluations = {attempt.round: attempt for attempt in journal.attempts if attempt.outcome == EVALUATED}
+    It reads the file as it is now, though another takes its place meanwhile.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._starts = array("q")  # of round t at t - 1
+        self._evaluations: dict[int, int] = {}
+        for attempt, line in _attempts(folder):
+            if attempt.outcome == EVALUATED:
+                self._evaluations[attempt.round] = line.start
+            elif attempt.outcome == DONE and attempt.round == len(self._starts) + 1:
+                self._starts.append(line.start)
+        path = folder.path / NAME
+        self._lines: mmap.mmap | None = None
+        if path.exists() and path.stat().st_size:
+            with path.open("rb") as file:
+                self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def attempt(self, round: int) -> Attempt:
         """The attempt that became a round.
@@ -146,16 +246,27 @@ class Replay:
         DataError
             If the journal does not reach that far.
         """
-        if round not in self._rounds:
+        if round > len(self._starts):
             raise DataError(
-                f"the journal to replay has no round {round} (it ends with round {max(self._rounds, default=0)})",
+                f"the journal to replay has no round {round} (it ends with round {len(self._starts)})",
                 hint="replay no more rounds than it has: --set federation.rounds=...",
             )
-        return self._rounds[round]
+        return self._read(self._starts[round - 1])
 
     def evaluation(self, round: int) -> Attempt | None:
         """The evaluation after a round, if it lost a client."""
-        return self._evaluations.get(round)
+        start = self._evaluations.get(round)
+        return None if start is None else self._read(start)
+
+    def _read(self, start: int) -> Attempt:
+        assert self._lines is not None
+        end = self._lines.find(b"\n", start)
+        return _attempt(as_object(self._lines[start : None if end < 0 else end]) or {}, self._folder)
+
+
+def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
+    """The attempts in a folder's journal, and where they are."""
+    return ((_attempt(line.object, folder), line) for line in folder.placed(NAME) if line.object is not None)
 
 
 def _attempt(line: dict[str, Any], folder: RunFolder) -> Attempt:
@@ -164,9 +275,18 @@ def _attempt(line: dict[str, Any], folder: RunFolder) -> Attempt:
             ConversationRecord(record["clients"], [Loss(**loss) for loss in record["lost"]])
             for record in line["conversations"]
         ]
-        return Attempt(**{**line, "conversations": conversations})
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{folder.path / 'journal.jsonl'}: not a journal of this version ({error})") from error
+        attempt = Attempt(**{**line, "conversations": conversations})
+        statistics = attempt.statistics | ({} if attempt.outcome == DONE else {"client_steps": 0.0})
+        numbers = [attempt.round, attempt.life, attempt.seconds, attempt.payload_up, attempt.payload_down]
+        numbers += [statistics["client_steps"], *statistics.values()]
+        numbers += [number for number in (attempt.wire_up, attempt.wire_down) if number is not None]
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            raise ValueError("a number that is none")
+        if not all(isinstance(client, str) for record in conversations for client in record.clients):
+            raise ValueError("a client without a name")
+        return attempt
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise DataError(f"{folder.path / NAME}: not a journal of this version ({error})") from error
 
 
 def lost_rows(record: ConversationRecord, exchange: int) -> Sequence[Loss]:

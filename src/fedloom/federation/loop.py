@@ -119,6 +119,7 @@ class Loop:
         self.journal = Journal(folder)
         self.best: Best | None = None
         self.round = 0
+        self._evaluated = -1
         self._sizes = {entry.id: entry.train for entry in manifest.clients}
         self._held_out = {entry.id: (entry.validation, entry.test) for entry in manifest.clients}
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
@@ -156,32 +157,33 @@ class Loop:
                     hint="restore them, or run anew, elsewhere with --out",
                 )
             # Stopped before the first checkpoint: nothing was durable.
-            self.journal.rewind(-1)
+            self.journal = Journal.read(self.folder, upto=-1)
+            self.journal.rewind()
             self.folder.rewrite("metrics.jsonl", [])
             return
         checkpoint = self.checkpoints.load("last")
         check_fits(checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
-        journal = Journal.read(self.folder)
-        found = [attempt.round for attempt in journal.counted() if attempt.round <= checkpoint.round]
-        if found != list(range(1, checkpoint.round + 1)):
-            whole = next((t for t, round in enumerate(found) if round != t + 1), len(found))
+        kept = [line for line in self.folder.lines("metrics.jsonl") if line["round"] <= checkpoint.round]
+        # Killed after this round had been evaluated and before a checkpoint said that it is the best: with its line
+        # gone it is evaluated again, and found to be the best again.
+        highest = best_line(kept)
+        known = -1 if checkpoint.best is None else checkpoint.best.round
+        if highest is not None and known < checkpoint.round == highest["round"]:
+            kept = [line for line in kept if line["round"] < checkpoint.round]
+        evaluated = max((line["round"] for line in kept), default=-1)
+        journal = Journal.read(self.folder, checkpoint.round, self.checkpoints.rounds(), evaluated)
+        if not journal.whole == journal.counted_rounds == checkpoint.round:
             raise DataError(
-                f"{self.folder.path / 'journal.jsonl'}: found no round {whole + 1}, needed: all up to round "
+                f"{self.folder.path / 'journal.jsonl'}: found no round {journal.whole + 1}, needed: all up to round "
                 f"{checkpoint.round}, of which the last checkpoint is",
-                hint=f"remove the checkpoints after round {whole} to go on from the one before",
+                hint=f"remove the checkpoints after round {journal.whole} to go on from the one before",
             )
         self.server.load(checkpoint.state)
         self.round, self.best = checkpoint.round, checkpoint.best
         self._durable = (self.round, self.best)
+        self._evaluated = evaluated
         self.journal = journal
-        self.journal.rewind(self.round)
-        kept = [line for line in self.folder.lines("metrics.jsonl") if line["round"] <= self.round]
-        # Killed after this round had been evaluated and before a checkpoint said that it is the best: with its line
-        # gone it is evaluated again, and found to be the best again.
-        highest = best_line(kept)
-        known = -1 if self.best is None else self.best.round
-        if highest is not None and known < self.round == highest["round"]:
-            kept = [line for line in kept if line["round"] < self.round]
+        self.journal.rewind()
         self.folder.rewrite("metrics.jsonl", kept)
 
     def run(self) -> Evaluation:
@@ -207,7 +209,7 @@ class Loop:
 
     def _run(self) -> Evaluation:
         evaluation: Evaluation | None = None
-        if self._evaluation_due() and all(line["round"] != self.round for line in self.folder.lines("metrics.jsonl")):
+        if self._evaluation_due() and self._evaluated != self.round:
             evaluation = self._evaluate_and_note()
             self._checkpoint()
         while self.round < self.schedule.rounds:
@@ -318,6 +320,7 @@ class Loop:
         kept = set(self.checkpoints.rounds())
         if self._durable is not None:  # it may be on its way to the disk still
             kept.add(self._durable[0])
+        self.journal.needed = kept
 
         def versions(client: str) -> Versions:
             needed = (self.journal.version(client, round) for round in kept)
@@ -351,7 +354,7 @@ class Loop:
             before = dict(self.server.state)
             try:
                 statistics = self.server.train_round(session)
-                check_finite(before, self.server.state, statistics)
+                check_finite(before, self.server.state, {"client_steps": statistics["client_steps"]} | statistics)
                 attempt.statistics = statistics
             except (TooFewReplies, FloatingPointError) as error:
                 attempt.outcome = str(error)
@@ -376,7 +379,7 @@ class Loop:
             self.observer.attempt_failed(attempt, self.schedule.attempts)
             self._check_stop()
         raise QuorumError(
-            f"{self.journal.attempts[-1].outcome} (round {t} failed {counted(self.schedule.attempts, 'time')})",
+            f"{attempt.outcome} (round {t} failed {counted(self.schedule.attempts, 'time')})",
             hint="fix the cause and go on with --resume; with other settings, run anew, elsewhere with --out",
         )
 
@@ -402,20 +405,15 @@ class Loop:
         line = metrics_line(
             evaluation,
             label_mask=self.schedule.label_mask,
-            train_loss=self._train_loss(),
+            train_loss=self.journal.train_loss(),
             communication=self.communication(),
             client_steps=self.client_steps(),
             extra=self.extra(evaluation),
         )
         self.folder.append("metrics.jsonl", line)
+        self._evaluated = self.round
         self.observer.evaluated(line)
         return evaluation
-
-    def _train_loss(self) -> float | None:
-        """Mean training loss of the rounds since the last evaluation."""
-        before = max((line["round"] for line in self.folder.lines("metrics.jsonl")), default=0)
-        losses = [a.statistics["loss"] for a in self.journal.counted() if a.round > before and "loss" in a.statistics]
-        return sum(losses) / len(losses) if losses else None
 
     def _checkpoint(self) -> None:
         if self._durable == (self.round, self.best):
@@ -440,23 +438,21 @@ class Loop:
 
     def communication(self) -> Communication:
         """Bytes of all training rounds so far."""
-        done = self.journal.counted()
-        ups = [attempt.wire_up for attempt in done if attempt.wire_up is not None]
-        downs = [attempt.wire_down for attempt in done if attempt.wire_down is not None]
+        costs, traffic = self.journal.costs, self.carrier.traffic
         return Communication(
-            payload_up=sum(attempt.payload_up for attempt in done),
-            payload_down=sum(attempt.payload_down for attempt in done),
-            wire_up=sum(ups) if len(ups) == len(done) and self.carrier.traffic.up is not None else None,
-            wire_down=sum(downs) if len(downs) == len(done) and self.carrier.traffic.down is not None else None,
+            payload_up=costs.payload_up,
+            payload_down=costs.payload_down,
+            wire_up=None if traffic.up is None else costs.wire_up,
+            wire_down=None if traffic.down is None else costs.wire_down,
         )
 
     def client_steps(self) -> int:
         """Local SGD steps of all training rounds so far."""
-        return round(sum(attempt.statistics["client_steps"] for attempt in self.journal.counted()))
+        return round(self.journal.costs.client_steps)
 
     def training_seconds(self) -> float:
         """Wall time of all training rounds so far, failed attempts included."""
-        return sum(attempt.seconds for attempt in self.journal.attempts)
+        return self.journal.costs.seconds
 
 
 def check_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], statistics: Statistics) -> None:

@@ -7,8 +7,10 @@ Below the run's place in the store:
     up from 1, and each is written with a conditional put. So of two aggregators that both go on from record n only one
     gets to write n + 1; the other is told, and stops. Records stay.
 ``blobs/<n>-<sha256>``
-    The files that the last record names, each written for the first record that names it. What a record names is never
-    written over with something else, and its successors name only that, or blobs with their own numbers.
+    The contents of the files that the last record names, each written for the first record that names it. What a record
+    names is never written over with something else, and its successors name only that, or blobs with their own numbers.
+    A file is one blob; a file of lines, which only grows, is cut into segments (:func:`segments`), so that a
+    publication copies what is new, however long the run is.
 ``states/``
     The clients' states, which the workers keep there.
 everything else
@@ -28,21 +30,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedloom.errors import DataError, StorageError
 from fedloom.federation.folder import RunFolder
 from fedloom.storage import Absent, Store, Taken
-from fedloom.storage.folder import PARTIAL, copy_atomically, storing
+from fedloom.storage.folder import PARTIAL, copy_atomically, opened, storing
 
 log = logging.getLogger("fedloom.published")
 
-VERSION = 1
+VERSION = 2
+PART = ".part"
 SUMMARY = "summary.json"
 FIRST = ("experiment.yaml", "published.json")
 """What has an experiment is a run; and before there are rounds in it, it says where their clients' states are."""
@@ -50,6 +55,12 @@ FIRST = ("experiment.yaml", "published.json")
 CHECKPOINTS = "checkpoints/"
 FOLDER = "folder"
 """In place of a blob's number: the file lies in the finished run's folder."""
+
+LINES = ".jsonl"
+"""How the names of files of lines end."""
+
+SEGMENTS = (1 << 24, 1 << 21, 1 << 18)
+"""Bytes of the segments of a file of lines, each 8 of the next; what is left at the end is smaller than the last."""
 
 OF_ITS_OWN = ("blobs", "published", "states")
 """Folders in the store that are no part of the finished run's folder."""
@@ -70,14 +81,14 @@ class Record:
     incarnation
         Of the aggregator that wrote it.
     files
-        The blob of each file, ``<number>-<sha256 in hex>``, by its path in the run's folder; ``folder-<sha256 in hex>``
-        where it is read from the finished run's folder.
+        The blobs of each file, in order, ``<number>-<sha256 in hex>``, by its path in the run's folder;
+        ``folder-<sha256 in hex>`` where it is read from the finished run's folder.
     """
 
     number: int
     round: int
     incarnation: str
-    files: Mapping[str, str]
+    files: Mapping[str, Sequence[str]]
 
 
 class Published:
@@ -99,11 +110,12 @@ class Published:
         self._incarnation = incarnation
         self._last: Record | None = None
         self._blobs: dict[str, str] = {}  # what is there, by sha256
+        self._segments: dict[str, Grown] = {}
 
     @property
     def finished(self) -> bool:
         """Whether the publication taken up or written last is that of a finished run, all of it."""
-        return self._last is not None and any(blob.startswith(FOLDER) for blob in self._last.files.values())
+        return self._last is not None and any(blobs[0].startswith(FOLDER) for blobs in self._last.files.values())
 
     def take_up(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
         """Bring the files of the last publication into the run's folder.
@@ -159,12 +171,13 @@ class Published:
         number = 1 if self._last is None else self._last.number + 1
         files = {}
         for name in self._needed():
-            content = self._content(name)
-            digest = hashlib.sha256(content).hexdigest()
-            if digest not in self._blobs:
-                self._store.write(f"blobs/{number:08d}-{digest}", content)
-                self._blobs[digest] = f"{number:08d}-{digest}"
-            files[name] = self._blobs[digest]
+            blobs = []
+            for digest, content in self._contents(name):
+                if digest not in self._blobs:
+                    self._store.write(f"blobs/{number:08d}-{digest}", content())
+                    self._blobs[digest] = f"{number:08d}-{digest}"
+                blobs.append(self._blobs[digest])
+            files[name] = blobs
         self._record(Record(number, round, self._incarnation, files))
         log.info("published round %d at %s", round, self._store.url)
 
@@ -187,8 +200,8 @@ class Published:
         for name in sorted(self._everything(), key=_summary_last):
             self._store.upload(name, self._folder.path / name)
         files = {
-            name: f"{FOLDER}-{_digest(blob)}" if name.startswith(CHECKPOINTS) else blob
-            for name, blob in self._last.files.items()
+            name: [f"{FOLDER}-{_digest(blob)}" for blob in blobs] if name.startswith(CHECKPOINTS) else blobs
+            for name, blobs in self._last.files.items()
         }
         self._record(Record(self._last.number + 1, self._last.round, self._incarnation, files))
         log.info("published the finished run at %s", self._store.url)
@@ -230,8 +243,8 @@ class Published:
             if about.pop("version") != VERSION:
                 raise DataError(f"{where}: published by another version of FedLoom", hint="resume with that version")
             record = Record(**about)
-            for name in record.files:  # they are written to, so they must lie in the run's folder
-                if name.startswith("/") or ".." in name.split("/"):
+            for name, blobs in record.files.items():  # they are written to, so they must lie in the run's folder
+                if name.startswith("/") or ".." in name.split("/") or not isinstance(blobs, list):
                     raise ValueError(name)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{where}: not a record of a published run ({error})") from error
@@ -253,23 +266,43 @@ class Published:
         found = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.suffix != PARTIAL)
         return sorted(path.as_posix() for path in found if path.parts[0] not in OF_ITS_OWN)
 
-    def _content(self, name: str) -> bytes:
+    def _contents(self, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
+        """The digests of the blobs that a file is made of, and how to read each."""
         path = self._folder.path / name
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+        if not name.endswith(LINES):
+            with opened(path) as file:
+                content = file.read()
+            yield hashlib.sha256(content).hexdigest(), lambda: content
+            return
+        with opened(path) as file:
+            about = os.fstat(file.fileno())
+            known = self._segments.get(name)
+            if known is None or not known.still(file, about):
+                known = Grown(about.st_ino)
+            cuts = segments(about.st_size)
+            known.digests = {cut: known.digests.get(cut) or _digest_of(file, *cut) for cut in cuts}
+            self._segments[name] = known
+            for cut, digest in known.digests.items():
+                yield digest, partial(_part, file, *cut)
 
     def _fetch(self, record: Record, check: Callable[[RunFolder], None]) -> None:
         """Write a record's files over what the folder holds, once all of them are here and belong there."""
         with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
             staging = Path(temporary)
-            for name, blob in record.files.items():
-                there = name if blob.startswith(FOLDER) else f"blobs/{blob}"
-                self._store.download(there, staging / name)
-                found = hashlib.sha256((staging / name).read_bytes()).hexdigest()
-                if found != _digest(blob):
-                    raise DataError(f"{self._store.url}/{there}: damaged, found sha256 {found}")
+            for name, blobs in record.files.items():
+                with storing(staging / name):
+                    (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                    (staging / name).touch()
+                for blob in blobs:
+                    there = name if blob.startswith(FOLDER) else f"blobs/{blob}"
+                    self._store.download(there, staging / PART)
+                    content = (staging / PART).read_bytes()
+                    found = hashlib.sha256(content).hexdigest()
+                    if found != _digest(blob):
+                        raise DataError(f"{self._store.url}/{there}: damaged, found sha256 {found}")
+                    with storing(staging / name), (staging / name).open("ab") as whole:
+                        whole.write(content)
+                (staging / PART).unlink(missing_ok=True)
             check(RunFolder(staging))
             for name in self._needed():
                 if name.startswith(CHECKPOINTS) and name not in record.files:
@@ -282,10 +315,50 @@ class Published:
 
     def _sweep(self, record: Record) -> None:
         """Remove the blobs of this number and earlier ones that a record does not name."""
-        named = set(record.files.values())
+        named = {blob for blobs in record.files.values() for blob in blobs}
         blobs = (entry.name.removeprefix("blobs/") for entry in self._store.entries("blobs/"))
         last = f"{record.number + 1:08d}"
         self._store.remove([f"blobs/{blob}" for blob in blobs if blob < last and blob not in named])
+
+
+@dataclass
+class Grown:
+    """A file of lines as it was published last: its inode, and the digests of its segments by begin and length."""
+
+    inode: int
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def still(self, file: BinaryIO, about: os.stat_result) -> bool:
+        """Whether the file has only grown since: its last segment is where it was."""
+        last = next(reversed(self.digests), (0, 0))
+        return (
+            self.inode == about.st_ino
+            and sum(last) <= about.st_size
+            and self.digests.get(last) == _digest_of(file, *last)
+        )
+
+
+def segments(size: int) -> list[tuple[int, int]]:
+    """Where a file of lines is cut: begin and length of each segment, the largest first.
+
+    A file of 1 GB has 64 to 79 of them. As it grows, a byte is in a segment of each length once: it is copied four
+    times at most, besides those at the end, fewer than 256 KiB.
+    """
+    found, begin = [], 0
+    for length in SEGMENTS:
+        while size - begin >= length:
+            found.append((begin, length))
+            begin += length
+    return [*found, (begin, size - begin)] if size > begin or not found else found
+
+
+def _part(file: BinaryIO, begin: int, length: int) -> bytes:
+    file.seek(begin)
+    return file.read(length)
+
+
+def _digest_of(file: BinaryIO, begin: int, length: int) -> str:
+    return hashlib.sha256(_part(file, begin, length)).hexdigest()
 
 
 def _name(number: int) -> str:
@@ -297,7 +370,7 @@ def _digest(blob: str) -> str:
 
 
 def _by_digest(record: Record) -> dict[str, str]:
-    return {_digest(blob): blob for blob in record.files.values() if not blob.startswith(FOLDER)}
+    return {_digest(blob): blob for blobs in record.files.values() for blob in blobs if not blob.startswith(FOLDER)}
 
 
 def _summary_last(name: str) -> tuple[bool, str]:

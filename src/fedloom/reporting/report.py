@@ -578,11 +578,15 @@ def _trained(run: RunFolder) -> int | None:
 def _phases(run: RunFolder) -> Section:
     from fedloom.reporting import figures
 
-    found = run.lines("journal.jsonl")
-    rounds = {line["round"]: line for line in found if "phases" in line}  # a round done again counts once
-    failed = sum(line["seconds"] for line in found if line.get("outcome", "done") != "done")
-    done = {number: line for number, line in sorted(rounds.items()) if line.get("outcome", "done") == "done"}
-    phases = [line["phases"] for line in done.values()]
+    rounds: dict[int, dict[str, float] | None] = {}  # a round done again counts once
+    failed = 0.0
+    for line in run.objects("journal.jsonl"):
+        done = line.get("outcome", "done") == "done"
+        failed += 0.0 if done else line["seconds"]
+        if "phases" in line:
+            rounds[line["round"]] = line["phases"] if done else None
+    by_round = {number: found for number, found in sorted(rounds.items()) if found is not None}
+    phases = list(by_round.values())
     if _trained(run) == 0:
         return Section("Time", text="No round was trained.")
     if not any(phases):
@@ -595,7 +599,7 @@ def _phases(run: RunFolder) -> Section:
     if rest > 0:
         others["evaluation and rest"] = rest
     panels = (
-        Panel("time-rounds", figures.phases_over_rounds(list(done), phases)),
+        Panel("time-rounds", figures.phases_over_rounds(list(by_round), phases)),
         Panel("time-total", figures.phases_total(phases, others)),
     )
     text = (

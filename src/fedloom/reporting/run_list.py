@@ -93,7 +93,7 @@ def _listed(path: Path) -> Listed:
         lines = run.metrics()
         last: dict[str, Any] = summary or (lines[-1] if lines else {})
         rounds = int(e["federation"]["rounds"])
-        journal = [line.get("round", 0) for line in run.lines("journal.jsonl") if line.get("outcome") == DONE]
+        journal = (line.get("round", 0) for line in run.objects("journal.jsonl") if line.get("outcome") == DONE)
         done = int(summary["rounds"]) if summary is not None else max(journal, default=0)
         ended = FINISHED if summary is not None and done >= rounds else INTERRUPTED
         found = {group: last.get(group) or {} for group in ("seen", "unseen")}

@@ -17,7 +17,7 @@ from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Journal, Replay
+from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
 from fedloom.run import assemble
@@ -77,7 +77,7 @@ def run_experiment(
     folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
     resume = check_folder(folder, e, options.resume)
     assemble.use_device(e.runtime.device if options.listen is None else "cpu", e.runtime.threads)
-    repeated = Replay(Journal.read(_existing(options.replay))) if options.replay is not None else None
+    repeated = Replay(_existing(options.replay)) if options.replay is not None else None
     if repeated is not None and e.federation.rounds:
         repeated.attempt(e.federation.rounds)  # a journal that is too short is said now, not at its end
     if options.partition is None:

@@ -177,5 +177,5 @@ def restore(
     loop.server.load(loaded.state)
     loop.round = loaded.round
     if parts.task.same_clients:  # a client of another partition is another client, whatever its name
-        loop.journal = Journal.read(folder)
+        loop.journal = Journal.read(folder, loop.round)
     return parts, loop, dataset
