@@ -10,7 +10,7 @@ PYTEST_ARGS ?= -n 3 --dist loadgroup
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-cluster test-all lint format protos docs bench cuda clean kind-up kind-test kind-down
+.PHONY: help setup run test test-cluster test-all lint format protos docs bench faults cuda clean kind-up kind-test kind-down
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -70,6 +70,10 @@ bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/be
 	@for name in local_training aggregator_overhead registered_clients resume flower; do \
 		echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit; echo; \
 	done
+
+faults: setup ## kills, cuts, hostile peers, garbage, full disks for MINUTES=30 [KINDS=...] [SEED=1] [TRIES=...] (docs/faults.md)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/integration:tests/conformance $(BIN)/python -m faults $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(KINDS),--kinds "$(KINDS)") $(if $(SEED),--seed $(SEED)) $(if $(TRIES),--tries $(TRIES)) $(if $(OUT),--out $(OUT)) $(if $(KEEP),--keep)
 
 cuda: setup ## what only a GPU can tell, where one is at hand: at most 40 minutes (docs/benchmarks.md)
 	@for part in agreement speed table table table; do $(BIN)/python benchmarks/gpu.py $$part || exit; done

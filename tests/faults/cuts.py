@@ -1,0 +1,67 @@
+"""Connections that are cut, slow, half open or damaged: the numbers stay, and nobody is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from random import Random
+
+from faults.kills import Federation
+from faults.place import Place
+from faults.proxy import Proxy, Weather
+from faults.table import Fault, Tried
+from fedloom.federation.folder import RunFolder
+
+METHODS = ("pefll", "pefll", "fedrep")
+"""Three exchanges in a conversation; clients that keep a state."""
+
+
+def through(
+    place: Place, random: Random, weather: Weather, methods: Sequence[str] = METHODS, rounds: int = 12
+) -> Tried:
+    """A federation whose workers reach the aggregator through a proxy."""
+    experiment = place.experiment(random.choice(methods), rounds=rounds)
+    made: list[Proxy] = []
+    with ExitStack() as stack:
+
+        def proxied(address: str) -> str:
+            made.append(stack.enter_context(closing(Proxy(address, weather, Random(random.random())))))
+            return made[0].address
+
+        run = Federation(place, experiment, stack, through=proxied)
+        run.finish()
+    (proxy,) = made
+    place.check(run.out, experiment)
+    refused = sum(n for line in RunFolder(run.out).lines("journal.jsonl") for n in line["refused"].values())
+    return Tried(proxy.cuts + proxy.flips or 1, {"refused": refused} if weather.flip_every else {})
+
+
+def cut(place: Place, random: Random) -> Tried:
+    """PeFLL, whose openings take 100 kB; one cut for every 50 to 150 kB."""
+    return through(place, random, Weather(cut_every=random.uniform(5e4, 1.5e5)), ("pefll",), rounds=20)
+
+
+def half_open(place: Place, random: Random) -> Tried:
+    """One direction is closed, the other goes on."""
+    return through(place, random, Weather(cut_every=random.uniform(1e5, 3e5), half=0.7))
+
+
+def slow(place: Place, random: Random) -> Tried:
+    """Every block is late, and some connections are narrow."""
+    return through(
+        place, random, Weather(delay_s=random.uniform(0.001, 0.02), rate=random.choice((0.0, 2e6))), rounds=6
+    )
+
+
+def flip(place: Place, random: Random) -> Tried:
+    """Bits are flipped on the way, in headers, in envelopes, in tensors."""
+    return through(place, random, Weather(flip_every=random.uniform(5e4, 3e5), faults=40))
+
+
+PROMISE = "the same bits, nobody lost"
+FAULTS = (
+    Fault("cut", "connections", "a connection is cut at any byte (PeFLL)", PROMISE, cut, goal=40, short=1),
+    Fault("half-open", "connections", "one direction of a connection is closed", PROMISE, half_open, goal=10),
+    Fault("slow", "connections", "a connection is slow and narrow", PROMISE, slow, goal=5),
+    Fault("flip", "connections", "a bit is flipped on the way", PROMISE, flip, goal=15, short=1),
+)

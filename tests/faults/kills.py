@@ -1,0 +1,265 @@
+"""Every process of a run killed or stopped at random, and the run resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+
+from forked import children, cmdline
+from run_processes import alive, rounds
+
+from faults.place import METHODS, Broken, Place, Running, durable, free_port, journal_lines, wait_until
+from faults.table import Fault, Tried
+from fedloom.algorithms.base import find
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import Published
+from fedloom.storage import open_store
+
+TRAINED = tuple(method for method in METHODS if find(method.partition(":")[0]).trains)
+PROMISE = "resumed, it ends with the same bits; no durable round is made again"
+
+
+class Kept:
+    """What is durable of a run must still be there, unchanged, when the run has been resumed and has gone on."""
+
+    def __init__(self, place: Place, out: Path, url: str | None) -> None:
+        self._place, self._out, self._url = place, out, url
+        self._round, self._lines = -1, list[str]()
+
+    def look(self) -> None:
+        """Compare with what was there when this was called last.
+
+        Raises
+        ------
+        Broken
+            If a durable round is gone, or was made again.
+        """
+        run = self._out if self._url is None else self._taken_up(self._url)
+        if durable(run) < self._round or journal_lines(run, self._round) != self._lines:
+            raise Broken(f"round {self._round} of {run} was durable, and is not what it was")
+        self._round = durable(run)
+        self._lines = journal_lines(run, self._round)
+
+    def _taken_up(self, url: str) -> Path:
+        """The published run, as an aggregator elsewhere would find it."""
+        found = self._place.new()
+        found.mkdir()
+        Published(RunFolder(found), open_store(url, self._place.environment), "onlooker").take_up()
+        return found
+
+
+def new_url(place: Place) -> str:
+    """A place in the store for one run."""
+    assert place.s3 is not None
+    return f"s3://{place.s3.new_bucket()}/runs/one"
+
+
+def in_process(place: Place, random: Random, published: bool = False) -> Tried:
+    """``fedloom run --workers 0`` killed at an operation on its files or at any time, resumed, killed again."""
+    experiment, out = place.experiment(random.choice(METHODS)), place.new()
+    url = new_url(place) if published else None
+    order = ("run", experiment, "--partition", place.partition, "--resume", *(("--publish", url) if url else ()))
+    kept, kills = Kept(place, out, url), 0
+    operations = place.operations(experiment) * (3 if url else 1)
+    for _ in range(random.randint(2, 5)):
+        given = {"FAULTS_UNDER": str(out)}
+        if random.random() < 0.7:
+            given["FAULTS_DIE_AT"] = str(random.randint(1, operations))
+        with place.start(*order, "--out", out, **given) as run:
+            if "FAULTS_DIE_AT" not in given:
+                run.ended_within(random.uniform(0.05, 0.8))
+                run.kill()
+            over = run.wait(0, -signal.SIGKILL) == 0
+        kills += not over
+        kept.look()
+        if url and random.random() < 0.5:
+            out = place.new()  # another machine
+            kept._out = out
+    with place.start(*order, "--out", out) as run:
+        run.wait(0)
+    kept.look()
+    place.check(out, experiment)
+    return Tried(kills)
+
+
+class Federation:
+    """An aggregator and its workers, processes that may end and be started again; all end with the stack."""
+
+    def __init__(
+        self,
+        place: Place,
+        experiment: Path,
+        stack: ExitStack,
+        *,
+        workers: int = 2,
+        url: str | None = None,
+        through: Callable[[str], str] = lambda address: address,
+        files: int = 4096,
+        tolerated: tuple[int, ...] = (),
+    ) -> None:
+        self.out = place.new()
+        self.experiment = experiment
+        self.listen = f"127.0.0.1:{free_port()}"
+        self._place, self._stack, self._url, self._files = place, stack, url, files
+        self.tolerated = tolerated
+        """Codes of the aggregator after which it is started again."""
+        self.final: tuple[int, ...] = (0,)
+        """Codes after which it is not."""
+        self.processes: dict[str, Running] = {}
+        self.start("aggregator")
+        wait_until(self._listening, "the aggregator listens")
+        self.address = through(self.listen)
+        for number in range(workers):
+            self.start(f"worker-{number}")
+
+    def _listening(self) -> bool:
+        return (self.out / "environment.json").exists() or self.aggregator.process.poll() is not None
+
+    @property
+    def aggregator(self) -> Running:
+        """Its present life."""
+        return self.processes["aggregator"]
+
+    def start(self, name: str) -> None:
+        """Start a process, again."""
+        partition = ("--partition", self._place.partition)
+        if name == "aggregator":
+            publish = () if self._url is None else ("--publish", self._url)
+            order: tuple[object, ...] = (
+                "aggregator", self.experiment, *partition, "--listen", self.listen, "--out", self.out, "--resume",
+                "--finished-grace", 0, *publish,
+            )  # fmt: skip
+        else:
+            states = self.out / "states" if self._url is None else f"{self._url}/states"
+            order = ("worker", "--aggregator", self.address, *partition, "--name", name, "--states", states)
+        limits = {"FAULTS_FILES": str(self._files)} if name == "aggregator" else {}
+        self.processes[name] = self._stack.enter_context(self._place.start(*order, **limits))
+
+    def over(self) -> bool:
+        """Whether the aggregator has ended well; what was made to leave is started again.
+
+        Raises
+        ------
+        Broken
+            If the aggregator, or a worker, ended with a code that nobody caused.
+        """
+        codes = {name: running.process.poll() for name, running in self.processes.items()}
+        for name, code in codes.items():
+            if code is None or (name == "aggregator" and code in self.final):
+                continue
+            if code not in (-signal.SIGKILL, *(self.tolerated if name == "aggregator" else (0, 8))):
+                raise Broken(f"{name} ended with {code}: {self.processes[name].said[-500:]}")
+            self.start(name)
+        return codes["aggregator"] in self.final
+
+    def finish(self) -> None:
+        """Let the run come to its end."""
+        wait_until(self.over, "the end of the run")
+
+
+def federation(place: Place, random: Random, published: bool = False) -> Tried:
+    """An aggregator and two workers, each killed or stopped for a moment at any time, and started again."""
+    method = random.choice(TRAINED)
+    experiment = place.experiment(method, rounds=12)
+    url = new_url(place) if published else None
+    with ExitStack() as stack:
+        run = Federation(place, experiment, stack, url=url)
+        kept, signals = Kept(place, run.out, url), 0
+        for _ in range(random.randint(3, 8)):
+            time.sleep(random.uniform(0.02, 0.4))
+            name = random.choice(("aggregator", "aggregator", "worker-0", "worker-1"))
+            if run.over():
+                break
+            if random.random() < 0.3:
+                pid = run.processes[name].pid
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(random.uniform(0.01, 0.3))
+                os.kill(pid, signal.SIGCONT)
+                signals += 1
+            else:
+                signals += run.processes[name].kill()
+            if name == "aggregator":
+                kept.look()
+        run.finish()
+        kept.look()
+    place.check(run.out, experiment)
+    return Tried(signals)
+
+
+def with_workers(place: Place, random: Random) -> Tried:
+    """``fedloom run --workers 2``: its workers, or itself, killed or stopped for a moment."""
+    experiment, out = place.experiment(random.choice(TRAINED), rounds=12), place.new()
+    order = ("run", experiment, "--partition", place.partition, "--workers", 2, "--out", out, "--resume")
+    kept, signals = Kept(place, out, None), 0
+    for _ in range(random.randint(1, 3)):
+        with place.start(*order) as run:
+            for _ in range(random.randint(1, 4)):
+                if run.ended_within(random.uniform(0.1, 0.7)):
+                    break
+                workers = [pid for pid in children(run.pid) if "worker" in cmdline(pid)]
+                victim = random.choice([run.pid, *workers])
+                stopping = random.random() < 0.3
+                try:
+                    os.kill(victim, signal.SIGSTOP if stopping else signal.SIGKILL)
+                    if stopping:
+                        time.sleep(random.uniform(0.01, 0.3))
+                        os.kill(victim, signal.SIGCONT)
+                except ProcessLookupError:
+                    continue
+                signals += 1
+                if victim == run.pid and not stopping:
+                    run.process.wait()
+                    wait_until(lambda workers=workers: not any(map(alive, workers)), "the end of the workers", 30)
+                    break
+            run.wait(0, 7, -signal.SIGKILL)
+        kept.look()
+    with place.start(*order) as run:
+        run.wait(0)
+    kept.look()
+    place.check(out, experiment)
+    return Tried(signals)
+
+
+def stopped_past_the_deadline(place: Place, random: Random) -> Tried:
+    """A worker is stopped for longer than an exchange may take: its clients are lost, and the journal says so."""
+    experiment = place.experiment(random.choice(TRAINED), rounds=8, deadline_s=1.0, attempts=20)
+    with ExitStack() as stack:
+        run = Federation(place, experiment, stack, tolerated=(5,))
+        wait_until(lambda: rounds(run.out) >= 1, "the first round")
+        victim = run.processes[random.choice(("worker-0", "worker-1"))].pid
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(random.uniform(1.2, 3.0))
+        os.kill(victim, signal.SIGCONT)
+        run.finish()
+    place.check(run.out, experiment, nobody_lost=False)
+    return Tried()
+
+
+FAULTS = (
+    Fault("kill-run", "kills", "a run in one process is killed", PROMISE, in_process, goal=40, short=1),
+    Fault(
+        "kill-published", "kills", "the same, published in a store and resumed from there, also in an empty folder",
+        PROMISE, lambda place, random: in_process(place, random, published=True), goal=20, needs_store=True,
+    ),
+    Fault(
+        "kill-federation", "kills", "aggregator and workers are killed or stopped", PROMISE,
+        federation, goal=25, short=1,
+    ),
+    Fault(
+        "kill-federation-published", "kills", "the same with a store", PROMISE,
+        lambda place, random: federation(place, random, published=True), goal=15, needs_store=True,
+    ),
+    Fault(
+        "kill-workers", "kills", "a run or workers of its own are killed or stopped", PROMISE,
+        with_workers, goal=20, short=1,
+    ),
+    Fault(
+        "stop", "kills", "a worker is stopped past the deadline",
+        "its clients are lost in the journal, whose replay is equal to the bit", stopped_past_the_deadline, goal=10,
+    ),
+)  # fmt: skip

@@ -1,0 +1,211 @@
+"""The aggregator's books against a simple model: hypothesis has workers join, leave, answer, repeat and keep silent."""
+
+from __future__ import annotations
+
+from random import Random
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import HealthCheck, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from transport_support import expected, key, start_call, step_call
+
+from faults.fuzz import dispatcher, link, quiet, reply
+from faults.place import Broken, Place
+from faults.table import Fault, Tried
+from fedloom.federation.carrier import Call, Lost
+from fedloom.transport.codec import Cutter, parse, sealed, serialize
+from fedloom.transport.exchanges import Arrived, Exchange, Link
+from fedloom.transport.stream import key_from_wire, key_to_wire
+from fedloom.transport.wire import federation_pb2 as wire
+
+CLIENTS = ("c0", "c1", "c2", "c3")
+SERVES = {"a": CLIENTS, "b": CLIENTS, "c": CLIENTS[:2], "d": CLIENTS[2:]}
+"""Workers, and the clients that each may serve."""
+
+D = 3
+STEPS = 40
+
+
+class Books(RuleBasedStateMachine):
+    """What the model knows: who is connected, what each was asked for, what became of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.board = dispatcher()
+        self.links: dict[str, Link] = {}
+        self.cutters: dict[str, Cutter] = {}
+        self.asked: dict[str, list[tuple[Call, int]]] = {}  # of each stream: the requests that it was sent, row by row
+        self.sent: list[tuple[str, bytes]] = []  # answers, to be repeated
+        self.calls: list[Call] = []
+        self.exchange: Exchange | None = None
+        self.outcomes: dict[int, Arrived | Lost] = {}
+        self.may_lose: set[int] = set()
+        self.round = self.incarnations = 0
+
+    # ---- workers
+
+    @rule(name=st.sampled_from(sorted(SERVES)))
+    def join(self, name: str) -> None:
+        """A process joins, unless one of its name is there."""
+        if name in self.links:
+            return
+        self.incarnations += 1
+        self.links[name] = link(name, *SERVES[name], incarnation=f"i{self.incarnations}")
+        self.cutters[name], self.asked[name] = Cutter(wire.WorkerPart), []
+        self.board.enter(self.links[name])
+        self.look()
+
+    @rule(name=st.sampled_from(sorted(SERVES)))
+    def leave(self, name: str) -> None:
+        """Its stream ends."""
+        if name in self.links:
+            self.board.leave(self.links.pop(name))
+            self.look()
+
+    @rule(name=st.sampled_from(sorted(SERVES)), at=st.integers(0, 9))
+    def answer(self, name: str, at: int) -> None:
+        """It answers something that it was asked: what is awaited, or what is late by now."""
+        if name in self.links and self.asked[name]:
+            call, row = self.asked[name][at % len(self.asked[name])]
+            frame = sealed([reply(self.cutters[name], call, row, value(call, row))])
+            self.sent.append((name, frame))
+            self.board.take(self.links[name], frame)
+            self.look()
+
+    @rule(at=st.integers(0, 9))
+    def repeat(self, at: int) -> None:
+        """A frame comes again, perhaps on another stream of the same worker."""
+        if self.sent:
+            name, frame = self.sent[at % len(self.sent)]
+            if name in self.links:
+                self.board.take(self.links[name], frame)
+                self.look()
+
+    @rule(name=st.sampled_from(sorted(SERVES)), at=st.integers(0, 9), given_up=st.booleans())
+    def lack(self, name: str, at: int, given_up: bool) -> None:
+        """It lacks the conversation, or gives a row up."""
+        if name not in self.links or not self.asked[name]:
+            return
+        call, row = self.asked[name][at % len(self.asked[name])]
+        about = {"conversation": key_to_wire(call.key), "exchange": call.exchange}
+        if given_up:
+            part = wire.WorkerPart(row_lost=wire.RowLost(row=row, reason="x", **about))
+        else:
+            part = wire.WorkerPart(missing=wire.Missing(rows=[row], **about))
+        self.may_lose.add(row)
+        self.board.take(self.links[name], sealed(serialize(part)))
+        self.look()
+
+    # ---- the round loop
+
+    @precondition(lambda self: self.exchange is None)
+    @rule(new=st.booleans())
+    def ask(self, new: bool) -> None:
+        """The next exchange, with those that answered the last, or another conversation."""
+        alive = [row for row, outcome in sorted(self.outcomes.items()) if isinstance(outcome, Arrived)]
+        if new or not self.calls or not alive:
+            if self.calls:
+                self.board.close(self.calls[0].key)
+            self.round += 1
+            self.calls = [start_call(CLIENTS, deadline_s=None, d=D, the_key=key(round=self.round))]
+        else:
+            clients = [CLIENTS[row] for row in alive]
+            one = step_call(
+                clients, len(self.calls), deadline_s=None, d=D, rows=tuple(alive), the_key=key(round=self.round)
+            )
+            self.calls.append(one)
+        self.outcomes, self.may_lose = {}, set()
+        self.exchange = Exchange(self.calls[-1])
+        self.board.open(self.exchange)
+        self.look()
+
+    @precondition(lambda self: self.exchange is not None and not self.exchange.outstanding)
+    @rule()
+    def answered(self) -> None:
+        """Every row is settled."""
+        assert self.exchange is not None
+        self.board.finish(self.exchange)
+        self.exchange = None
+
+    @precondition(lambda self: self.exchange is not None)
+    @rule()
+    def deadline(self) -> None:
+        """Time is up: rows without an answer are lost, and what comes for them is late."""
+        assert self.exchange is not None
+        self.board.finish(self.exchange)
+        for row in self.exchange.call.rows:
+            self.outcomes.setdefault(row, Lost("deadline"))
+        self.exchange = None
+
+    # ---- what holds
+
+    def look(self) -> None:
+        """Read what the streams were sent, and what became of rows; each row is settled once, and rightly."""
+        for name, to in self.links.items():
+            while frame := to.outbox._frame():
+                for part in parse(wire.AggregatorFrame, frame).parts:
+                    about = part.begin.envelope
+                    if part.WhichOneof("part") == "begin" and not about.replay:
+                        self.note(name, about)
+        if self.exchange is None:
+            return
+        while not self.exchange.inbox.empty():
+            item = self.exchange.inbox.get_nowait()
+            assert not isinstance(item, Exception), item
+            row, outcome = item
+            assert row not in self.outcomes, f"row {row} was settled twice"
+            self.outcomes[row] = outcome
+            if isinstance(outcome, Lost):
+                assert row in self.may_lose, f"row {row} was lost: {outcome.reason}"
+            else:
+                found = outcome.assembler.message(outcome.cls).x
+                assert torch.equal(found, value(self.exchange.call, row)), f"row {row} has the answer to something else"
+
+    def note(self, name: str, about: wire.Envelope) -> None:
+        """A worker is asked for rows: only for clients that it may serve."""
+        assert set(about.clients) <= set(SERVES[name]), f"{name} was asked for {about.clients}"
+        if key_from_wire(about.conversation) == self.calls[0].key:
+            self.asked[name] += [(self.calls[about.exchange], row) for row in about.rows]
+
+    @invariant()
+    def awaited(self) -> None:
+        """Every row that waits is awaited from a worker that is there, if one may serve it; no other is."""
+        if self.exchange is None:
+            return
+        assert self.exchange.outstanding == set(self.exchange.call.rows) - set(self.outcomes)
+        for row in self.exchange.outstanding:
+            able = [name for name in self.links if CLIENTS[row] in SERVES[name]]
+            holder = self.exchange.sent.get(row)
+            assert (holder is None) == (not able), f"row {row} is awaited from {holder}, able are {able}"
+            assert holder is None or self.links.get(holder.name) is holder, (
+                f"row {row} is awaited from a stream that is gone"
+            )
+
+
+def value(call: Call, row: int) -> torch.Tensor:
+    """What a row answers: something else to each exchange of each round."""
+    return expected([start_call(call.clients, d=D)], call.rows.index(row)) + 100.0 * call.key.round + call.exchange
+
+
+def books(place: Place, random: Random) -> Tried:
+    """Stories of forty events."""
+    stories = 100 if place.thorough else 20
+    limits = settings(
+        max_examples=stories, stateful_step_count=STEPS, deadline=None, database=None, print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    with quiet():
+        try:
+            run_state_machine_as_test(seed(random.getrandbits(32))(Books), settings=limits)
+        except AssertionError as error:
+            raise Broken(str(error)) from error
+    return Tried(stories)
+
+
+FAULTS = (
+    Fault(
+        "books", "garbage", "workers join, leave, answer late and twice, in any order",
+        "each row is settled once, with its own answer; awaited from one who is there", books, goal=20, short=1,
+    ),
+)  # fmt: skip

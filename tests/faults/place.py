@@ -1,0 +1,292 @@
+"""Where trials happen: tiny experiments, their processes, and what of two runs must be equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from conformance_kit import TINY
+from forked import Popen, children
+from run_processes import alive, final, losses, scores
+from s3_support import S3Server
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import available
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import Journal
+from fedloom.federation.states import StoredStates
+from fedloom.run import assemble
+from fedloom.storage import open_store
+
+PROGRAM = Path(__file__).with_name("program.py")
+PATIENCE_S = 120.0  # of a process that should end; machines are busy
+METHODS = tuple(sorted({*available(), *TINY}))
+"""Every registered method, some with a second setting."""
+
+
+class Broken(AssertionError):
+    """A promise that was not kept, and how."""
+
+
+class Place:
+    """A folder with a partition, experiments, and undisturbed runs of them to compare with.
+
+    Parameters
+    ----------
+    root
+        Data root in which Fashion-MNIST is.
+    s3
+        A store, for trials that publish.
+    rounds
+        Of the endurance trial.
+    thorough
+        Whether trials that are cheap by the thousand are made by the thousand.
+    """
+
+    def __init__(
+        self, folder: Path, root: Path, s3: S3Server | None, rounds: int = 25_000, thorough: bool = True
+    ) -> None:
+        self.folder = folder
+        self.s3 = s3
+        self.rounds, self.thorough = rounds, thorough
+        self._root = root
+        self._truths: dict[tuple[Path, str], Path] = {}
+        self._counts: dict[Path, int] = {}
+        self._numbers = iter(range(1, 1 << 62))
+        dataset = assemble.make_partition(experiments.load(self.experiment("fedavg")))
+        self.partition = dataset.folder
+        self.clients = [entry.id for entry in dataset.manifest.clients]
+
+    def new(self) -> Path:
+        """A path that nothing is at."""
+        return self.folder / f"trial-{next(self._numbers)}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What processes get."""
+        return {**os.environ, "OMP_NUM_THREADS": "1", **(self.s3.environment if self.s3 else {})}
+
+    def other_partition(self) -> Path:
+        """One that no experiment here is of."""
+        other = experiments.load(self.experiment("fedavg"), ["seed=6"])
+        return assemble.make_partition(other).folder
+
+    def experiment(self, method: str, every: int = 3, **federation: Any) -> Path:
+        """An experiment file: six seen clients and two unseen, three in a cohort, evaluated every so many rounds."""
+        name = method.partition(":")[0]
+        tree = {
+            "name": "faults",
+            "seed": 5,
+            "data": {
+                "dataset": "fashion-mnist",
+                "root": str(self._root),
+                "partition": {
+                    "scheme": "classes", "clients": 8, "classes_per_client": 2, "shares": [0.8, 0.2],
+                    "train_per_client": 12, "test_per_client": 4,
+                },
+                "unseen_fraction": 0.25,
+            },
+            "model": {"name": "mlp", "hidden": [4]},
+            "algorithm": {"name": name, **TINY.get(method, {})},
+            "federation": {
+                "rounds": 0 if name == "local" else 6, "clients_per_round": 3, "deadline_s": 300.0,
+                "checkpoint_every_s": 0.0, **federation,
+            },
+            "evaluation": {"every": every, "cohort": 4, "batch_size": 16},
+            "runtime": {"workers": 0},
+        }  # fmt: skip
+        text = yaml.safe_dump(tree)
+        path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+        if not path.exists():
+            path.write_text(text)
+        return path
+
+    def truth(self, experiment: Path, *, replay: Path | None = None) -> Path:
+        """The folder of an undisturbed run, or of the replay of a disturbed one, in one process."""
+        key = (experiment, str(replay))
+        if key not in self._truths:
+            out, count = self.new(), self.new()
+            again = () if replay is None else ("--replay", replay)
+            given = {"FAULTS_UNDER": str(out), "FAULTS_COUNT": str(count)}
+            with self.start("run", experiment, "--out", out, "--partition", self.partition, *again, **given) as run:
+                run.wait(0)
+            self._truths[key], self._counts[out] = out, int(count.read_text())
+        return self._truths[key]
+
+    def operations(self, experiment: Path) -> int:
+        """How often an undisturbed run does something to its files."""
+        return self._counts[self.truth(experiment)]
+
+    @contextmanager
+    def start(self, *arguments: object, **given: str) -> Iterator[Running]:
+        """Run ``fedloom`` with these arguments and more environment; nothing of it outlives the block."""
+        running = Running(arguments, {**self.environment, **given}, self.new())
+        try:
+            yield running
+        finally:
+            running.end()
+
+    def check(self, run: Path, experiment: Path, *, nobody_lost: bool = True) -> None:
+        """What a disturbed run came to is what the replay of its journal comes to; nobody lost, the undisturbed run.
+
+        Raises
+        ------
+        Broken
+            If anything differs, or a client was lost that should not have been.
+        """
+        lost = losses(run)
+        if lost and nobody_lost:
+            raise Broken(f"{len(lost)} rows were lost, first in round {lost[0][0]}: {lost[0][2]}")
+        again = lost or any(line["attempt"] > 1 for line in RunFolder(run).lines("journal.jsonl"))
+        truth = self.truth(experiment, replay=run if again else None)
+        ours, theirs = self.outcome(run), self.outcome(truth)
+        for what in theirs:
+            if ours[what] != theirs[what]:
+                raise Broken(f"{what} of {run} differs from {truth}")
+
+    def outcome(self, run: Path) -> dict[str, Any]:
+        """What must be equal to the bit: the last checkpoint, what was measured, and the clients' states."""
+        numbers = ("round", "seen", "unseen", "global")
+        lines = [{name: line[name] for name in numbers} for line in RunFolder(run).lines("metrics.jsonl")]
+        return {
+            "checkpoint": hashlib.sha256(final(run)).hexdigest(),
+            "summary.json": scores(run),
+            "metrics.jsonl": lines,
+            "clients.csv": (run / "clients.csv").read_text(),
+            "client states": dict(self._states(run)),
+        }
+
+    def _states(self, run: Path) -> Iterator[tuple[str, str]]:
+        """A digest of each client's state after the last round."""
+        where = assemble.states_of(RunFolder(run))
+        store = open_store(where, self.environment)
+        if next(iter(store.entries()), None) is None:
+            return  # the method's clients keep none; if they did, the other run has them
+        states = StoredStates(store)
+        journal = Journal.read(RunFolder(run))
+        for entry in RunFolder(run).manifest().clients:
+            version = journal.version(entry.id, 1 << 30)
+            kept = None if version is None else states.load(entry.id, version)
+            if version is not None and kept is None:
+                raise Broken(f"the state {version} of {entry.id} is gone")
+            if kept is not None:
+                digest = hashlib.sha256()
+                for name in sorted(kept):
+                    digest.update(name.encode() + kept[name].numpy().tobytes())
+                yield entry.id, digest.hexdigest()
+
+
+class Running:
+    """A command at work, with everything it says in a file."""
+
+    def __init__(self, arguments: Sequence[object], environment: Mapping[str, str], said: Path) -> None:
+        self.said_in = said
+        no_report = ["--no-report"] if arguments[0] in ("run", "aggregator") else []
+        with said.open("wb") as out:
+            self.process = Popen(
+                [sys.executable, str(PROGRAM), *map(str, arguments), *no_report],
+                env=dict(environment), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                dies_with_parent=True,
+            )  # fmt: skip
+        self.pid: int = self.process.pid
+
+    @property
+    def said(self) -> str:
+        """What it has said so far."""
+        return self.said_in.read_text(errors="replace")
+
+    def wait(self, *codes: int, patience_s: float = PATIENCE_S) -> int:
+        """Wait for its end.
+
+        Raises
+        ------
+        Broken
+            If it does not end, or with another code than these.
+        """
+        try:
+            code: int = self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            raise Broken(f"{self.process.args[2]} has not ended after {patience_s:g} s: {self.said[-300:]}") from None
+        if code not in codes:
+            raise Broken(f"{self.process.args[2]} ended with {code}, expected {codes}: {self.said[-500:]}")
+        return code
+
+    def ended_within(self, seconds: float) -> bool:
+        """Whether it ends by itself in that time."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> bool:
+        """SIGKILL; whether it was still there."""
+        there = self.process.poll() is None
+        self.process.kill()
+        self.process.wait()
+        return there
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        family = [self.pid, *children(self.pid)]
+        for pid in family:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        until = time.monotonic() + 10
+        while any(alive(pid) for pid in family) and time.monotonic() < until:
+            time.sleep(0.005)
+
+    def memory_mb(self) -> float:
+        """The most memory that it has held."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 1024
+        return 0.0
+
+    def descriptors(self) -> int:
+        """How many files and connections it has open."""
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+
+def wait_until(condition: Any, what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait for something that must happen."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Broken(f"it never happened in {patience_s:g} s: {what}")
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def journal_lines(run: Path, up_to: int) -> list[str]:
+    """The journal up to a round, as text: seconds and lives show whether a round was made again."""
+    return [
+        json.dumps(line, sort_keys=True) for line in RunFolder(run).lines("journal.jsonl") if line["round"] <= up_to
+    ]
+
+
+def durable(run: Path) -> int:
+    """The round of a run's last checkpoint; -1 without one."""
+    names = (path.stem.removeprefix("round-") for path in (run / "checkpoints").glob("round-*.safetensors"))
+    return max((int(name) for name in names), default=-1)

@@ -1,0 +1,150 @@
+"""What a fault is, how often it was tried, how often its promise was kept; and the table of all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from faults.place import Place
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a trial that kept its promise did: how often the fault happened in it, and what was measured beside."""
+
+    times: int = 1
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table.
+
+    Attributes
+    ----------
+    name, kind
+        What selects it, alone or with its like.
+    fault, promise
+        In words.
+    trial
+        Tries it once, with all its randomness from the generator that it is given; raises if the promise is broken.
+    goal
+        Trials of a long run, which gives each fault its share of the time by it.
+    short
+        Trials in ``make test``.
+    needs_store
+        Whether it needs S3.
+    """
+
+    name: str
+    kind: str
+    fault: str
+    promise: str
+    trial: Callable[[Place, Random], Tried]
+    goal: int
+    short: int = 0
+    needs_store: bool = False
+
+
+@dataclass
+class Tally:
+    """How it went with one fault."""
+
+    trials: int = 0
+    kept: int = 0
+    times: int = 0
+    seconds: float = 0.0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+
+    def add(self, seed: int, seconds: float, outcome: Tried | BaseException) -> None:
+        """Count one trial; of what was measured the largest is kept, and the smallest of what is called ``least``."""
+        self.trials += 1
+        self.seconds += seconds
+        if isinstance(outcome, BaseException):
+            self.failures.append({"seed": seed, "why": f"{type(outcome).__name__}: {outcome}"[:1000]})
+            return
+        self.kept += 1
+        self.times += outcome.times
+        for name, value in outcome.measured.items():
+            better = min if name.startswith("least") else max
+            self.measured[name] = better(self.measured.get(name, value), value)
+
+
+def try_once(fault: Fault, place: Place, seed: int) -> tuple[Tried | Exception, float]:
+    """One trial, and the seconds that it took."""
+    started = time.monotonic()
+    outcome: Tried | Exception
+    try:
+        outcome = fault.trial(place, Random(f"{fault.name}/{seed}"))
+    except Exception as error:
+        outcome = error
+    return outcome, time.monotonic() - started
+
+
+def machine() -> dict[str, Any]:
+    """What kind of machine this is."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    kinds = Counter(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    processor = next(iter(kinds), platform.machine())
+    return {"processor": processor, "cores": os.cpu_count(), "memory_gib": round(memory), "system": platform.system()}
+
+
+def summary(faults: Mapping[Fault, Tally], command: str, minutes: float) -> dict[str, Any]:
+    """What ``summary.json`` holds."""
+    rows = {
+        fault.name: {"kind": fault.kind, "fault": fault.fault, "promise": fault.promise, **asdict(tally)}
+        for fault, tally in faults.items()
+        if tally.trials
+    }
+    return {"command": command, "minutes": round(minutes, 1), "machine": machine(), "faults": rows}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The table, from a summary."""
+    on = found["machine"]
+    lines = [
+        f"`{found['command']}`, {found['minutes']:g} minutes on {on['cores']} cores ({on['processor']}, "
+        f"{on['memory_gib']} GiB, {on['system']}).",
+        "",
+        "| fault | promise | faults | trials | kept | measured |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for row in found["faults"].values():
+        measured = ", ".join(f"{name} {value:,.4g}" for name, value in row["measured"].items())
+        counts = " | ".join(f"{row[name]:,}" for name in ("times", "trials", "kept"))
+        lines.append(f"| {row['fault']} | {row['promise']} | {counts} | {measured} |")
+    failures = [(name, failure) for name, row in found["faults"].items() for failure in row["failures"]]
+    if failures:
+        lines += ["", "Not kept:", ""]
+        lines += [f"- `make faults KINDS={n} SEED={f['seed']} TRIES=1`: {f['why'][:200]}" for n, f in failures]
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, found: Mapping[str, Any]) -> None:
+    """Write both."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    (folder / "table.md").write_text(markdown(found))
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def keep(found: Path) -> None:
+    """Put a table into the page about faults, and its summary beside the page."""
+    page, (begin, end) = DOCS / "faults.md", ("<!-- table -->", "<!-- /table -->")
+    before, _, rest = page.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    page.write_text(f"{before}{begin}\n{(found / 'table.md').read_text()}{end}{after}")
+    (DOCS / "results" / "faults.json").write_text((found / "summary.json").read_text())

@@ -1,0 +1,160 @@
+"""The short form of ``make faults``, and what has a code or a word of its own (docs/federation.md, "Faults")."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from forked import children, cmdline
+from run_processes import alive, losses, rounds
+
+from faults.all import FAULTS
+from faults.kills import Federation
+from faults.place import Place, Running, wait_until
+from faults.table import Fault, Tally, markdown, summary, try_once
+
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
+
+SEED = 1000
+
+
+@pytest.fixture(scope="session")
+def place(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("faults"), fresh_root, None, thorough=False)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.short], ids=lambda fault: fault.name)
+def test_the_promise_is_kept(place: Place, fault: Fault) -> None:
+    for seed in range(SEED, SEED + fault.short):
+        outcome, _ = try_once(fault, place, seed)
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+def test_a_promise_that_is_broken_is_in_the_table_with_its_seed() -> None:
+    tally = Tally()
+    tally.add(7, 1.0, AssertionError("two bits differ"))
+    said = markdown(summary({FAULTS[0]: tally}, "make faults", 1.0))
+    assert f"KINDS={FAULTS[0].name} SEED=7" in said
+    assert "two bits differ" in said
+
+
+# --- codes and words --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def experiment(place: Place) -> Path:
+    """FedAvg, long enough for a signal to arrive in the middle of it."""
+    return place.experiment("fedavg", every=20, rounds=40)
+
+
+@pytest.fixture
+def run(place: Place, experiment: Path) -> Iterator[Running]:
+    """It, with two workers of its own, after the first round."""
+    with place.start(*order(place, experiment, place.folder / "run-1"), "--workers", 2) as running:
+        out = place.folder / "run-1"
+        wait_until(lambda: out.is_dir() and rounds(out) >= 1, "the first round")
+        yield running
+    out.rename(place.new())
+
+
+def order(place: Place, experiment: Path, out: Path) -> tuple[object, ...]:
+    return ("run", experiment, "--partition", place.partition, "--out", out)
+
+
+def worker(run: Running, name: str) -> int | None:
+    return next((pid for pid in children(run.pid) if name in cmdline(pid)), None)
+
+
+def gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(alive(pid) for pid in pids), f"the end of {pids}")
+
+
+def test_a_worker_that_keeps_dying_stops_the_run_resumably(place: Place, experiment: Path, run: Running) -> None:
+    others, killed = children(run.pid), set[int]()
+    while len(killed) < 3:
+        wait_until(lambda: worker(run, "worker-0") not in {None, *killed}, "a restart")
+        victim = worker(run, "worker-0")
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        killed.add(victim)
+    run.wait(7)
+    assert "worker-0 ended with code -9 after 2 restarts" in run.said
+    assert "--resume" in run.said
+    gone([*others, *killed])
+    out = place.folder / "run-1"
+    assert "ended with code -9" in (out / "logs" / "aggregator.jsonl").read_text()
+    with place.start(*order(place, experiment, out), "--resume") as again:
+        again.wait(0)
+    place.check(out, experiment)
+
+
+def test_ctrl_c(place: Place, experiment: Path, run: Running) -> None:
+    workforce = children(run.pid)
+    os.kill(run.pid, signal.SIGINT)
+    run.wait(130)
+    assert "go on with --resume" in run.said
+    gone(workforce)
+    out = place.folder / "run-1"
+    with place.start(*order(place, experiment, out), "--resume") as again:
+        again.wait(0)
+    place.check(out, experiment)
+
+
+def test_a_worker_that_is_stopped_loses_its_clients_by_the_deadline(place: Place) -> None:
+    experiment = place.experiment("fedavg", rounds=8, deadline_s=1.0)
+    with ExitStack() as stack:
+        federation = Federation(place, experiment, stack)
+        wait_until(lambda: rounds(federation.out) >= 1, "the first round")
+        os.kill(federation.processes["worker-1"].pid, signal.SIGSTOP)
+        wait_until(lambda: losses(federation.out), "a client is lost")
+        os.kill(federation.processes["worker-1"].pid, signal.SIGCONT)
+        federation.finish()
+    assert all("deadline" in reason for _, _, reason in losses(federation.out))
+    place.check(federation.out, experiment, nobody_lost=False)
+
+
+def test_workers_are_there_for_a_run_whose_conclusion_failed(place: Place) -> None:
+    """What fails after the last round is tried again, and the clients are measured once more for it."""
+    experiment = place.experiment("fedavg")
+    with ExitStack() as stack:
+        federation = Federation(place, experiment, stack, workers=0)
+        (federation.out / "clients.csv").mkdir()
+        federation.start("worker-0")
+        federation.aggregator.wait(6)
+        assert "clients.csv: cannot be written" in federation.aggregator.said
+        (federation.out / "clients.csv").rmdir()
+        federation.start("aggregator")
+        federation.aggregator.wait(0)
+        federation.processes["worker-0"].wait(0)
+    place.check(federation.out, experiment)
+
+
+def test_ports_partitions_and_shares_of_clients(place: Place) -> None:
+    experiment, other = place.experiment("fedavg"), place.other_partition()
+    with ExitStack() as stack:
+        federation = Federation(place, experiment, stack, workers=0)
+        second = place.new()
+        taken = ("aggregator", experiment, "--listen", federation.listen, "--partition", place.partition)
+        with place.start(*taken, "--out", second) as refused:
+            refused.wait(2)
+            assert "is taken" in refused.said
+        assert not second.exists()
+        serve = ("worker", "--aggregator", federation.listen)
+        with place.start(*serve, "--partition", other, "--name", "lost") as lost:
+            lost.wait(3)
+            assert "fedloom partition" in lost.said
+        halves = [",".join(place.clients[:3]), ",".join(place.clients[3:])]
+        workers = [
+            stack.enter_context(
+                place.start(*serve, "--partition", place.partition, "--name", f"half-{n}", "--clients", half)
+            )
+            for n, half in enumerate(halves)
+        ]
+        for running in (federation.aggregator, *workers):
+            running.wait(0)
+    place.check(federation.out, experiment)
