@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,14 +53,12 @@ LENET = LeNet((1, 28, 28), 10)  # d = 85,822
 DESCRIPTOR_SIZE = 32
 
 
-@dataclass(frozen=True, eq=False)
 class Model(Message):
     """Opens training: a model of its own for each client."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
-@dataclass(frozen=True, eq=False)
 class Update(Message):
     """What the client answers."""
 
@@ -97,7 +94,6 @@ class EchoClient(ClientHalf):
         return None
 
 
-@dataclass(frozen=True, eq=False)
 class Received(Message):
     """A client has got its model."""
 

@@ -1,14 +1,13 @@
 """The quantities that aggregator and clients exchange, as typed dataclasses of tensors.
 
-A *quantity* is what a tensor means; the wire contract fixes the list. A *message* is a frozen dataclass whose
-fields are ``rows`` (one row per client, ``[c, ...]``) or ``broadcast`` (one tensor, sent once to each worker)::
+A *quantity* is what a tensor means; the wire contract fixes the list. A *message* is a frozen dataclass, a subclass of
+:class:`Message`, whose fields are ``rows`` (one row per client, ``[c, ...]``) or ``broadcast`` (sent once to each worker)::
 
-    @dataclass(frozen=True, eq=False)
     class ModelUpdate(Message):
         delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
         steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1]
 
-Any such dataclass can be sent; the transport needs nothing else to encode it. What a client may answer says the shape
+Any such class can be sent; the transport needs nothing else to encode it. What a client may answer says the shape
 of its rows, by numbers and by names that the server half knows (``ServerHalf.sizes``).
 """
 
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -131,9 +130,17 @@ def answer_shapes(messages: Sequence[type[Message]], sizes: Mapping[str, int]) -
     }
 
 
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(rows, broadcast))
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Base of all messages. Tensors are dense, on the CPU when they travel, and never changed in place."""
+    """Base of all messages, which are frozen dataclasses without saying so.
+
+    Tensors are dense, on the CPU when they travel, and never changed in place.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Make the subclass a dataclass."""
+        dataclass(frozen=True, eq=False)(cls)
 
     @classmethod
     def fields(cls) -> tuple[MessageField, ...]:
@@ -170,7 +177,6 @@ class Message:
 M = TypeVar("M", bound=Message, covariant=True)
 
 
-@dataclass(frozen=True, eq=False)
 class Metrics(Message):
     """What a client measured of its predictors; see ``evaluation.measure`` for the axes."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,23 +25,19 @@ from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 
 
-@dataclass(frozen=True, eq=False)
 class Begin(Message):
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
 
-@dataclass(frozen=True, eq=False)
 class GoOn(Message):
     push: Tensor = rows(Quantity.OTHER)  # [c, 1]
 
 
-@dataclass(frozen=True, eq=False)
 class Moved(Message):
     change: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
 
 
-@dataclass(frozen=True, eq=False)
 class Show(Message):
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 

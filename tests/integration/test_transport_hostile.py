@@ -1,7 +1,6 @@
 """A hostile worker over a real socket: what is wrong is refused and counted, and the round goes on."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import grpc
 import pytest
@@ -29,7 +28,6 @@ from fedloom.transport.wire import federation_pb2 as wire
 COHORT = ("honest", "mallory", "honest2")
 
 
-@dataclass(frozen=True, eq=False)
 class Total(Message):
     """Not in anybody's vocabulary."""
 
@@ -360,7 +358,6 @@ def test_a_stream_that_does_not_begin_with_hello(aggregator):
 
 
 def test_a_bool_and_a_broadcast_in_a_reply_are_checked_too(background):
-    @dataclass(frozen=True, eq=False)
     class Flags(Message):
         on: Tensor = rows(Quantity.OTHER)
         shared: Tensor = broadcast(Quantity.OTHER)

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import grpc
 import torch
@@ -25,18 +24,15 @@ D = 300_000  # float32: more than one chunk
 ALGORITHMS = {"toy": 1}
 
 
-@dataclass(frozen=True, eq=False)
 class Start(Message):
     x: Tensor = rows(Quantity.MODEL)
     shared: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)
 
 
-@dataclass(frozen=True, eq=False)
 class Step(Message):
     x: Tensor = rows(Quantity.MODEL_UPDATE)
 
 
-@dataclass(frozen=True, eq=False)
 class Sum(Message):
     x: Tensor = rows(Quantity.MODEL)
 

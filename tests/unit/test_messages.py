@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,24 +11,20 @@ from torch import Tensor
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows, stack
 
 
-@dataclass(frozen=True, eq=False)
 class Answer(Message):
     delta: Tensor = rows(Quantity.MODEL_UPDATE)
     loss: Tensor = rows(Quantity.LOSS)
 
 
-@dataclass(frozen=True, eq=False)
 class Opening(Message):
     shared: Tensor = broadcast(Quantity.MODEL)
     own: Tensor = rows(Quantity.DESCRIPTOR)
 
 
-@dataclass(frozen=True, eq=False)
 class Shared(Message):
     shared: Tensor = broadcast(Quantity.MODEL)
 
 
-@dataclass(frozen=True, eq=False)
 class Nothing(Message):
     """Only a request."""
 
@@ -74,7 +68,6 @@ def test_client_bytes_are_a_row_and_the_broadcasts() -> None:
 
 
 def test_a_field_must_say_what_it_is() -> None:
-    @dataclass(frozen=True, eq=False)
     class Odd(Message):
         x: Tensor
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,20 @@ from fedloom.storage.folder import FolderStore
 from fedloom.transport.stream import states_from_wire, states_to_wire
 
 
-@dataclass(frozen=True, eq=False)
 class Ask(Message):
     round: Tensor = broadcast(Quantity.OTHER)
 
 
-@dataclass(frozen=True, eq=False)
 class Seen(Message):
     """The rounds whose states this client builds on, as bits."""
 
     rounds: Tensor = rows(Quantity.OTHER, 1)
 
 
-@dataclass(frozen=True, eq=False)
 class Thanks(Message):
     pass
 
 
-@dataclass(frozen=True, eq=False)
 class Personal(Message):
     pass
 

@@ -5,7 +5,6 @@ import contextlib
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -39,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 
 
-@dataclass(frozen=True, eq=False)
 class Everything(Message):
     a: Tensor = rows(Quantity.MODEL)
     b: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)

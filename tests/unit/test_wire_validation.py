@@ -1,7 +1,6 @@
 """What makes an answer unusable, said in one line."""
 
 import re
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,13 +12,11 @@ from fedloom.federation.validation import fault
 from fedloom.messages import Message, Metrics, Quantity, broadcast, rows
 
 
-@dataclass(frozen=True, eq=False)
 class Update(Message):
     delta: Tensor = rows(Quantity.MODEL_UPDATE)
     steps: Tensor = rows(Quantity.COUNT)
 
 
-@dataclass(frozen=True, eq=False)
 class Shared(Message):
     x: Tensor = broadcast(Quantity.MODEL)
 

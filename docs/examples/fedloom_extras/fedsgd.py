@@ -5,7 +5,6 @@ B. McMahan et al., Communication-efficient learning of deep networks from decent
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,14 +64,12 @@ class FedSGDSettings(Settings):
     lr: float = Field(default=0.1, gt=0, description="step size η")
 
 
-@dataclass(frozen=True, eq=False)
 class Ask(Message):
     """Opens training: the model at which a gradient is wanted."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
 
-@dataclass(frozen=True, eq=False)
 class Gradient(Message):
     """The gradient of the client's mean loss over its whole train split, and that loss."""
 
@@ -80,7 +77,6 @@ class Gradient(Message):
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
-@dataclass(frozen=True, eq=False)
 class Take(Message):
     """Opens personalization: the model, to be used as it is."""
 

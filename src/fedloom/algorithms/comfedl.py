@@ -10,7 +10,6 @@ both. Taken literally that exponential leaves the range in which SGD can work, s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -297,21 +296,18 @@ class ComFedLSettings(Settings):
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class LossThere(Message):
     """The client's loss at the shared model, before any step; not part of the literal form."""
 
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
-@dataclass(frozen=True, eq=False)
 class Shift(Message):
     """What is subtracted from losses before their exponential is taken; not part of the literal form."""
 
     shift: Tensor = broadcast(Quantity.OTHER)  # [1] float64
 
 
-@dataclass(frozen=True, eq=False)
 class CompositionalUpdate(Message):
     """w_τ - w̄ (Algorithm 1, line 15), and what the training was like."""
 

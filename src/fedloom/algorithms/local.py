@@ -6,7 +6,6 @@ share, so there are no rounds; seen and unseen clients differ in nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class LocalSettings(Settings):
     local: LocalSGD = Field(default=LocalSGD(epochs=200), description="the training of each client")
 
 
-@dataclass(frozen=True, eq=False)
 class TrainAlone(Message):
     """Opens personalization: nothing is sent but the request."""
 

@@ -10,7 +10,6 @@ standardization, clipping, the descriptor from all data, no ReLU before the hype
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -261,42 +260,36 @@ class PeFLLSettings(Settings):
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class DescribeAndTrain(Message):
     """Opens training (Algorithm 2, line 3)."""
 
     eta_v: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)  # [|η_v|]
 
 
-@dataclass(frozen=True, eq=False)
 class DescribeYourself(Message):
     """Opens prediction (Algorithm 1, line 1)."""
 
     eta_v: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)  # [|η_v|]
 
 
-@dataclass(frozen=True, eq=False)
 class Descriptor(Message):
     """v_i (Algorithm 2, line 7; Algorithm 1, line 4)."""
 
     v: Tensor = rows(Quantity.DESCRIPTOR, "l")  # [c, l]
 
 
-@dataclass(frozen=True, eq=False)
 class PersonalizedModel(Message):
     """θ_i (Algorithm 2, line 9; Algorithm 1, line 6)."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
-@dataclass(frozen=True, eq=False)
 class DescriptorUpdate(Message):
     """Δv_i (Algorithm 2, line 13)."""
 
     d_v: Tensor = rows(Quantity.DESCRIPTOR_UPDATE)  # [c, l]
 
 
-@dataclass(frozen=True, eq=False)
 class EmbeddingUpdate(Message):
     """Δη_v^(i) (Algorithm 2, line 15)."""
 

@@ -9,7 +9,6 @@ KL(q_i ‖ w), and uploads that copy. What the paper leaves open, and measuremen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, Self
 
@@ -253,14 +252,12 @@ def unstable(s: PFedBayesSettings, lr_q: float, sigma: float) -> str | None:
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class GlobalGaussian(Message):
     """Opens training: the global distribution v."""
 
     v: Tensor = broadcast(Quantity.GAUSSIAN)  # [2, d]
 
 
-@dataclass(frozen=True, eq=False)
 class LocalizedGaussian(Message):
     """The global distribution after R local steps, v_{w,R}."""
 
@@ -269,7 +266,6 @@ class LocalizedGaussian(Message):
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64, mean over steps and samples of the batch's mean NLL
 
 
-@dataclass(frozen=True, eq=False)
 class Prior(Message):
     """Opens personalization: the global distribution v."""
 

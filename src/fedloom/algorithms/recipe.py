@@ -9,7 +9,6 @@ model is shared, and how a client makes it its own are parameters of :func:`shar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -78,14 +77,12 @@ def fine_tune(model: FlatModel, group: Group, theta: Tensor, s: Any) -> dict[str
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class SharedModel(Message):
     """Opens training: the shared model, or the part of it that is shared."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [s]
 
 
-@dataclass(frozen=True, eq=False)
 class Update(Message):
     """What local training did."""
 
@@ -94,7 +91,6 @@ class Update(Message):
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
-@dataclass(frozen=True, eq=False)
 class MakeItYours(Message):
     """Opens personalization: the same part of the model."""
 

@@ -12,7 +12,6 @@ or Adam.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
@@ -382,7 +381,6 @@ def _at(schedule: float | tuple[float, ...] | str, t: int) -> float:
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class SharedStates(Message):
     """States to evaluate stochastic gradients at; the first opens training (Algorithm 1, "for all users in parallel").
 
@@ -394,14 +392,12 @@ class SharedStates(Message):
     step: Tensor = broadcast(Quantity.COUNT)  # [1] float64, 0 ... steps_per_round - 1
 
 
-@dataclass(frozen=True, eq=False)
 class TrueGradients(Message):
     """States to evaluate the gradients of all of a client's data at: what a bias oracle knows (§5.1)."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
 
 
-@dataclass(frozen=True, eq=False)
 class Gradients(Message):
     """Gradients at the states; rows beyond b are zero."""
 
@@ -411,7 +407,6 @@ class Gradients(Message):
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64, gradients evaluated
 
 
-@dataclass(frozen=True, eq=False)
 class OwnModel(Message):
     """Opens personalization: the client's own state, or the mean of all for who has none."""
 
