@@ -1,7 +1,7 @@
 """The quantities that aggregator and clients exchange, as typed dataclasses of tensors.
 
 A *quantity* is what a tensor means; the wire contract fixes the list. A *message* is a frozen dataclass, a subclass of
-:class:`Message`, whose fields are ``rows`` (one row per client, ``[c, ...]``) or ``broadcast`` (sent once to each worker)::
+:class:`Message`, whose fields are ``rows`` (one row per client, ``[c, ...]``) or ``broadcast`` (once to each worker)::
 
     class ModelUpdate(Message):
         delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]

@@ -31,32 +31,16 @@ Statistics: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True)
 class Task:
-    """What both halves know of the problem; the aggregator learns it from the manifest, never from data.
+    """What both halves know of the problem; the aggregator learns it from the manifest, never from data."""
 
-    Attributes
-    ----------
-    model
-        The clients' model as functions of a flat θ.
-    classes, input_shape
-        C, and the shape of one input: (channels, height, width), (features,) or (tokens,).
-    kind
-        What an input is: pixels, features or tokens.
-    clients
-        Number of clients, seen and unseen (the papers' n).
-    roster
-        Ids of the seen clients it is trained with, in manifest order.
-    same_clients
-        False where clients of another partition are at hand: one with an id of the roster is another client.
-    """
-
-    model: FlatModel
-    classes: int
-    input_shape: tuple[int, ...]
-    clients: int
+    model: FlatModel  # of the clients, as functions of a flat θ
+    classes: int  # C
+    input_shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (tokens,)
+    clients: int  # seen and unseen (the papers' n)
     dtype: torch.dtype = torch.float32
-    kind: Kind = "pixels"
-    roster: tuple[str, ...] = ()
-    same_clients: bool = True
+    kind: Kind = "pixels"  # what an input is
+    roster: tuple[str, ...] = ()  # ids of the seen clients it is trained with, in manifest order
+    same_clients: bool = True  # False with another partition: there an id of the roster is another client's
 
 
 class Cohort(Protocol):
@@ -113,22 +97,16 @@ class Round(Protocol):
 class ServerHalf(ABC):
     """The server half.
 
-    A round that fails, or after which a tensor of the state that it replaced is not finite, leaves the state as it
-    was: the loop sees to that. A method that changes tensors in place, for speed, checks its update before.
-
-    Attributes
-    ----------
-    state
-        All that lasts from round to round: CPU tensors by name. What is not in it is gone on resume.
-    sizes
-        Numbers behind the names in the shapes of messages; d, the length of θ, is always there.
+    ``state`` is all that lasts from round to round; what is not in it is gone on resume. A round that fails, or after
+    which a tensor of the state that it replaced is not finite, leaves the state as it was: the loop sees to that. A
+    method that changes tensors in place, for speed, checks its update before.
     """
 
     def __init__(self, settings: Any, task: Task) -> None:
         self.settings = settings
         self.task = task
-        self.state: dict[str, Tensor] = {}
-        self.sizes = {"d": task.model.layout.size}
+        self.state: dict[str, Tensor] = {}  # CPU tensors by name
+        self.sizes = {"d": task.model.layout.size}  # the numbers behind names in the shapes of messages
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state of these names, from a checkpoint, which may have them in another order."""
@@ -169,11 +147,6 @@ class Group:
         What each client kept in the last round that counted it; None for a client that no round has counted.
     may_keep
         False in conversations that change no state.
-
-    Attributes
-    ----------
-    kept, lost
-        By position: what clients keep of this conversation, and why clients are lost.
     """
 
     def __init__(
@@ -188,8 +161,8 @@ class Group:
         self._generator = generator
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
         self._may_keep = may_keep
-        self.kept: dict[int, dict[str, Tensor]] = {}
-        self.lost: dict[int, str] = {}
+        self.kept: dict[int, dict[str, Tensor]] = {}  # by position, what it keeps of this conversation
+        self.lost: dict[int, str] = {}  # by position, why it is lost
 
     def __len__(self) -> int:
         """g, the number of clients."""
@@ -212,9 +185,8 @@ class Group:
     def keep(self, **named: Tensor) -> None:
         """Keep rows ``[g, ...]``, one for each client, for later rounds.
 
-        To be called before the answer that they belong to is yielded: they are stored before that answer leaves the
-        worker, so that a round that counts the client has its state. A method that keeps any declares it
-        (``ClientHalf.stateful``) and keeps some in every training conversation.
+        To be called before the answer that they belong to is yielded, so that a round that counts the client has its
+        state. A method that keeps any is ``stateful`` and keeps some in every training conversation.
 
         Raises
         ------
@@ -289,39 +261,18 @@ def conversation(method: F) -> F:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A method: what the registry (entry point ``fedloom.algorithms``) finds.
-
-    Attributes
-    ----------
-    name, version
-        Both must match between aggregator and worker.
-    settings
-        The keys under ``algorithm`` in an experiment file, without ``name``.
-    server, client
-        ``(settings, task, generator) -> ServerHalf`` (the generator initializes the state) and
-        ``(settings, task) -> ClientHalf``.
-    messages
-        Every message of the conversations, both directions.
-    trains
-        False for a method without rounds (``federation.rounds`` must then be 0).
-    labelled
-        ``(settings) -> bool``: whether a client's labels are used to personalize; a label mask is refused if not.
-    needs_classes
-        False for a method that measures nothing but the model's own loss, so that data may have no classes.
-    titles
-        ``(settings) -> {predictor: title}``: how tables and figures call its predictors.
-    """
+    """A method: what the registry (entry point ``fedloom.algorithms``) finds."""
 
     name: str
-    version: int
-    settings: type[Settings]
-    server: Callable[[Any, Task, torch.Generator], ServerHalf]
+    version: int  # it and the name must match between aggregator and worker
+    settings: type[Settings]  # the keys under ``algorithm`` in an experiment file, without ``name``
+    server: Callable[[Any, Task, torch.Generator], ServerHalf]  # of settings; the generator initializes the state
     client: Callable[[Any, Task], ClientHalf]
-    messages: tuple[type[Message], ...]
-    trains: bool = True
-    labelled: Callable[[Any], bool] = lambda settings: True
-    needs_classes: bool = True
-    titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}
+    messages: tuple[type[Message], ...]  # of all conversations, both directions
+    trains: bool = True  # False for a method without rounds (``federation.rounds`` must then be 0)
+    labelled: Callable[[Any], bool] = lambda settings: True  # are labels used to personalize? Else no label mask
+    needs_classes: bool = True  # False if it needs nothing but the model's own loss, so that data may have no classes
+    titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}  # how tables call its predictors
 
 
 def available() -> tuple[str, ...]:

@@ -45,9 +45,7 @@ class LocalSGD(Settings):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum, fresh at every visit")
     lambda_theta: float = Field(default=0.0, ge=0, description="λ_θ of the term λ_θ‖θ‖² (papers/001, eq. 1)")
     clip: float | None = Field(default=None, gt=0, description="largest gradient norm; null does not clip")
-    mask_absent: bool = Field(
-        default=False, description="set the logits of labels absent from the client's train split to -inf"
-    )
+    mask_absent: bool = Field(default=False, description="set logits of labels absent from the train split to -inf")
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -95,20 +93,12 @@ def examples(client: ClientData, *, labelled: bool = False) -> Split:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples of g clients, and what each of them counts in its client's loss.
+    """Examples of g clients; all but ``active`` have a first axis g where there are several."""
 
-    Attributes
-    ----------
-    x, y, weight
-        ``[b, ...]``, ``[b]`` or None, ``[b]``; with a first axis g where there are several clients.
-    active
-        ``[g]`` bool: who makes a step on it; None if all do.
-    """
-
-    x: Tensor
-    y: Tensor | None
-    weight: Tensor
-    active: Tensor | None = None
+    x: Tensor  # [b, ...]
+    y: Tensor | None  # [b]
+    weight: Tensor  # [b], what each example counts in its client's loss
+    active: Tensor | None = None  # [g] bool: who makes a step on it; None if all do
 
 
 # --- g clients --------------------------------------------------------------------------------------------------------
@@ -116,11 +106,11 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What local training led to: θ ``[g, d]``, and ``[g, 1]`` float64 the steps made and the mean loss before each."""
+    """What local training led to."""
 
-    theta: Tensor
-    steps: Tensor
-    loss: Tensor
+    theta: Tensor  # [g, d]
+    steps: Tensor  # [g, 1] float64, SGD steps made
+    loss: Tensor  # [g, 1] float64, mean training loss over them, each before its update
 
 
 class Local:
@@ -194,18 +184,10 @@ class Local:
     def batches(
         self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None = None
     ) -> Iterator[Batch]:
-        """Mini-batches for max(``counts``) steps; a client that is done repeats its last one, and is not active.
+        """Mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
 
-        Parameters
-        ----------
-        size
-            b; a client with fewer examples uses them all.
-        counts
-            Steps of each client.
-        purpose
-            Of the generators that draw them.
-        totals
-            What a batch's weights add up to, per client: 1 by default, so that its loss is a mean.
+        A client with fewer examples uses them all. One that is done repeats its last batch, and is not active. The
+        weights of a batch add up to ``totals``, per client: to 1 by default, so that its loss is a mean.
         """
         generators = [self.group.generator(i, purpose) for i in self.members]
         drawn = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
@@ -260,7 +242,7 @@ class Local:
     def _take(self, index: Tensor, weight: Tensor, active: Tensor | None = None) -> Batch:
         if self.stacked:
             return Batch(self._x[index], None if self._y is None else self._y[index], weight, active)
-        # The same rows as by indexing, in half the time.
+        index = index.to(self._x.device)  # on a CPU the same rows as by [index], in half the time
         y = None if self._y is None else self._y.index_select(0, index)
         return Batch(self._x.index_select(0, index), y, weight)
 
@@ -287,12 +269,8 @@ class Local:
     ) -> tuple[list[Tensor], Tensor]:
         """∇f_i(w_i) over the examples of some pieces, and f_i(w_i) ``[g]``.
 
-        Parameters
-        ----------
-        of
-            The leaves of w that it is taken to, all by default; it comes in their order.
-        differentiable
-            Keep its own graph (for MAML).
+        The gradient is that to the leaves ``of``, in their order, all by default. It can be derived itself if it is to
+        be ``differentiable`` (for MAML).
         """
         leaves = list(w.values()) if of is None else of
         gradients: list[Tensor] = []
@@ -341,20 +319,10 @@ class Local:
     def trained(
         self, theta: Tensor, losses: list[Tensor], counts: Sequence[int], key: str, lr: float, also: str = ""
     ) -> Trained:
-        """What training led to. Clients whose training diverged are lost: at which step, and which key to lower.
+        """What training led to: θ ``[g, d]``, by ``counts`` steps of each client with ``losses`` ``[g]`` before each.
 
-        Parameters
-        ----------
-        theta
-            ``[g, d]``, where it led.
-        losses
-            ``[g]`` before each step.
-        counts
-            Steps of each client.
-        key, lr
-            Of the learning rate under ``algorithm``, and its value.
-        also
-            What else is allowed.
+        A client whose training diverged is lost: at which step, and which key to lower, ``lr`` being its value now;
+        ``also`` is what else is allowed.
         """
         history = torch.stack(losses).cpu()
         for j, (count, finite) in enumerate(zip(counts, theta.isfinite().all(1).tolist(), strict=True)):

@@ -227,9 +227,7 @@ class LocalSteps(LocalSGD):
 class ComFedLSettings(Settings):
     """Keys of ``algorithm`` for ComFedL."""
 
-    objective: Literal["robust", "damaml"] = Field(
-        default="robust", description="distributionally robust averaging (eq. 6), or ComFedL-DAMAML (eq. 10)"
-    )
+    objective: Literal["robust", "damaml"] = Field(default="robust", description="robust averaging (6), or DAMAML (10)")
     gamma: float = Field(default=0.2, gt=0, description="γ; the smaller, the more the largest loss counts")
     scale: Literal["literal", "largest", "normalized"] = Field(
         default="normalized",
@@ -241,16 +239,12 @@ class ComFedLSettings(Settings):
         description="step: by each local step's batch (line 11); round: by the loss at the shared model, held over the "
         "steps; null is step for literal, round for the others",
     )
-    losses_on: Literal["all", "batch"] = Field(
-        default="all", description="data of the loss at the shared model: the whole train split, or one batch of it"
-    )
+    losses_on: Literal["all", "batch"] = Field(default="all", description="train data of the loss at the shared model")
     local: LocalSteps = Field(default=LocalSteps(), description="local training in a round")
     inner_lr: float = Field(default=0.05, gt=0, description="η in w - η∇f(w) of eq. 10 (damaml), in adapting too")
     first_order: bool = Field(default=False, description="damaml: take the derivative of w - η∇f(w) to be the identity")
     adapt_steps: int | None = Field(
-        default=None,
-        ge=0,
-        description="SGD steps from the shared model to personal; null is 1 for damaml, 0 for robust",
+        default=None, ge=0, description="SGD steps from the shared model to personal; null: 1 for damaml, 0 for robust"
     )
 
     @model_validator(mode="after")

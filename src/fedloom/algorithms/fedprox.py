@@ -39,10 +39,7 @@ class FedProxSettings(FineTuning):
 
     mu: float = Field(default=0.01, ge=0, description="μ of the term μ/2 ‖w - w_t‖²; 0 is FedAvg")
     stragglers: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="probability with which a client makes only a part of its steps, 1 to all but one, drawn uniformly",
+        default=0.0, ge=0, le=1, description="probability of a client to make 1 to all but one of its steps, uniformly"
     )
 
     @model_validator(mode="after")

@@ -48,14 +48,10 @@ def with_heads(model: FlatModel, group: Group, body: Tensor) -> Tensor:
 class FedRepSettings(Averaging):
     """Keys of ``algorithm`` for FedRep; ``weighting`` is the paper's, uniform, by default."""
 
-    weighting: Literal["examples", "uniform"] = Field(
-        default="uniform", description="average bodies uniformly (the paper) or by n_i (the official code)"
-    )
+    weighting: Literal["examples", "uniform"] = Field(default="uniform", description="examples is the official code's")
     local: LocalSGD = Field(default=LocalSGD(epochs=1), description="the body's training in a round")
     head: LocalSGD = Field(default=LocalSGD(epochs=10), description="the head's training in a round, before the body's")
-    personalize_epochs: int = Field(
-        default=20, ge=0, description="epochs by which a client without a head makes one, the body frozen"
-    )
+    personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a head makes one")
 
 
 FEDREP = shared_model(

@@ -206,9 +206,7 @@ class DescriptorSettings(Settings):
     evaluate: Literal["batch", "all"] = Field(default="batch", description="data of the descriptor in prediction")
     batch_size: int = Field(default=32, ge=1, description="size of the descriptor's batch (papers/001, A.2)")
     standardize: Literal["none", "first"] = Field(
-        default="none",
-        description="'first': shift and scale descriptors by the mean and deviation over the coordinates of the first "
-        "one of the first round, kept from then on (official code)",
+        default="none", description="first: by mean and deviation of the first round's first one (official code)"
     )
 
 
@@ -223,9 +221,7 @@ class ServerUpdate(Settings):
     """Lines 17 and 18."""
 
     rule: Literal["paper", "adam"] = Field(
-        default="paper",
-        description="'paper': η ← (1 - 2βλ)η + mean Δη with β the clients' rate; 'adam': Adam on -mean Δη (official "
-        "code), with η ← (1 - 2·lr·λ)η beside it",
+        default="paper", description="η ← (1 - 2βλ)η + mean Δη, β being local.lr; or Adam on -mean Δη (official code)"
     )
     lr: float = Field(default=2e-4, gt=0, description="Adam's learning rate")
     clip: float | None = Field(default=None, gt=0, description="largest joint norm of (mean Δη_h, mean Δη_v)")

@@ -226,9 +226,7 @@ class PFedBayesSettings(Settings):
     )
     reset: bool = Field(default=False, description="start q_i at the global distribution at every visit")
     draws: int = Field(default=10, ge=0, description="S, networks that predict, averaged; 0: the mean network alone")
-    personalize_steps: int = Field(
-        default=20, ge=0, description="steps from the global distribution that a client without a q_i makes for one"
-    )
+    personalize_steps: int = Field(default=20, ge=0, description="steps by which a client without a q_i makes one")
 
     @model_validator(mode="after")
     def _stable(self) -> Self:

@@ -40,18 +40,14 @@ class Averaging(Settings):
     """Keys of ``algorithm`` that every method with a shared model has."""
 
     server_lr: float = Field(default=1.0, gt=0, description="factor on the average update")
-    weighting: Literal["examples", "uniform"] = Field(
-        default="examples", description="average by n_i (McMahan et al. 2017) or uniformly"
-    )
+    weighting: Literal["examples", "uniform"] = Field(default="examples", description="average by n_i or uniformly")
 
 
 class FineTuning(Averaging):
     """Those of methods whose clients run SGD, and make the shared model their own by more of it."""
 
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
-    personalize_steps: int = Field(
-        default=0, ge=0, description="local SGD steps by which a client makes the global model its own (0: none)"
-    )
+    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
 def local_sgd(model: FlatModel, group: Group, theta: Tensor, s: Any) -> Trained:

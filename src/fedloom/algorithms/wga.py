@@ -298,9 +298,7 @@ class WGASettings(Settings):
     """Keys of ``algorithm`` for WGA and Bias Correction."""
 
     rule: Literal["alone", "wga", "bc", "oracle"] = Field(
-        default="bc",
-        description="own gradient alone; weighted gradient averaging (Algorithm 2); bias correction (Algorithm 3); "
-        "bias correction that is told the bias (§5.1)",
+        default="bc", description="own gradient alone; Algorithm 2; Algorithm 3; or that, told the true bias (§5.1)"
     )
     users: Literal["one", "all"] = Field(
         default="one", description="who is user 0: one client, or every seen client at once, each with its own state"
@@ -315,17 +313,13 @@ class WGASettings(Settings):
         "gradient with user 0's, 0 where negative; or a mapping from client to weight",
     )
     lr: float = Field(default=0.05, gt=0, description="η")
-    optimizer: Literal["sgd", "momentum", "adam"] = Field(
-        default="sgd", description="what is done with the corrected gradient; the paper has SGD"
-    )
+    optimizer: Literal["sgd", "momentum", "adam"] = Field(default="sgd", description="takes the corrected gradient")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of the optimizer momentum")
     batch_size: int = Field(default=32, ge=1, description="examples of a stochastic gradient")
     steps_per_round: int = Field(default=1, ge=1, description="exchanges of gradients, and steps, in one round")
     local_steps: int = Field(default=1, ge=1, description="local SGD steps that one gradient stands for, their mean")
     local_lr: float | None = Field(default=None, gt=0, description="η of local steps; null is lr")
-    oracle_variance: float = Field(
-        default=0.0, ge=0, description="v² of the bias oracle for one helper; that of their mean is v²/N (Theorem 2)"
-    )
+    oracle_variance: float = Field(default=0.0, ge=0, description="v² of the bias oracle for one helper (Theorem 2)")
     personalize_steps: int = Field(
         default=0, ge=0, description="local SGD steps, from the mean of all states, of a client that has none"
     )
