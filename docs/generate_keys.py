@@ -34,7 +34,8 @@ def page() -> str:
     for name, node in schema["properties"].items():
         nested = [branch for branch in branches(node, schema) if "properties" in branch]
         for branch in nested:
-            parts += _section(_title(name, branch), branch, schema)
+            title = f"`{name}` with `own`" if "own" in branch["properties"] else _title(name, branch)
+            parts += _section(title, branch, schema)
         if name == "data":
             for scheme in branches(nested[0]["properties"]["partition"], schema):
                 parts += _section(_title("data.partition", scheme), scheme, schema)

@@ -22,6 +22,12 @@ def printable(text: str, limit: int | None = None, keep: str = "") -> str:
     return "".join(shown)[:limit]
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """Return a text, or its beginning, as part of a line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
     """Rows with the same columns as CSV text with a header line; empty without rows."""
     if not rows:

@@ -36,10 +36,10 @@ class Task:
     model: FlatModel  # of the clients, as functions of a flat θ
     classes: int  # C
     input_shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (tokens,)
-    clients: int  # seen and unseen (the papers' n)
+    clients: int  # seen and unseen (the papers' n); 0 where they come and go
     dtype: torch.dtype = torch.float32
     kind: Kind = "pixels"  # what an input is
-    roster: tuple[str, ...] = ()  # ids of the seen clients it is trained with, in manifest order
+    roster: tuple[str, ...] = ()  # ids of the seen clients, in manifest order; () where they come and go
     same_clients: bool = True  # False with another partition: there an id of the roster is another client's
 
 
@@ -273,6 +273,8 @@ class Algorithm:
     labelled: Callable[[Any], bool] = lambda settings: True  # are labels used to personalize? Else no label mask
     needs_classes: bool = True  # False if it needs nothing but the model's own loss, so that data may have no classes
     titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}  # how tables call its predictors
+    # (key, text): what to change where it must know all clients beforehand, so that they cannot come and go.
+    closed: Callable[[Any], tuple[str, str] | None] = lambda settings: None
 
 
 def available() -> tuple[str, ...]:

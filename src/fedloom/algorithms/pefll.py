@@ -307,6 +307,11 @@ PEFLL = base.Algorithm(
         DescriptorUpdate,
         EmbeddingUpdate,
     ),
+    closed=lambda settings: (
+        ("descriptor.size", "found null, which is 1 + n/4 for n clients; allowed: a number")
+        if settings.descriptor.size is None
+        else None
+    ),
     labelled=lambda settings: settings.embedding.labels,
     titles=lambda settings: {"personal": "PeFLL"},
 )

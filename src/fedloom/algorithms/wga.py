@@ -419,6 +419,7 @@ WGA = base.Algorithm(
     client=WGAClient,
     messages=(SharedStates, TrueGradients, Gradients, OwnModel),
     needs_classes=False,
+    closed=lambda settings: ("name", "found wga, which has a place for each client of a fixed roster"),
     titles=lambda settings: {
         "personal": RULES[settings.rule],
         "global": f"{RULES[settings.rule]}, mean of all",

@@ -152,6 +152,11 @@ def partition(
     elif out is not None and Path(out).exists():
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
     data = settings.data
+    if isinstance(data, experiments.OwnData):
+        raise ExperimentError(
+            f"data.own: found in {experiment}, whose clients bring data of their own; allowed: dataset and partition",
+            hint="pack a client's data: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
+        )
     folder = make_partition(
         data.dataset,
         data.partition,

@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import certificates, cluster, data, pipeline, run, runs, schema, token, use, worker
+from fedloom.cli import certificates, cluster, data, pack, pipeline, run, runs, schema, token, use, worker
 from fedloom.cli.characters import write_anything
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
 from fedloom.words import printable
@@ -45,9 +45,10 @@ app.command("compare")(use.compare)
 app.command("partition")(data.partition)
 app.command("schema")(schema.schema)
 
-data_app = typer.Typer(help="Data sets.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)
 data_app.command("fetch")(data.fetch)
 data_app.command("list")(data.list_)
+data_app.command("pack")(pack.pack)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(pipeline.app, name="pipeline")

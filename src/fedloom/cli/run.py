@@ -31,6 +31,14 @@ Partition = Annotated[
     str | None,
     typer.Option(help="Use this partition, and deal none: a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
 ]
+OwnFolders = Annotated[
+    list[Path] | None,
+    typer.Option("--data", help="With data.own: a packed client, or a folder of some; repeatable.", metavar="DIR"),
+]
+Observe = Annotated[
+    list[Path] | None,
+    typer.Option(help="Likewise, clients that are measured and never train; repeatable.", metavar="DIR"),
+]
 Publish = Annotated[
     str | None,
     typer.Option(
@@ -59,6 +67,8 @@ def run(
     resume: Resume = False,
     replay: ReplayRun = None,
     partition: Partition = None,
+    data: OwnFolders = None,
+    observe: Observe = None,
     publish: Publish = None,
     report: Report = True,
     seeds: Annotated[str | None, typer.Option(help="Run once with each seed: 1,2,3 or 1-3.", metavar="N,N,...")] = None,
@@ -73,7 +83,17 @@ def run(
     from fedloom.run.options import RunOptions
 
     overrides = [*(set_ or ()), *([f"runtime.workers={workers}"] if workers is not None else ())]
-    options = RunOptions(out, resume, replay, partition, publish, signals=True, report=report)
+    options = RunOptions(
+        out,
+        resume,
+        replay,
+        partition,
+        tuple(data or ()),
+        tuple(observe or ()),
+        publish=publish,
+        signals=True,
+        report=report,
+    )
     if seeds is None and not grid:
         _run(experiments.load(experiment, overrides), options)
         return
@@ -119,7 +139,7 @@ def aggregator(
         resume,
         replay,
         partition,
-        publish,
+        publish=publish,
         listen=listen,
         wait_s=wait,
         orphan_after_s=orphan_after,

@@ -18,19 +18,28 @@ Other = Annotated[
     str | None,
     typer.Option("--partition", metavar="DIR|URL", help="Clients of another partition of the same kind of data."),
 ]
+OwnFolders = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--data",
+        metavar="DIR",
+        help="Of a run with data.own: a packed client, or a folder of some; repeatable.",
+    ),
+]
 
 
 def evaluate(
     run: Run,
     checkpoint: Which = "last",
     partition: Other = None,
+    data: OwnFolders = None,
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
 ) -> None:
     """Measure a trained model again on every client, or on the clients of another partition."""
     from fedloom.cli.tables import print_results
     from fedloom.run import trained
 
-    statistics = trained.evaluate(run, checkpoint, partition).statistics
+    statistics = trained.evaluate(run, checkpoint, partition, data or ()).statistics
     print_results(statistics)  # first: what was measured is not lost with a file that cannot be written
     if out is not None:
         from fedloom.errors import StorageError
@@ -47,13 +56,14 @@ def personalize(
     out: Annotated[Path, typer.Option(help="New folder for one safetensors file per client.", metavar="DIR")],
     checkpoint: Which = "last",
     partition: Other = None,
+    data: OwnFolders = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
 ) -> None:
     """Give clients, seen or never seen, their own models, and save them."""
     from fedloom.errors import QuorumError
     from fedloom.run.trained import personalize
 
-    made = personalize(run, out, checkpoint, partition, clients)
+    made = personalize(run, out, checkpoint, partition, clients, data or ())
     typer.echo(f"{counted(len(made.saved), 'model')} in {out}")
     for client, reason in made.lost.items():
         typer.echo(f"{client}: no model: {reason}", err=True)

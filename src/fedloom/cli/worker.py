@@ -21,15 +21,38 @@ class Device(StrEnum):
 
 
 def worker(
-    aggregator: Annotated[str, typer.Option(help="The aggregator's address.", metavar="HOST:PORT")],
+    aggregator: Annotated[
+        str | None, typer.Option(help="The aggregator's address.", metavar="HOST:PORT", show_default="required")
+    ] = None,
     partition: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="The partition: a folder, or s3://BUCKET/PREFIX, of which each shard is fetched when its "
             "client is first served.",
             metavar="DIR|URL",
         ),
-    ],
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="In place of --partition: a packed client (`fedloom data pack`), or a folder of some; repeatable.",
+            metavar="DIR",
+        ),
+    ] = None,
+    observe: Annotated[
+        list[Path] | None,
+        typer.Option(help="Likewise, clients that are measured and get models, and never train.", metavar="DIR"),
+    ] = None,
+    class_counts: Annotated[
+        bool,
+        typer.Option("--class-counts", help="Tell the aggregator how many training examples of each class they have."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would leave these clients, and send nothing.")
+    ] = False,
+    experiment: Annotated[
+        str | None, typer.Option(help="With --dry-run: the experiment file; without it, all methods.", metavar="FILE")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; by default host and process id.")] = None,
     clients: Annotated[
         str | None, typer.Option(help="Ids of the clients to serve, separated by commas; by default all.")
@@ -55,10 +78,10 @@ def worker(
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Leave when standard input ends.")] = False,
 ) -> None:
-    """Serve the clients of a partition until the run is over."""
+    """Serve clients, of a partition or with data of their own, until the run is over."""
     import socket
 
-    from fedloom.errors import InterruptedRun
+    from fedloom.errors import ExperimentError, InterruptedRun
     from fedloom.run.log_file import logged_to
     from fedloom.run.worker import Worker, WorkerOptions
 
@@ -72,8 +95,20 @@ def worker(
         reconnect,
         states,
         # `fedloom run` has checked the shards of its own workers.
+        data=tuple(data or ()),
+        observe=tuple(observe or ()),
+        class_counts=class_counts,
         verify=not until_eof,
     )
+    if dry_run:
+        from fedloom.cli.leaving import show_leaving
+
+        show_leaving(options, experiment)
+        return
+    if aggregator is None:
+        raise ExperimentError("--aggregator: missing; allowed: HOST:PORT (or --dry-run, without it)")
+    if experiment is not None:
+        raise ExperimentError("--experiment: found without --dry-run; allowed: with it; the aggregator sends its own")
     serving = Worker(aggregator, name or f"{socket.gethostname()}-{os.getpid()}", options)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import safetensors.torch
 import torch
@@ -22,6 +23,7 @@ from fedloom.data.manifest import (
     read_shard,
     shard_path,
 )
+from fedloom.data.own import AGAIN, SHARD, OwnClients, read_own_shard
 from fedloom.data.remote import Remote
 from fedloom.errors import DataError
 from fedloom.storage import is_url, open_store
@@ -84,6 +86,11 @@ class ClientData:
 class FederatedDataset:
     """A partition, read one client at a time.
 
+    Attributes
+    ----------
+    hint
+        What to do about damage.
+
     Parameters
     ----------
     folder
@@ -94,6 +101,8 @@ class FederatedDataset:
     source
         Where the partition is published, if it is not all in the folder.
     """
+
+    hint: ClassVar = FIX
 
     def __init__(self, folder: Path, manifest: Manifest, source: Remote | None = None) -> None:
         self.folder = folder
@@ -127,6 +136,10 @@ class FederatedDataset:
         manifest = source.manifest()
         return cls(source.cached(manifest, cache), manifest, source)
 
+    def described_by(self, manifest: Manifest) -> FederatedDataset:
+        """Return the same data, as another manifest describes them."""
+        return FederatedDataset(self.folder, manifest, self.source)
+
     def verify(self, clients: Iterable[str] | None = None) -> None:
         """Check shards against their hashes, keeping nothing in memory; of a URL, they are fetched.
 
@@ -159,13 +172,16 @@ class FederatedDataset:
             self._loaded[client] = self._load(self.manifest.entry(client))
         return self._loaded[client]
 
+    def _path(self, client: str) -> Path:
+        return shard_path(self.folder, client)
+
     def _load(self, entry: ClientEntry) -> ClientData:
-        path = shard_path(self.folder, entry.id)
+        path = self._path(entry.id)
         content = self._shard(entry)
         try:
             tensors = safetensors.torch.load(content)
         except SafetensorError as error:
-            raise DataError(f"the shard {path} is not a safetensors file: {error}", hint=FIX) from error
+            raise DataError(f"the shard {path} is not a safetensors file: {error}", hint=self.hint) from error
         train, validation, test = (self._split(entry, name, tensors, path) for name in SPLITS)
         return ClientData(entry.id, train, validation, test, self.manifest.classes)
 
@@ -176,20 +192,53 @@ class FederatedDataset:
         dtype = torch.float32 if manifest.kind == "features" else torch.uint8
         if x is None or tuple(x.shape) != shape or x.dtype != dtype:
             found = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise DataError(f"{name}_x in {path}: expected {dtype} {shape}, found {found}", hint=FIX)
+            raise DataError(f"{name}_x in {path}: expected {dtype} {shape}, found {found}", hint=self.hint)
         if manifest.kind == "features" and not bool(x.isfinite().all()):
-            raise DataError(f"{name}_x in {path}: expected finite features, found {x[~x.isfinite()][0]}", hint=FIX)
+            raise DataError(
+                f"{name}_x in {path}: expected finite features, found {x[~x.isfinite()][0]}", hint=self.hint
+            )
         if manifest.kind == "tokens" and len(x) and int(x.max()) >= manifest.classes:
             raise DataError(
-                f"{name}_x in {path}: expected tokens in 0 ... {manifest.classes - 1}, found {int(x.max())}", hint=FIX
+                f"{name}_x in {path}: expected tokens in 0 ... {manifest.classes - 1}, found {int(x.max())}",
+                hint=self.hint,
             )
         if y is not None:
             y = y.long()
             if tuple(y.shape) != shape[:1] or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < manifest.classes):
                 raise DataError(
-                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {manifest.classes - 1}", hint=FIX
+                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {manifest.classes - 1}", hint=self.hint
                 )
         return Split(normalize(x, manifest.kind, manifest.normalization), y)
+
+
+class OwnDataset(FederatedDataset):
+    """Clients with data of their own, each in the folder that its owner packed.
+
+    Parameters
+    ----------
+    clients
+        Those whose folders are at hand.
+    manifest
+        Of these clients, or of more: the data of others are not here.
+    """
+
+    hint: ClassVar = AGAIN
+
+    def __init__(self, clients: OwnClients, manifest: Manifest) -> None:
+        super().__init__(next(iter(clients.folders.values())), manifest)
+        self.clients = clients
+
+    def described_by(self, manifest: Manifest) -> OwnDataset:
+        """Return the same data, as another manifest describes them."""
+        return OwnDataset(self.clients, manifest)
+
+    def _path(self, client: str) -> Path:
+        return self.clients.folders[client] / SHARD
+
+    def _shard(self, entry: ClientEntry) -> bytes:
+        if entry.id not in self.clients.cards:
+            raise DataError(f"client {entry.id}: its data are not here; give its folder with --data")
+        return read_own_shard(self.clients.folders[entry.id], self.clients.cards[entry.id])
 
 
 def normalize(x: Tensor, kind: Kind, normalization: Normalization) -> Tensor:

@@ -25,11 +25,15 @@ Kind: TypeAlias = Literal["pixels", "features", "tokens"]
 ``features`` [f] float32, standardized per feature; ``tokens`` [length] uint8, indices into a vocabulary that is the
 list of classes (next-token prediction), used as they are."""
 
-_AXES: Mapping[Kind, tuple[str, ...]] = {
+AXES: Mapping[Kind, tuple[str, ...]] = {
     "pixels": ("channels", "height", "width"),
     "features": ("features",),
     "tokens": ("tokens",),
 }
+"""What the axes of one input are called."""
+
+CLIENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""An id names a file, so it must not be able to name one elsewhere."""
 
 VERSION = 2
 FIX = "make it again: fedloom partition EXPERIMENT"
@@ -262,7 +266,7 @@ def _contradiction(manifest: Manifest) -> str | None:
     if len(manifest.class_names) != manifest.classes:
         return f"{len(manifest.class_names)} class_names, expected {manifest.classes} (classes)"
     shape = manifest.input_shape
-    axes = _AXES[manifest.kind]
+    axes = AXES[manifest.kind]
     if len(shape) != len(axes) or min(shape) < 1:
         return f"input_shape is {list(shape)}, expected [{', '.join(axes)}] for {manifest.kind}"
     numbers = 0 if manifest.kind == "tokens" else shape[0]
@@ -277,18 +281,21 @@ def _contradiction(manifest: Manifest) -> str | None:
         return "it has no clients"
     if len({client.id for client in manifest.clients}) != len(manifest.clients):
         return "a client id occurs twice"
-    for client in manifest.clients:
-        # An id names a file, so it must not be able to name one elsewhere.
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", client.id):
-            return f"client id {client.id!r}, expected letters, digits, '.', '_' and '-'"
-        if not re.fullmatch(r"[0-9a-f]{64}", client.sha256):
-            return f"sha256 of {client.id} is {client.sha256!r}, expected 64 hex digits"
-        if set(client.class_counts) != set(SPLITS):
-            return f"class_counts of {client.id} has {sorted(client.class_counts)}, expected {sorted(SPLITS)}"
-        for split in SPLITS:
-            size, counts = client.size(split), client.class_counts[split]
-            if size < 0 or min(counts, default=0) < 0 or len(counts) != manifest.classes:
-                return f"{split} of {client.id}, expected {manifest.classes} class counts, none negative"
-            if sum(counts) not in (0, size):
-                return f"{split} of {client.id} has {size} examples and class counts that sum to {sum(counts)}"
+    return next((fault for each in manifest.clients if (fault := entry_contradiction(each, manifest.classes))), None)
+
+
+def entry_contradiction(client: ClientEntry, classes: int) -> str | None:
+    """Say what is wrong with what is said of a client, or None."""
+    if not CLIENT_ID.fullmatch(client.id):
+        return f"client id {client.id!r}, expected letters, digits, '.', '_' and '-'"
+    if not re.fullmatch(r"[0-9a-f]{64}", client.sha256):
+        return f"sha256 of {client.id} is {client.sha256!r}, expected 64 hex digits"
+    if set(client.class_counts) != set(SPLITS):
+        return f"class_counts of {client.id} has {sorted(client.class_counts)}, expected {sorted(SPLITS)}"
+    for split in SPLITS:
+        size, counts = client.size(split), client.class_counts[split]
+        if size < 0 or min(counts, default=0) < 0 or len(counts) != classes:
+            return f"{split} of {client.id}, expected {classes} class counts, none negative"
+        if sum(counts) not in (0, size):
+            return f"{split} of {client.id} has {size} examples and class counts that sum to {sum(counts)}"
     return None

@@ -15,11 +15,13 @@ from fedloom.experiment.yaml_reader import as_yaml
 
 if TYPE_CHECKING:
     from fedloom.experiment.schema import json_schema
-    from fedloom.experiment.sections import Experiment, Runtime
+    from fedloom.experiment.sections import Data, Experiment, OwnData, Runtime
     from fedloom.experiment.validation import from_shared_json
 
 __all__ = [
+    "Data",
     "Experiment",
+    "OwnData",
     "Point",
     "Runtime",
     "as_yaml",
@@ -32,7 +34,11 @@ __all__ = [
     "seeds_of",
 ]
 
-_LATER = {"Experiment": "sections", "Runtime": "sections", "from_shared_json": "validation", "json_schema": "schema"}
+_LATER = {
+    **dict.fromkeys(("Data", "Experiment", "OwnData", "Runtime"), "sections"),
+    "from_shared_json": "validation",
+    "json_schema": "schema",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from fedloom.algorithms.base import find
 from fedloom.data.schemes import MeansScheme
 from fedloom.data.sources import SOURCES
 from fedloom.errors import ExperimentError
-from fedloom.experiment.sections import Experiment
+from fedloom.experiment.sections import Data, Experiment, OwnData
 from fedloom.experiment.validation_errors import Mistake
 
 
@@ -19,25 +19,38 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
 
     data, federation, runtime = experiment.data, experiment.federation, experiment.runtime
     algorithm = find(experiment.algorithm.name)
-    try:
-        data.partition.check(SOURCES[data.dataset].classes)
-    except ExperimentError as error:
-        key, _, text = str(error).partition(": ")
-        refuse(key, text)
-    if algorithm.needs_classes and not SOURCES[data.dataset].classes:
-        refuse("data.dataset", f"found {data.dataset}, which has no classes; allowed with {algorithm.name}: all others")
-    if not found:  # a model for data that must be changed anyway would be another mistake tomorrow
+    if isinstance(data, OwnData):
+        classes, shape, kind = len(data.own.classes), data.own.input_shape, data.own.kind
+        closed = algorithm.closed(experiment.algorithm.settings)
+        if closed is not None:
+            refuse(f"algorithm.{closed[0]}", f"{closed[1]}, and with data.own clients come and go")
+    else:
         source = SOURCES[data.dataset]
+        classes, kind = source.classes, source.kind
         # The scheme ``means`` draws examples of its own shape.
         shape = (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
         try:
-            experiment.model.build(shape, source.classes, source.kind)
+            data.partition.check(classes)
+        except ExperimentError as error:
+            key, _, text = str(error).partition(": ")
+            refuse(key, text)
+        if algorithm.needs_classes and not classes:
+            allowed = f"allowed with {algorithm.name}: all others"
+            refuse("data.dataset", f"found {data.dataset}, which has no classes; {allowed}")
+    if not found:  # a model for data that must be changed anyway would be another mistake tomorrow
+        try:
+            experiment.model.build(shape, classes, kind)
         except ExperimentError as error:
             key, _, text = str(error).partition(": ")
             refuse(key, text)
     if not algorithm.trains and federation.rounds:
         refuse("federation.rounds", f"found {federation.rounds}; allowed: 0, because {algorithm.name} has no rounds")
-    if federation.rounds and data.seen is not None and federation.clients_per_round > data.seen:
+    if (
+        isinstance(data, Data)
+        and federation.rounds
+        and data.seen is not None
+        and federation.clients_per_round > data.seen
+    ):
         refuse(
             "federation.clients_per_round",
             f"found {federation.clients_per_round}; allowed: at most {data.seen}, the seen clients "

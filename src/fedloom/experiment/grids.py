@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from fedloom.errors import ExperimentError
 from fedloom.experiment.loading import load
-from fedloom.experiment.validation_errors import shortened
 from fedloom.experiment.yaml_reader import as_yaml, parse
+from fedloom.words import shortened
 
 if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import KeyPath, dotted, shortened, shown
+from fedloom.experiment.validation_errors import KeyPath, dotted, shown
 from fedloom.experiment.yaml_reader import parse
 from fedloom.storage import is_url, open_store
+from fedloom.words import shortened
 
 if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment

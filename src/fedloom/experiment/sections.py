@@ -11,15 +11,19 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PlainSerializer,
     PlainValidator,
+    Tag,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fedloom.algorithms.base import available, find
 from fedloom.data.folders import data_root
+from fedloom.data.own import OWN, Own
 from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.data.sources import SOURCES
 from fedloom.errors import ExperimentError
@@ -85,6 +89,33 @@ class Data(Section):
         """Number of seen clients, the length of the roster; None where only the data say how many clients there are."""
         clients = self.partition.clients
         return None if clients is None else clients - unseen_count(clients, self.unseen_fraction)
+
+
+class OwnData(Section):
+    """Data that clients bring themselves."""
+
+    own: Own = Field(description="What every client must bring, in place of `dataset` and `partition`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alone(cls, value: Any) -> Any:
+        other = next((key for key in Data.model_fields if isinstance(value, dict) and key in value), None)
+        if other is not None:
+            raise ValueError(f"{other}: found beside own; allowed: own alone, or dataset and partition without it")
+        return value
+
+    @property
+    def dataset(self) -> str:
+        """What manifests and summaries call it."""
+        return OWN
+
+    @property
+    def seen(self) -> None:
+        """Only those who come say how many clients there are."""
+
+
+def _data_way(value: Any) -> str:
+    return "brought" if isinstance(value, OwnData) or (isinstance(value, dict) and "own" in value) else "dealt"
 
 
 class Federation(Section):
@@ -183,7 +214,10 @@ class Experiment(Section):
     seed: int = Field(
         default=1, ge=0, lt=2**63, description="Decides every random choice: partition, initialization, rounds."
     )
-    data: Data = Field(description="Which data, and how they are dealt out to clients.")
+    data: Annotated[
+        Annotated[Data, Tag("dealt")] | Annotated[OwnData, Tag("brought")],
+        Discriminator(_data_way),
+    ] = Field(description="Which data, and how they are dealt out to clients; or what clients bring themselves.")
     model: ModelSettings = Field(discriminator="name", description="The clients' model.")
     algorithm: Annotated[AlgorithmChoice, PlainValidator(_choose_algorithm), PlainSerializer(_dump_algorithm)] = Field(
         description="The method, and its settings."
@@ -214,5 +248,5 @@ class Experiment(Section):
 
         Equal experiments give equal text.
         """
-        shared = self.model_dump(mode="json", exclude={"runtime": True, "storage": True, "data": {"root"}})
+        shared = self.model_dump(mode="json", exclude={"runtime": True, "storage": True, "data": {"root": True}})
         return json.dumps(shared, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

@@ -70,6 +70,7 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
         raise ExperimentError(f"{source}: not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("data"), dict):
         raise ExperimentError(f"{source}: found {shown(value)}; allowed: a mapping with the key data")
-    value["data"]["root"] = root
+    if "own" not in value["data"]:
+        value["data"]["root"] = root
     value["runtime"] = (runtime or Runtime()).model_dump(mode="json")
     return validated(value, source, {})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-from fedloom.words import counted
+from fedloom.words import counted, shortened
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys (and list positions) from the top of the file down."""
@@ -107,12 +107,6 @@ def dotted(path: KeyPath) -> str:
 def shown(value: Any) -> str:
     """Return a value as YAML would show it on part of a line."""
     return shortened(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def shortened(text: str) -> str:
-    """Return a text, or its beginning, as part of a line."""
-    line = " ".join(text.split())
-    return line if len(line) <= 60 else f"{line[:57]}..."
 
 
 def closest(word: object, known: Sequence[str]) -> str | None:

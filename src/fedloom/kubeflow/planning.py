@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fedloom import experiment as experiments
 from fedloom.errors import ExperimentError
-from fedloom.experiment import Experiment, seeds_of
+from fedloom.experiment import Data, Experiment, OwnData, seeds_of
 
 
 class Plan(NamedTuple):
@@ -46,7 +46,7 @@ def plan(experiment: str, overrides: Sequence[str] = ()) -> Plan:
         If it cannot run: every mistake, with what was found and what is allowed.
     """
     e = experiments.loads(experiment, overrides)
-    return Plan(_as_json(e), _data_of(e), e.data.dataset, e.data.root or "")
+    return Plan(_as_json(e), _data_of(e), e.data.dataset, _dealt(e).root or "")
 
 
 def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, str]]:
@@ -92,10 +92,18 @@ def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, 
     return list(points.values())
 
 
+def _dealt(e: Experiment) -> Data:
+    if isinstance(e.data, OwnData):
+        raise ExperimentError(
+            "data.own: found in a pipeline, which deals out a data set; allowed: dataset and partition"
+        )
+    return e.data
+
+
 def _as_json(e: Experiment) -> str:
     return json.dumps(e.model_dump(mode="json"), ensure_ascii=False)
 
 
 def _data_of(e: Experiment) -> str:
-    data = e.data.model_dump(mode="json", exclude={"root"})
+    data = _dealt(e).model_dump(mode="json", exclude={"root"})
     return json.dumps({"seed": e.seed, **data}, sort_keys=True)

@@ -6,15 +6,17 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientHalf, Group, ServerHalf, Task, find
-from fedloom.data.federated import FederatedDataset, Manifest
+from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
+from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import partition
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
@@ -28,7 +30,7 @@ from fedloom.evaluation.summary import (
     summary,
 )
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
-from fedloom.experiment import Experiment
+from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.folder import RunFolder
@@ -78,15 +80,16 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     """
     trained_on = manifest if trained_on is None else trained_on
     model = experiment.model.build(manifest.input_shape, manifest.classes, manifest.kind)
+    brought = isinstance(experiment.data, OwnData)
     task = Task(
         model=model,
         classes=manifest.classes,
         input_shape=manifest.input_shape,
         kind=manifest.kind,
-        clients=len(trained_on.clients),
+        clients=0 if brought else len(trained_on.clients),
         dtype=DTYPE,
-        roster=trained_on.roster,
-        same_clients=trained_on.fingerprint == manifest.fingerprint,
+        roster=() if brought else trained_on.roster,
+        same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
     )
     parts = Parts(experiment, manifest, find(experiment.algorithm.name), task)
     parts.client_half()  # it refuses what it cannot work with, before anything is written
@@ -103,7 +106,7 @@ def make_partition(experiment: Experiment) -> FederatedDataset:
     ExperimentError
         If the settings cannot be met with these data.
     """
-    data = experiment.data
+    data = _dealt(experiment)
     folder = partition(
         data.dataset,
         data.partition,
@@ -135,8 +138,9 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     ExperimentError
         If the experiment asks for another, or its settings cannot be met with these data.
     """
+    data = _dealt(experiment)
     dataset = FederatedDataset.open(where)
-    manifest, data = dataset.manifest, experiment.data
+    manifest = dataset.manifest
     found = {
         "data.dataset": (manifest.dataset, data.dataset),
         "seed": (manifest.seed, experiment.seed),
@@ -159,6 +163,42 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
         dataset.verify()
     _check_cohort(experiment, manifest)
     return dataset
+
+
+def open_own(experiment: Experiment, data: Sequence[Path], observe: Sequence[Path] = ()) -> OwnDataset:
+    """Clients with data of their own, in the order of their ids.
+
+    Parameters
+    ----------
+    data, observe
+        Folders of packed clients: of those that train, and of those that are measured alone.
+
+    Raises
+    ------
+    DataError
+        If one is missing, damaged, or not what the experiment asks for.
+    ExperimentError
+        If the experiment asks for no such clients, or for more than there are.
+    """
+    if not isinstance(experiment.data, OwnData):
+        raise ExperimentError("--data: found with data.dataset in the experiment; allowed: with data.own")
+    own = experiment.data.own
+    clients = OwnClients.open(data, observe)
+    clients.check(own)
+    dataset = OwnDataset(clients, own_manifest(own, clients.entries, experiment.seed, clients.measured(own)))
+    dataset.verify()
+    _check_cohort(experiment, dataset.manifest)
+    return dataset
+
+
+def _dealt(experiment: Experiment) -> Data:
+    """What the experiment says of a data set that is dealt out."""
+    if isinstance(experiment.data, OwnData):
+        raise ExperimentError(
+            "data.own: found with no packed clients; allowed: their folders, each with --data DIR",
+            hint="make them: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
+        )
+    return experiment.data
 
 
 def _check_cohort(experiment: Experiment, manifest: Manifest) -> None:
@@ -274,8 +314,14 @@ def _kept(folder: RunFolder, name: str) -> dict[str, Any] | None:
 
 
 def welcome(parts: Parts) -> str:
-    """What the aggregator tells workers: the shared part of the experiment, and which partition it is about."""
-    return json.dumps({"experiment": parts.experiment.shared_json(), "partition": parts.manifest.fingerprint})
+    """What the aggregator tells workers: the shared part of the experiment, and which partition it is about.
+
+    Clients with data of their own are told the normalization instead.
+    """
+    about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
+    if isinstance(parts.experiment.data, OwnData):
+        about = {"normalization": vars(parts.manifest.normalization)}
+    return json.dumps({"experiment": parts.experiment.shared_json(), **about})
 
 
 def loop(

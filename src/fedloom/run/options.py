@@ -20,6 +20,9 @@ class RunOptions:
         A run whose journal is repeated.
     partition
         Folder or URL of the partition; None: the experiment's is made here.
+    data, observe
+        Folders of packed clients, where the experiment has ``data.own``: of those that train, and of those that are
+        measured alone.
     publish
         URL to publish the run at; None: below ``storage``, where that is a store.
     name
@@ -42,6 +45,8 @@ class RunOptions:
     resume: bool = False
     replay: Path | None = None
     partition: str | None = None
+    data: tuple[Path, ...] = ()
+    observe: tuple[Path, ...] = ()
     publish: str | None = None
     name: str | None = None
     listen: str | None = None
@@ -50,3 +55,9 @@ class RunOptions:
     finished_grace_s: float = 5.0
     signals: bool = False
     report: bool = True
+
+    @property
+    def serves(self) -> list[str]:
+        """How ``fedloom worker`` is told of the packed clients."""
+        given = [*(("--data", folder) for folder in self.data), *(("--observe", folder) for folder in self.observe)]
+        return [word for option, folder in given for word in (option, str(folder))]

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedloom.data.federated import FederatedDataset
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
@@ -80,7 +81,12 @@ def run_experiment(
     repeated = Replay(_existing(options.replay)) if options.replay is not None else None
     if repeated is not None and e.federation.rounds:
         repeated.attempt(e.federation.rounds)  # a journal that is too short is said now, not at its end
-    if options.partition is None:
+    dataset: FederatedDataset
+    if options.data or options.observe:
+        if options.partition is not None:
+            raise ExperimentError(f"--partition: found {options.partition} with --data; allowed: one of them")
+        dataset = assemble.open_own(e, options.data, options.observe)
+    elif options.partition is None:
         dataset = assemble.make_partition(e)
     else:
         dataset = assemble.open_partition(e, options.partition, verify=options.listen is None)
@@ -152,7 +158,8 @@ def run_experiment(
                 where = options.partition or str(dataset.folder)
                 workers = None
                 if options.listen is None:
-                    workers = partial(Workers, e.runtime, where, assemble.states_of(folder), folder.logs)
+                    whose = options.serves or ["--partition", where]
+                    workers = partial(Workers, e.runtime, whose, assemble.states_of(folder), folder.logs)
                 else:
                     states = assemble.states_of(folder) if stateful and url is not None else None
                     observer.waiting_for_workers(at.address, where, states)

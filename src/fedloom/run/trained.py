@@ -15,10 +15,12 @@ import torch
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Group
-from fedloom.data.federated import FederatedDataset, Manifest
+from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
+from fedloom.data.own import OwnClients, own_manifest
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import Evaluation, groups
+from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.checkpoint import check_fits
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal
@@ -43,8 +45,15 @@ class CheckpointEvaluation:
     parts: Parts
 
 
-def evaluate(run: Path, checkpoint: str = "last", partition: str | Path | None = None) -> CheckpointEvaluation:
+def evaluate(
+    run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
+) -> CheckpointEvaluation:
     """Measure a checkpoint of a run on the run's clients, or on those of another partition, who are all unseen.
+
+    Parameters
+    ----------
+    data
+        Folders of packed clients, of a run whose clients bring data of their own; those that trained are seen.
 
     Raises
     ------
@@ -56,7 +65,7 @@ def evaluate(run: Path, checkpoint: str = "last", partition: str | Path | None =
     QuorumError
         If clients could not be measured.
     """
-    parts, loop, dataset = restore(run, checkpoint, partition)
+    parts, loop, dataset = restore(run, checkpoint, partition, data)
     evaluation = loop.evaluate()
     if not evaluation.present.all():  # statistics of the others would be taken for those of all
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
@@ -91,6 +100,7 @@ def personalize(
     checkpoint: str = "last",
     partition: str | Path | None = None,
     clients: str | None = None,
+    data: Sequence[Path] = (),
 ) -> Personalized:
     """Give clients, seen or never seen, their own models, and save each as ``ID.safetensors``.
 
@@ -100,6 +110,8 @@ def personalize(
         A new folder.
     clients
         Ids, separated by commas; None: all of the partition.
+    data
+        As of :func:`evaluate`.
 
     Raises
     ------
@@ -111,7 +123,7 @@ def personalize(
     if out.exists():
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
     saved: list[str] = []
-    parts, loop, dataset = restore(run, checkpoint, partition)
+    parts, loop, dataset = restore(run, checkpoint, partition, data)
     wanted = select_clients([entry.id for entry in dataset.manifest.clients], clients)
     for client in wanted:
         dataset.manifest.entry(client)
@@ -134,7 +146,7 @@ def personalize(
 
 
 def restore(
-    run: Path, checkpoint: str = "last", partition: str | Path | None = None
+    run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
 ) -> tuple[Parts, Loop, FederatedDataset]:
     """Return a run's server at a checkpoint, with clients in this process, and their data.
 
@@ -152,7 +164,7 @@ def restore(
     text = folder.text("partition.json")
     e = experiments.load(run / "experiment.yaml")
     trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
-    dataset = assemble.make_partition(e) if partition is None else FederatedDataset.open(partition)
+    dataset = _clients_of(e, trained_on, partition, data)
     for what in ("dataset", "classes", "input_shape"):
         found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
         if found != needed:
@@ -161,7 +173,7 @@ def restore(
         dataset.verify()
     # The models have learned inputs as the training partition normalizes them.
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
-    dataset = FederatedDataset(dataset.folder, manifest, dataset.source)
+    dataset = dataset.described_by(manifest)
     assemble.use_device("cpu", e.runtime.threads)
     parts = assemble.make_parts(e, dataset.manifest, trained_on)
     loop = assemble.loop(
@@ -179,3 +191,25 @@ def restore(
     if parts.task.same_clients:  # a client of another partition is another client, whatever its name
         loop.journal = Journal.read(folder, loop.round)
     return parts, loop, dataset
+
+
+def _clients_of(
+    e: Experiment, trained_on: Manifest, partition: str | Path | None, data: Sequence[Path]
+) -> FederatedDataset:
+    """Whose models are asked for: the run's clients, those of another partition, or packed ones."""
+    if isinstance(e.data, OwnData):
+        if partition is not None or not data:
+            found = "no --data" if partition is None else f"--partition {partition}"
+            raise ExperimentError(
+                f"--data: found {found}; the run's clients have data of their own; allowed: --data DIR"
+            )
+        clients = OwnClients.open(data)
+        clients.check(e.data.own)
+        trained = set(trained_on.roster)
+        entries = [card.entry(seen=name in trained) for name, card in clients.cards.items()]
+        dataset = OwnDataset(clients, own_manifest(e.data.own, entries, e.seed, trained_on.normalization))
+        dataset.verify()
+        return dataset
+    if data:
+        raise ExperimentError("--data: found with a run of data.dataset; allowed: --partition, or neither")
+    return assemble.make_partition(e) if partition is None else FederatedDataset.open(partition)

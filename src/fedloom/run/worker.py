@@ -6,19 +6,23 @@ import gc
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find
-from fedloom.data.federated import FederatedDataset
+from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
+from fedloom.data.own import AGAIN, OwnClients, own_manifest, read_own_shard
 from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.client_side import ClientSide
 from fedloom.run import assemble
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
 from fedloom.transport.worker import Identity, Joined, serve
+from fedloom.words import shortened
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class WorkerOptions:
     Attributes
     ----------
     partition
-        Folder or URL of the partition.
+        Folder or URL of the partition; None: ``data`` and ``observe`` say whose data are served.
     clients, part
         As of :func:`select_clients`.
     device
@@ -41,11 +45,15 @@ class WorkerOptions:
         Seconds to go on dialling an aggregator that is gone.
     states
         Folder or URL of the clients' states, for methods that keep any.
+    data, observe
+        Folders of packed clients: of those that train, and of those that are measured alone.
+    class_counts
+        Tell the aggregator how many training examples of each class the packed clients have.
     verify
         Check the shards before serving, of a folder or of clients whom nobody else serves.
     """
 
-    partition: str
+    partition: str | None
     clients: str | None = None
     part: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
@@ -53,6 +61,9 @@ class WorkerOptions:
     clients_at_once: int = 1
     reconnect_s: float = 60.0
     states: str | None = None
+    data: tuple[Path, ...] = ()
+    observe: tuple[Path, ...] = ()
+    class_counts: bool = False
     verify: bool = True
 
 
@@ -82,18 +93,11 @@ class Worker:
         split_address(aggregator, what="--aggregator", lowest=1)
         self._aggregator = aggregator
         self._options = options
-        self._dataset = FederatedDataset.open(options.partition)
-        everyone = [entry.id for entry in self._dataset.manifest.clients]
-        served = select_clients(everyone, options.clients, options.part)
-        for client in served:
-            self._dataset.manifest.entry(client)
-        # Of a store, only shards that nobody else serves are fetched now; others when their client comes here.
-        if options.verify and (served != everyone or not is_url(options.partition)):
-            self._dataset.verify(served)
+        self._serves = serves(options)
         self._device = assemble.use_device(options.device, options.threads)
         self._identity = Identity(
             worker=name,
-            clients=served,
+            clients=self._serves.clients,
             algorithms={known: find(known).version for known in available()},
             device=options.device,
         )
@@ -121,19 +125,113 @@ class Worker:
 
     def _session(self, joined: Joined) -> ClientSide:
         told: dict[str, Any] = json.loads(joined.experiment)
-        options, found = self._options, self._dataset.manifest
-        if told["partition"] != found.fingerprint:
-            raise DataError(
-                f"{options.partition}: found partition {found.fingerprint[:12]}, "
-                f"the aggregator's is {told['partition'][:12]}",
-                hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
-            )
+        options = self._options
         runtime = experiments.Runtime(
             workers=0, threads=options.threads, device=options.device, clients_at_once=options.clients_at_once
         )
         shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
-        parts = assemble.make_parts(shared, found)
-        return assemble.client_side(parts, self._dataset, self._device, options.states)
+        dataset = self._serves.dataset(shared, told)
+        return assemble.client_side(
+            assemble.make_parts(shared, dataset.manifest), dataset, self._device, options.states
+        )
+
+
+class Dealt:
+    """Clients of a partition that the aggregator has, too.
+
+    Raises
+    ------
+    DataError
+        If the partition, or a shard of it, is missing or damaged.
+    """
+
+    def __init__(self, where: str, options: WorkerOptions) -> None:
+        self._where = where
+        self._dataset = FederatedDataset.open(where)
+        everyone = [entry.id for entry in self._dataset.manifest.clients]
+        self.clients = select_clients(everyone, options.clients, options.part)
+        for client in self.clients:
+            self._dataset.manifest.entry(client)
+        # Of a store, only shards that nobody else serves are fetched now; others when their client comes here.
+        if options.verify and (self.clients != everyone or not is_url(where)):
+            self._dataset.verify(self.clients)
+
+    def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
+        """Return their data, if the aggregator's partition is this one.
+
+        Raises
+        ------
+        DataError
+            If it is another.
+        """
+        found = self._dataset.manifest.fingerprint
+        if "partition" not in told:
+            raise DataError(
+                f"--partition: found {self._where}; the aggregator asks for clients with data of their own; allowed: "
+                "--data DIR",
+                hint=AGAIN,
+            )
+        if told["partition"] != found:
+            raise DataError(
+                f"{self._where}: found partition {found[:12]}, the aggregator's is {told['partition'][:12]}",
+                hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
+            )
+        return self._dataset
+
+
+class Brought:
+    """Clients with data of their own.
+
+    Raises
+    ------
+    DataError
+        If a folder, or the shard in it, is missing or damaged.
+    """
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._packed = OwnClients.open(options.data, options.observe)
+        self.clients = select_clients(list(self._packed.cards), options.clients, options.part)
+        for client in self.clients:
+            if client not in self._packed.cards:
+                known = ", ".join(self._packed.cards)
+                raise ExperimentError(f"--clients: found {client!r}; allowed: {shortened(known, 200)}")
+            if options.verify:
+                read_own_shard(self._packed.folders[client], self._packed.cards[client])
+
+    def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
+        """Return their data, if they are what the experiment asks for.
+
+        Raises
+        ------
+        DataError
+            If they are not, or it asks for a partition.
+        """
+        if not isinstance(shared.data, OwnData):
+            raise DataError(
+                f"--data: found packed clients; the aggregator's experiment deals out {shared.data.dataset}; allowed: "
+                "--partition"
+            )
+        own = shared.data.own
+        self._packed.check(own)
+        normalization = Normalization(*(tuple(told["normalization"][key]) for key in ("mean", "std")))
+        return OwnDataset(self._packed, own_manifest(own, self._packed.entries, shared.seed, normalization))
+
+
+def serves(options: WorkerOptions) -> Dealt | Brought:
+    """Return whose data a worker serves.
+
+    Raises
+    ------
+    ExperimentError
+        If it is told of a partition and of packed clients, or of neither.
+    DataError
+        If they are missing or damaged.
+    """
+    brought = bool(options.data or options.observe)
+    if brought == (options.partition is not None):
+        found = "both" if brought else "neither"
+        raise ExperimentError(f"--partition and --data (or --observe): found {found}; allowed: one of them")
+    return Brought(options) if options.partition is None else Dealt(options.partition, options)
 
 
 def select_clients(everyone: Sequence[str], clients: str | None, part: str | None = None) -> list[str]:

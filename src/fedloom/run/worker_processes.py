@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,10 @@ class Workers:
     ----------
     runtime
         How many, and what they use.
-    partition, states
-        Folder or URL of the partition, and of the clients' states.
+    serves
+        Options of ``fedloom worker`` that say whose data they serve.
+    states
+        Folder or URL of the clients' states.
     logs
         Folder for what they say.
     address
@@ -48,7 +50,7 @@ class Workers:
     def __init__(
         self,
         runtime: Runtime,
-        partition: str,
+        serves: Sequence[str],
         states: str,
         logs: Path,
         address: str,
@@ -56,7 +58,7 @@ class Workers:
     ) -> None:
         self.failure: FedloomError | None = None
         self._address = address
-        self._partition = partition
+        self._serves = serves
         self._logs = logs
         self._states = states
         self._runtime = runtime
@@ -102,7 +104,7 @@ class Workers:
     def _start(self, i: int) -> subprocess.Popen[bytes]:
         name = f"worker-{i}"
         command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", self._address]
-        command += ["--partition", self._partition, "--name", name, "--until-eof"]
+        command += [*self._serves, "--name", name, "--until-eof"]
         command += ["--log", str(self._logs / f"{name}.jsonl"), "--states", self._states]
         command += ["--device", self._runtime.device, "--threads", str(self._runtime.threads)]
         command += ["--clients-at-once", str(self._runtime.clients_at_once)]

@@ -1,0 +1,58 @@
+"""``fedloom worker --dry-run``: what would leave the clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from fedloom.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from fedloom.run.leaving import Leaving
+    from fedloom.run.worker import WorkerOptions
+
+
+def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
+    """Show what a worker announces its packed clients with, and what they answer; send nothing."""
+    from fedloom import experiment as experiments
+    from fedloom.algorithms.base import available, find
+    from fedloom.data.own import OwnClients
+    from fedloom.errors import ExperimentError
+    from fedloom.run.leaving import announcements, answers, measures, of_experiment
+
+    if not (options.data or options.observe):
+        raise ExperimentError("--dry-run: found without --data or --observe; allowed: with one of them")
+    clients = OwnClients.open(options.data, options.observe)
+    e = None if experiment is None else experiments.load(experiment)
+    if e is not None:
+        trained, measured = of_experiment(e, clients)
+    typer.echo("The worker tells the aggregator: its name, what it computes on, its versions, and of each client")
+    for told in announcements(clients, e, class_counts=options.class_counts):
+        typer.echo(f"  {json.dumps(told)}")
+    if e is None:
+        classes = len(next(iter(clients.cards.values())).classes)
+        for name in available():
+            _show(f"\n{name}: in training, and when a client gets its model", answers(find(name)))
+        _show("\nAll methods: in an evaluation, with two predictors", measures(2, classes))
+        typer.echo("\nsizes of a model: with --experiment FILE")
+    else:
+        _show(f"\n{e.algorithm.name}: in training, and when a client gets its model", trained)
+        _show("\nIn an evaluation", measured)
+    typer.echo("\nA client that gives no answer tells why, in a sentence. Nothing else leaves; nothing was sent now.")
+
+
+def _show(title: str, tensors: Sequence[Leaving]) -> None:
+    rows = [
+        (f"{one.message}.{one.field}", one.quantity, f"[{', '.join(map(str, one.shape))}]", _count(one))
+        for one in tensors
+    ]
+    typer.echo(title if rows else f"{title}: nothing")
+    if rows:
+        print_table("", ("message", "quantity", "shape", "numbers"), rows, texts=(0, 1, 2))
+
+
+def _count(one: Leaving) -> str:
+    return "" if one.numbers is None else f"{one.numbers:,}"

@@ -1,0 +1,70 @@
+"""``fedloom data pack``: one client's own data, as a folder that a worker serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli.progress import progress
+
+
+def pack(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of images, one folder a class; or a .csv, .parquet, .npz, .safetensors or .txt file."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="New folder for the client.", metavar="DIR")],
+    id_: Annotated[str | None, typer.Option("--id", help="The client's id; by default the name of SOURCE.")] = None,
+    experiment: Annotated[
+        str | None, typer.Option(help="The experiment file, whose `data.own` says what to bring.", metavar="FILE")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
+    ] = None,
+    label: Annotated[str, typer.Option(help="Of a table: the column with the labels.", metavar="COLUMN")] = "label",
+    split: Annotated[
+        str | None,
+        typer.Option(help="Of a table: the column that says train, validation or test.", metavar="COLUMN"),
+    ] = None,
+    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="There are no labels.")] = False,
+    resize: Annotated[bool, typer.Option("--resize", help="Resize images of another size.")] = False,
+    test_fraction: Annotated[float, typer.Option(help="Part of the examples for testing.", metavar="F")] = 0.2,
+    validation_fraction: Annotated[float, typer.Option(help="Part of the rest for validation.", metavar="F")] = 1 / 6,
+    seed: Annotated[int, typer.Option(help="Decides which examples.", min=0)] = 1,
+) -> None:
+    """Pack a client's own data: checked, split, and written as a folder that `fedloom worker --data` serves."""
+    from fedloom.data.pack import PackSettings
+    from fedloom.data.pack import pack as pack_client
+    from fedloom.data.pack.examples import Request
+    from fedloom.errors import ExperimentError
+
+    own = None
+    if experiment is not None:
+        from fedloom import experiment as experiments
+        from fedloom.experiment import OwnData
+
+        data = experiments.load(experiment, set_ or ()).data
+        if not isinstance(data, OwnData):
+            raise ExperimentError(f"--experiment: found {experiment} without data.own; allowed: one with it")
+        own = data.own
+    elif set_:
+        raise ExperimentError("--set: found without --experiment; allowed: with it")
+    request = Request(own, not unlabelled, label, split, resize)
+    with progress() as tell:
+        packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), tell)
+    card = packed.card
+    shape = " x ".join(map(str, card.input_shape))
+    classes = f"{len(card.classes)} classes" if card.labelled else "no labels"
+    typer.echo(
+        f"{card.id}: {card.train:,} train, {card.validation:,} validation and {card.test:,} test examples of {shape} "
+        f"{card.kind}, {classes}"
+    )
+    how = ", ".join(f"{key} {value:g}" for key, value in card.division.items() if key != "given")
+    typer.echo(f"split: {how or 'as the source gives it'}")
+    for note in packed.notes:
+        typer.echo(note)
+    typer.echo(f"in {out}")

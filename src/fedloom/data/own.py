@@ -1,0 +1,430 @@
+"""Clients with data of their own: what an experiment asks of them, and what a packed client says of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+
+from fedloom.data.manifest import (
+    AXES,
+    CLIENT_ID,
+    SPLITS,
+    VERSION,
+    ClientEntry,
+    Kind,
+    Manifest,
+    Normalization,
+    entry_contradiction,
+)
+from fedloom.errors import DataError
+from fedloom.settings import Settings
+from fedloom.words import counted
+
+CARD = "client.json"
+SHARD = "shard.safetensors"
+CARD_VERSION = 1
+AGAIN = "pack it again: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT"
+OWN = "own"
+"""What manifests and summaries call the data set of clients with data of their own."""
+
+
+AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Numbers: TypeAlias = Annotated[tuple[float, ...], AsTuple]
+Words: TypeAlias = Annotated[tuple[str, ...], AsTuple]
+
+
+class Given(Settings):
+    """A normalization that was known beforehand."""
+
+    mean: Numbers = Field(description="Mean of each channel (of pixels scaled to 0 ... 1) or feature.")
+    std: Numbers = Field(description="Standard deviation of each channel or feature, above 0.")
+
+
+class Own(Settings):
+    """What every client must bring."""
+
+    kind: Kind = Field(description="What an input is: pixels, features, or tokens (docs/data.md).")
+    input_shape: Annotated[tuple[int, ...], AsTuple] = Field(
+        description="Shape of one input: [channels, height, width], [features], or [tokens]."
+    )
+    classes: Words = Field(description="What the classes are called, in label order; of tokens, the vocabulary.")
+    features: Words | None = Field(
+        default=None, description="Of features: the names of the columns, in order. Null: as they come."
+    )
+    normalization: Literal["measured"] | Given = Field(
+        default="measured",
+        description="measured: mean and std of all clients' training examples, from counts, sums and sums of squares "
+        "that they announce; or {mean, std}, each a list.",
+    )
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Own:
+        axes, shape = AXES[self.kind], self.input_shape
+        if len(shape) != len(axes) or min(shape) < 1:
+            raise ValueError(
+                f"input_shape: found {list(shape)}; allowed: [{', '.join(axes)}] for {self.kind}, each at least 1"
+            )
+        if not self.classes:
+            raise ValueError("classes: found none; allowed: at least one name")
+        twice = next((name for name in self.classes if self.classes.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"classes: found {twice!r} twice; allowed: each once")
+        if self.kind == "tokens" and len(self.classes) > 256:
+            raise ValueError(f"classes: found {len(self.classes)}; allowed: at most 256, since a token is one byte")
+        if self.features is not None:
+            if self.kind != "features":
+                raise ValueError(f"features: found names with kind: {self.kind}; allowed: null, or kind: features")
+            if len(set(self.features)) != shape[0] or len(self.features) != shape[0]:
+                raise ValueError(f"features: found {list(self.features)}; allowed: {shape[0]} different names")
+        if isinstance(self.normalization, Given):
+            self._check_given(self.normalization)
+        return self
+
+    def _check_given(self, given: Given) -> None:
+        if self.kind == "tokens":
+            raise ValueError("normalization: found mean and std; allowed: measured, which is nothing for tokens")
+        numbers = self.input_shape[0]
+        if len(given.mean) != numbers or len(given.std) != numbers:
+            raise ValueError(
+                f"normalization: found {len(given.mean)} numbers in mean and {len(given.std)} in std; allowed: "
+                f"{numbers} in each, one for each of the {AXES[self.kind][0]}"
+            )
+        if min(given.std) <= 0:
+            raise ValueError(f"normalization: found std {min(given.std):g}; allowed: numbers above 0")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What a client's training examples say of their scale.
+
+    Attributes
+    ----------
+    count
+        Values of each channel or feature.
+    sum, squares
+        Of each channel's values (0 ... 255, exact integers) or each feature's (correctly rounded): their sum, and the
+        sum of their squares. Empty for tokens.
+    """
+
+    count: int
+    sum: tuple[int | float, ...]
+    squares: tuple[int | float, ...]
+
+
+def pooled(kind: Kind, numbers: int, moments: Iterable[Moments]) -> Normalization:
+    """Return mean and standard deviation over the clients' training examples together; in exact arithmetic.
+
+    Parameters
+    ----------
+    numbers
+        Channels or features.
+    moments
+        Of each client; at least one with an example.
+    """
+    if kind == "tokens":
+        return Normalization((), ())
+    each = list(moments)
+    count = sum(one.count for one in each)
+    scale = 255 if kind == "pixels" else 1
+    mean, std = [], []
+    for i in range(numbers):
+        first = sum((Fraction(one.sum[i]) for one in each), Fraction(0))
+        second = sum((Fraction(one.squares[i]) for one in each), Fraction(0))
+        mean.append(float(first / count / scale))
+        variance = max(Fraction(0), (second * count - first * first) / (count * count * scale * scale))
+        # A constant channel or feature carries nothing; dividing by 1 keeps it at zero.
+        std.append(math.sqrt(variance) or 1.0)
+    return Normalization(tuple(mean), tuple(std))
+
+
+@dataclass(frozen=True)
+class ClientCard:
+    """What ``client.json`` of a packed folder says.
+
+    Attributes
+    ----------
+    version
+        Of this format.
+    id
+        The client's, chosen by its owner.
+    kind, input_shape, classes
+        As in the experiment: see :class:`Own`.
+    labelled
+        Whether the examples have labels.
+    train, validation, test, class_counts, sha256
+        As of :class:`~fedloom.data.manifest.ClientEntry`.
+    moments
+        Of the training examples.
+    division
+        How the splits came about: ``{"given": true}``, or seed and fractions.
+    source
+        What it was made from: the format.
+    """
+
+    version: int
+    id: str
+    kind: Kind
+    input_shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    labelled: bool
+    train: int
+    validation: int
+    test: int
+    class_counts: Mapping[str, tuple[int, ...]]
+    sha256: str
+    moments: Moments
+    division: Mapping[str, Any]
+    source: str
+
+    def entry(self, *, seen: bool = True) -> ClientEntry:
+        """Return what a manifest says of the client; unless it is seen, it is measured and never trains."""
+        return ClientEntry(
+            self.id, seen, self.train, self.validation, self.test, self.class_counts, self.sha256, owner=None
+        )
+
+    def announcement(self, own: Own | None = None, *, observer: bool, class_counts: bool) -> dict[str, Any]:
+        """Return what the aggregator is told of the client when it comes.
+
+        Parameters
+        ----------
+        own
+            What the experiment asks for; moments are told unless it gives the normalization, or the client only
+            observes.
+        class_counts
+            Whether the training examples of each class are told.
+        """
+        told: dict[str, Any] = {"id": self.id, "train": self.train, "labelled": self.labelled, "observer": observer}
+        if not observer and self.kind != "tokens" and (own is None or own.normalization == "measured"):
+            told["moments"] = asdict(self.moments)
+        if class_counts:
+            told["class_counts"] = list(self.class_counts["train"])
+        return told
+
+    def to_json(self) -> str:
+        """Return the JSON that ``client.json`` holds: a key a line."""
+        lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in asdict(self).items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+_CARD = TypeAdapter(ClientCard)
+
+
+def read_card(folder: Path) -> ClientCard:
+    """Return what a packed folder says of its client.
+
+    Raises
+    ------
+    DataError
+        If there is none, or it is damaged or of another version.
+    """
+    path = folder / CARD
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"no packed client here: expected {path}", hint=AGAIN) from None
+    try:
+        card = _CARD.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the whole text"
+        raise DataError(f"{path} is damaged: {key}: {first['msg']}", hint=AGAIN) from error
+    fault = _contradiction(card)
+    if fault is not None:
+        raise DataError(f"{path} is damaged: {fault}", hint=AGAIN)
+    return card
+
+
+def _contradiction(card: ClientCard) -> str | None:
+    if card.version != CARD_VERSION:
+        return f"version is {card.version}, expected {CARD_VERSION}"
+    if not CLIENT_ID.fullmatch(card.id):
+        return f"id {card.id!r}, expected letters, digits, '.', '_' and '-'"
+    numbers = 0 if card.kind == "tokens" else card.input_shape[0] if card.input_shape else -1
+    if not len(card.moments.sum) == len(card.moments.squares) == numbers:
+        return f"moments, expected sum and squares of {numbers}"
+    if not all(math.isfinite(value) for value in (*card.moments.sum, *card.moments.squares)) or card.moments.count < 1:
+        return "moments, expected finite numbers and a count of at least 1"
+    empty = next((split for split in SPLITS if card.entry().size(split) < 1), None)
+    if empty is not None:
+        return f"{empty} is {card.entry().size(empty)}, expected at least 1"
+    return entry_contradiction(card.entry(), len(card.classes))
+
+
+@dataclass(frozen=True)
+class OwnClients:
+    """Packed folders that are served, or used, together.
+
+    Attributes
+    ----------
+    folders
+        By client id, in order of the ids.
+    cards
+        Likewise.
+    observers
+        Ids of those who are measured and never train.
+    """
+
+    folders: Mapping[str, Path]
+    cards: Mapping[str, ClientCard]
+    observers: frozenset[str]
+
+    @classmethod
+    def open(cls, data: Sequence[Path], observe: Sequence[Path] = ()) -> OwnClients:
+        """Read the cards of packed folders; no shard.
+
+        Parameters
+        ----------
+        data, observe
+            Packed folders, or folders that hold some: of clients that train, and of clients that are measured alone.
+
+        Raises
+        ------
+        DataError
+            If one is missing, damaged, or there twice; or they are of different kinds of data.
+        """
+        found: dict[str, tuple[Path, ClientCard, bool]] = {}
+        for given, observer in [*((path, False) for path in data), *((path, True) for path in observe)]:
+            for folder in _packed(given):
+                card = read_card(folder)
+                if card.id in found:
+                    raise DataError(
+                        f"client {card.id!r} is in {found[card.id][0]} and in {folder}; allowed: each once",
+                        hint="pack one of them with another --id",
+                    )
+                found[card.id] = folder, card, observer
+        if not found:
+            raise DataError("no packed client was given", hint=AGAIN)
+        ordered = dict(sorted(found.items()))
+        first_folder, first, _ = next(iter(ordered.values()))
+        for folder, card, _ in ordered.values():
+            for what in ("kind", "input_shape", "classes"):
+                if getattr(card, what) != getattr(first, what):
+                    raise DataError(
+                        f"{folder}: {what} is {_shown(getattr(card, what))}, of {first_folder} "
+                        f"{_shown(getattr(first, what))}; allowed: one kind of data",
+                        hint=AGAIN,
+                    )
+        return cls(
+            {name: folder for name, (folder, _, _) in ordered.items()},
+            {name: card for name, (_, card, _) in ordered.items()},
+            frozenset(name for name, (_, _, observer) in ordered.items() if observer),
+        )
+
+    def check(self, own: Own) -> None:
+        """Refuse clients who do not bring what an experiment asks for.
+
+        Raises
+        ------
+        DataError
+            The folder, the key, what was found and what is needed.
+        """
+        for name, card in self.cards.items():
+            for what in ("kind", "input_shape", "classes"):
+                found, needed = getattr(card, what), getattr(own, what)
+                if found != needed:
+                    raise DataError(
+                        f"{self.folders[name]}: {what} is {_shown(found)}; allowed by data.own.{what}: "
+                        f"{_shown(needed)}",
+                        hint=AGAIN,
+                    )
+
+    @cached_property
+    def entries(self) -> tuple[ClientEntry, ...]:
+        """What a manifest says of them."""
+        return tuple(card.entry(seen=name not in self.observers) for name, card in self.cards.items())
+
+    def measured(self, own: Own) -> Normalization:
+        """Return the normalization that an experiment asks for, measured on those who train if it is to be.
+
+        Raises
+        ------
+        DataError
+            If it is to be measured, and nobody trains.
+        """
+        training = [card.moments for name, card in self.cards.items() if name not in self.observers]
+        return normalization(own, training)
+
+
+def normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
+    """Return the normalization that an experiment asks for.
+
+    Parameters
+    ----------
+    moments
+        Of the clients that train.
+
+    Raises
+    ------
+    DataError
+        If it is to be measured, and nobody trains.
+    """
+    if isinstance(own.normalization, Given):
+        return Normalization(own.normalization.mean, own.normalization.std)
+    if own.kind != "tokens" and not moments:
+        raise DataError("data.own.normalization: found measured, and no client that trains; allowed: mean and std")
+    return pooled(own.kind, own.input_shape[0], moments)
+
+
+def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Normalization) -> Manifest:
+    """Return the manifest of clients with data of their own, in the order given."""
+    return Manifest(
+        version=VERSION,
+        dataset=OWN,
+        classes=len(own.classes),
+        class_names=own.classes,
+        input_shape=own.input_shape,
+        kind=own.kind,
+        scheme={"scheme": OWN},
+        seed=seed,
+        unseen_fraction=0.0,
+        validation_fraction=0.0,
+        normalization=found,
+        source_sha256={},
+        clients=tuple(entries),
+    )
+
+
+def read_own_shard(folder: Path, card: ClientCard) -> bytes:
+    """Return the bytes of a packed client's shard, compared with their hash.
+
+    Raises
+    ------
+    DataError
+        If it is missing or damaged.
+    """
+    path = folder / SHARD
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"the shard of client {card.id} is missing: expected {path}", hint=AGAIN) from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != card.sha256:
+        raise DataError(f"the shard {path} is damaged: expected sha256 {card.sha256}, found {found}", hint=AGAIN)
+    return content
+
+
+def _packed(given: Path) -> list[Path]:
+    """The packed folder, or those that a folder holds."""
+    if (given / CARD).exists() or not given.is_dir():
+        return [given]
+    inside = sorted(path.parent for path in given.glob(f"*/{CARD}"))
+    if not inside:
+        raise DataError(f"no packed client here: expected {given / CARD}, or folders with one", hint=AGAIN)
+    return inside
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        words = [str(item) for item in value]
+        text = ", ".join(words if len(words) <= 12 else [*words[:12], "..."])
+        return f"[{text}]" if len(words) <= 12 else f"[{text}] ({counted(len(words), 'item')})"
+    return str(value)

@@ -1,0 +1,223 @@
+"""What a reader makes of a source, and the mistakes that it finds there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.manifest import Kind
+from fedloom.data.own import Own
+from fedloom.errors import DataError
+from fedloom.words import counted, shortened
+
+Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
+
+Tell: TypeAlias = Callable[[str, float, float | None], None]
+"""Called with what is being done, how much of it is done, and out of how much (None where that is not known)."""
+
+SHOWN = 5
+"""Places named of each kind of mistake."""
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """The examples of one client.
+
+    Attributes
+    ----------
+    kind, classes
+        As of :class:`~fedloom.data.own.Own`.
+    x
+        ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features.
+    y
+        ``[n]`` positions in ``classes``; None if they are unlabelled.
+    split
+        ``[n]`` positions in ``SPLITS``, where the source says which split each belongs to; else None.
+    where
+        Names the place of the i-th in the source, for mistakes.
+    overlap
+        As of :class:`~fedloom.data.sources.base.Owners`: windows of a text share so many characters.
+    notes
+        What was done to them that their owner should know.
+    """
+
+    kind: Kind
+    classes: tuple[str, ...]
+    x: Inputs
+    y: NDArray[np.int64] | None
+    split: NDArray[np.int64] | None
+    where: Callable[[int], str]
+    overlap: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a reader is asked for.
+
+    Attributes
+    ----------
+    own
+        What the experiment asks of clients; None: kind, shape and classes are those that are found.
+    labelled
+        Whether there must be labels.
+    label, split
+        Names of the columns with the labels, and with the splits (None: there is none).
+    resize
+        Whether images of another size are resized.
+    """
+
+    own: Own | None
+    labelled: bool = True
+    label: str = "label"
+    split: str | None = None
+    resize: bool = False
+
+
+@dataclass
+class Mistakes:
+    """Everything that is wrong with a source: each kind of mistake counted, its first places named."""
+
+    source: str
+    _counts: dict[str, int] = field(default_factory=dict)
+    _places: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, what: str, *places: str) -> None:
+        """Note a mistake of some kind at each of these places."""
+        self.add_many(what, len(places), places)
+
+    def add_many(self, what: str, count: int, places: Iterable[str]) -> None:
+        """Note ``count`` mistakes of a kind, of which the first places are enough."""
+        if count:
+            self._counts[what] = self._counts.get(what, 0) + count
+            named = self._places.setdefault(what, [])
+            named += [shortened(place, 100) for place, _ in zip(places, range(SHOWN - len(named)), strict=False)]
+
+    def refuse(self) -> None:
+        """Raise what was noted, if anything was.
+
+        Raises
+        ------
+        DataError
+            Each kind of mistake on a line: what it is, how often it was found, and where first.
+        """
+        if not self._counts:
+            return
+        lines = [f"{self.source}: {counted(sum(self._counts.values()), 'mistake')}; nothing was written"]
+        for what, count in self._counts.items():
+            places = "; ".join(self._places[what]) + ("; ..." if count > len(self._places[what]) else "")
+            lines.append(f"  {what}: {count:,} ({places})")
+        raise DataError("\n".join(lines))
+
+
+@dataclass
+class Batches:
+    """Inputs that come in pieces of float64, checked and kept in the form of their kind."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    classes: int
+    mistakes: Mistakes
+    _kept: list[Inputs] = field(default_factory=list)
+
+    def add(self, values: NDArray[np.float64], where: Callable[[int, int], str], known: NDArray[np.bool_]) -> None:
+        """Take in ``[m, f]`` values.
+
+        Parameters
+        ----------
+        where
+            Names the place of row i, column j of this piece.
+        known
+            ``[m, f]``: values that are mistakes already noted.
+        """
+        if self.kind == "features":
+            wrong = ~np.isfinite(values)
+            large = np.abs(values) > np.finfo(np.float32).max
+            self._note("not a finite number", wrong & ~known, values, where)
+            self._note("too large for a 32-bit float", large & ~wrong & ~known, values, where)
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._kept.append(values.astype(np.float32).reshape(-1, *self.shape))
+            return
+        top = 255 if self.kind == "pixels" else self.classes - 1
+        wrong = ~((values >= 0) & (values <= top) & (values == np.floor(values)))
+        self._note(f"no integer in 0 ... {top}", wrong & ~known, values, where)
+        self._kept.append(np.where(wrong, 0, values).astype(np.uint8).reshape(-1, *self.shape))
+
+    def _note(
+        self, what: str, wrong: NDArray[np.bool_], values: NDArray[np.float64], where: Callable[[int, int], str]
+    ) -> None:
+        places = (f"{where(int(i), int(j))}: {values[i, j]:g}" for i, j in zip(*np.nonzero(wrong), strict=True))
+        self.mistakes.add_many(what, int(wrong.sum()), places)
+
+    def joined(self) -> Inputs:
+        """Return all that was taken in, ``[n, *shape]``."""
+        dtype = np.float32 if self.kind == "features" else np.uint8
+        return np.concatenate([np.zeros((0, *self.shape), dtype=dtype), *self._kept])
+
+
+def found_classes(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the classes of labels, in order: as numbers where all are, else as text."""
+    different = set(names)
+    if all(name.isdecimal() for name in different):
+        return tuple(sorted(different, key=lambda name: (int(name), name)))
+    return tuple(sorted(different))
+
+
+def positions(
+    labels: Sequence[str | None], own: Own | None, where: Callable[[int], str], mistakes: Mistakes
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Return each label's position in the classes, ``[n]``, and the classes.
+
+    Parameters
+    ----------
+    labels
+        None or empty where one is missing.
+    """
+    classes = found_classes(label for label in labels if label) if own is None else own.classes
+    place = {name: i for i, name in enumerate(classes)}
+    y = np.array([place.get(label or "", -1) for label in labels], dtype=np.int64)
+    missing = [i for i in np.flatnonzero(y < 0).tolist() if not labels[i]]
+    unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]
+    mistakes.add_many("label missing", len(missing), (where(i) for i in missing))
+    mistakes.add_many(
+        f"unknown label; allowed: {listed(classes)}", len(unknown), (f"{where(i)}: {labels[i]!r}" for i in unknown)
+    )
+    return y, classes
+
+
+def split_positions(names: Sequence[str | None], where: Callable[[int], str], mistakes: Mistakes) -> NDArray[np.int64]:
+    """Return the position in ``SPLITS`` of what a source calls each split, ``[n]``."""
+    place = np.array([SPLIT_NAMES.get((name or "").strip().lower(), -1) for name in names], dtype=np.int64)
+    wrong = np.flatnonzero(place < 0).tolist()
+    allowed = f"unknown split; allowed: {', '.join(SPLIT_NAMES)}"
+    mistakes.add_many(allowed, len(wrong), (f"{where(i)}: {names[i]!r}" for i in wrong))
+    return place
+
+
+SPLIT_NAMES = {"train": 0, "validation": 1, "val": 1, "test": 2}
+"""What a source may call its splits, and their position in ``SPLITS``."""
+
+
+def listed(words: Sequence[str], most: int = 12) -> str:
+    """Return words as a list, the rest beyond ``most`` as dots."""
+    return ", ".join(words) if len(words) <= most else f"{', '.join(words[:most])}, ... ({len(words)})"
+
+
+def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]:
+    """Return the shape that inputs are to have, if there are as many numbers of them as it takes.
+
+    Raises
+    ------
+    DataError
+        If there are not.
+    """
+    needed = int(np.prod(own.input_shape))
+    if found != needed:
+        raise DataError(
+            f"{source}: found {found:,} {what}; allowed by data.own.input_shape {list(own.input_shape)}: {needed:,}"
+        )
+    return own.input_shape

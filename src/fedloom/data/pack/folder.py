@@ -1,0 +1,280 @@
+"""One client's folder: examples divided, checked and written, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from fedloom.data.apportion import stratified
+from fedloom.data.folders import published
+from fedloom.data.keyed import keyed_generator
+from fedloom.data.manifest import CLIENT_ID, SPLITS
+from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard, Moments
+from fedloom.data.pack.arrays import read_arrays
+from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
+from fedloom.data.pack.images import read_images
+from fedloom.data.pack.tables import read_csv, read_parquet
+from fedloom.data.pack.texts import read_text
+from fedloom.errors import DataError, ExperimentError
+from fedloom.storage.folder import fill, sync
+from fedloom.words import counted
+
+Reader: TypeAlias = Callable[[Path, Request, Mistakes, Tell], Examples]
+
+FORMATS: Mapping[str, tuple[str, Reader]] = {
+    ".csv": ("csv", read_csv),
+    ".parquet": ("parquet", read_parquet),
+    ".pq": ("parquet", read_parquet),
+    ".npz": ("npz", read_arrays),
+    ".safetensors": ("safetensors", read_arrays),
+    ".txt": ("text", read_text),
+}
+"""What a file is and who reads it, by the end of its name; a folder is one of images."""
+
+CHUNK = 4096
+"""Examples whose values are counted at once."""
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """How a client is packed.
+
+    Attributes
+    ----------
+    id
+        The client's; None: the name of the source, without its ending.
+    request
+        What is asked of the source.
+    test_fraction
+        Part of the examples that is for testing.
+    validation_fraction
+        Part of the rest that is for validation.
+    seed
+        Decides which.
+    """
+
+    id: str | None = None
+    request: Request = field(default_factory=lambda: Request(None))
+    test_fraction: float = 0.2
+    validation_fraction: float = 1 / 6
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed client, and what was done to its examples that their owner should know."""
+
+    card: ClientCard
+    notes: tuple[str, ...]
+
+
+def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda what, done, total: None) -> Packed:
+    """Pack a client's examples; the same source and settings give the same bytes.
+
+    Parameters
+    ----------
+    source
+        A folder of images, or a CSV, Parquet, npz, safetensors or text file.
+    out
+        A new folder, for the client's owner alone to read.
+    tell
+        Is told how far it is.
+
+    Raises
+    ------
+    ExperimentError
+        If an option is not allowed, or ``out`` exists.
+    DataError
+        If anything is wrong with the source: all mistakes, each kind counted. Then nothing is left behind.
+    """
+    name = settings.id if settings.id is not None else source.resolve().name.removesuffix(source.suffix)
+    if not CLIENT_ID.fullmatch(name):
+        raise ExperimentError(f"--id: found {name!r}; allowed: up to 128 letters, digits, '.', '_' and '-'")
+    for option in ("test_fraction", "validation_fraction"):
+        if not 0 < getattr(settings, option) < 1:
+            found = getattr(settings, option)
+            raise ExperimentError(f"--{option.replace('_', '-')}: found {found:g}; allowed: between 0 and 1")
+    if out.exists():
+        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+    form, reader = _reader(source)
+    mistakes = Mistakes(str(source))
+    examples = reader(source, settings.request, mistakes, tell)
+    mistakes.refuse()
+    if not len(examples.x):
+        raise DataError(f"{source}: found 0 examples")
+    tell("checking", 0, None)
+    split, notes = _divided(examples, settings, name, mistakes)
+    tensors, counts = _tensors(examples, split)
+    content = safetensors.numpy.save(tensors)  # without metadata, whose order would change from time to time
+    drawn = {"seed": settings.seed, "test_fraction": settings.test_fraction}
+    drawn["validation_fraction"] = settings.validation_fraction
+    train, validation, test = (int(np.count_nonzero(split == place)) for place in range(len(SPLITS)))
+    card = ClientCard(
+        version=CARD_VERSION,
+        id=name,
+        kind=examples.kind,
+        input_shape=tuple(int(size) for size in examples.x.shape[1:]),
+        classes=examples.classes,
+        labelled=examples.y is not None,
+        train=train,
+        validation=validation,
+        test=test,
+        class_counts=counts,
+        sha256=hashlib.sha256(content).hexdigest(),
+        moments=moments(examples.x[split == 0], examples.kind),
+        division={"given": True} if examples.split is not None else drawn,
+        source=form,
+    )
+    tell("writing", 0, None)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with published(out) as staging:
+        staging.chmod(0o700)
+        for file, whole in ((SHARD, content), (CARD, card.to_json().encode())):
+            fill(staging / file, whole)
+            (staging / file).chmod(0o600)
+        sync(staging)
+    return Packed(card, (*examples.notes, *notes))
+
+
+def _reader(source: Path) -> tuple[str, Reader]:
+    if source.is_dir():
+        return "images", read_images
+    if not source.exists():
+        raise DataError(f"{source}: no such file or folder")
+    if source.suffix.lower() not in FORMATS or not source.is_file():
+        raise ExperimentError(
+            f"SOURCE: found {source}; allowed: a folder of images, or a file that ends in {', '.join(FORMATS)}"
+        )
+    return FORMATS[source.suffix.lower()]
+
+
+def _divided(
+    examples: Examples, settings: PackSettings, name: str, mistakes: Mistakes
+) -> tuple[NDArray[np.int64], list[str]]:
+    """Return each example's position in ``SPLITS``, ``[n]``, and what to tell of it.
+
+    Raises
+    ------
+    DataError
+        If a split is empty, or an example is in two of those that the source gives.
+    """
+    notes: list[str] = []
+    if examples.overlap:
+        split = _by_time(len(examples.x), settings, examples.overlap)
+        left_out = int(np.count_nonzero(split < 0))
+        notes.append(f"{left_out} windows left out, so that no split shares characters with another")
+    else:
+        group = _equal_inputs(examples.x)
+        if examples.split is None:
+            split = _drawn(examples, group, settings, name)
+            copies = len(group) - len(np.unique(group))
+            if copies:
+                notes.append(f"{counted(copies, 'copy', 'copies')} of other inputs: equal inputs are in one split")
+        else:
+            split = examples.split
+            _refuse_shared(examples, group, split, mistakes)
+    empty = [SPLITS[place] for place in range(len(SPLITS)) if not (split == place).any()]
+    if empty:
+        raise DataError(
+            f"{mistakes.source}: found {counted(len(examples.x), 'example')}, and none for {', '.join(empty)}; "
+            "allowed: at least one different input in each of train, validation and test"
+        )
+    return split, notes
+
+
+def _equal_inputs(x: NDArray[Any]) -> NDArray[np.int64]:
+    """Return ``[n]``: the position of the first example with the same input."""
+    rows = np.ascontiguousarray(x.reshape(len(x), -1) + x.dtype.type(0))  # -0.0 becomes 0.0
+    raw = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).reshape(-1)
+    _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
+    group: NDArray[np.int64] = first[inverse.reshape(-1)].astype(np.int64)
+    return group
+
+
+def _drawn(examples: Examples, group: NDArray[np.int64], settings: PackSettings, name: str) -> NDArray[np.int64]:
+    """Draw the splits class by class; equal inputs stay together, under the label of the first."""
+    firsts = np.unique(group)
+    labels = np.zeros(len(group), dtype=np.int64) if examples.y is None else examples.y
+    of_first = np.zeros(len(group), dtype=np.int64)
+    rest = np.ones(len(firsts), dtype=np.bool_)
+    for place, fraction in ((2, settings.test_fraction), (1, settings.validation_fraction)):
+        candidates = firsts[rest]
+        size = min(max(1, math.floor(fraction * len(candidates) + 0.5)), len(candidates))
+        out = stratified(labels[candidates], size, keyed_generator(settings.seed, "pack", name, SPLITS[place]))
+        of_first[candidates[out]] = place
+        rest[rest] = ~out
+    split: NDArray[np.int64] = of_first[group]
+    return split
+
+
+def _by_time(count: int, settings: PackSettings, overlap: int) -> NDArray[np.int64]:
+    """Hold out the last windows, with a gap before each split; -1 for those in a gap."""
+    split = np.full(count, -1, dtype=np.int64)
+    end = count
+    for place, fraction in ((2, settings.test_fraction), (1, settings.validation_fraction)):
+        size = min(max(1, math.floor(fraction * end + 0.5)), end)
+        split[end - size : end] = place
+        end = max(end - size - overlap, 0)
+    split[:end] = 0
+    return split
+
+
+def _refuse_shared(examples: Examples, group: NDArray[np.int64], split: NDArray[np.int64], mistakes: Mistakes) -> None:
+    """Refuse inputs that are in more than one of the splits that a source gives."""
+    shared = np.flatnonzero(split != split[group]).tolist()
+    mistakes.add_many(
+        "input in two splits",
+        len(shared),
+        (
+            f"{examples.where(i)} ({SPLITS[split[i]]}) and {examples.where(group[i])} ({SPLITS[split[group[i]]]})"
+            for i in shared
+        ),
+    )
+    mistakes.refuse()
+
+
+def _tensors(
+    examples: Examples, split: NDArray[np.int64]
+) -> tuple[dict[str, NDArray[Any]], dict[str, tuple[int, ...]]]:
+    """Return the tensors of a shard, and the examples of each class in each split."""
+    tensors: dict[str, NDArray[Any]] = {}
+    counts: dict[str, tuple[int, ...]] = {}
+    for place, name in enumerate(SPLITS):
+        chosen = split == place
+        tensors[f"{name}_x"] = np.ascontiguousarray(examples.x[chosen])
+        counts[name] = (0,) * len(examples.classes)
+        if examples.y is not None:
+            tensors[f"{name}_y"] = examples.y[chosen]
+            counts[name] = tuple(np.bincount(examples.y[chosen], minlength=len(examples.classes)).tolist())
+    return tensors, counts
+
+
+def moments(x: NDArray[Any], kind: str) -> Moments:
+    """Return count, sums and sums of squares of each channel or feature; exact, or correctly rounded."""
+    if kind == "tokens":
+        return Moments(len(x), (), ())
+    if kind == "features":
+        columns = x.astype(np.float64).T
+        return Moments(
+            len(x),
+            tuple(math.fsum(column) for column in columns),
+            tuple(math.fsum(column * column) for column in columns),
+        )
+    counts = np.zeros((x.shape[1], 256), dtype=np.int64)
+    for start in range(0, len(x), CHUNK):
+        for channel in range(x.shape[1]):
+            counts[channel] += np.bincount(x[start : start + CHUNK, channel].reshape(-1), minlength=256)
+    each = counts.tolist()
+    return Moments(
+        int(counts[0].sum()),
+        tuple(sum(value * count for value, count in enumerate(of_channel)) for of_channel in each),
+        tuple(sum(value * value * count for value, count in enumerate(of_channel)) for of_channel in each),
+    )

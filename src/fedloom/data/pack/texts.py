@@ -1,0 +1,56 @@
+"""Text: windows of characters, each labelled with the character that comes next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
+from fedloom.errors import DataError, ExperimentError
+
+
+def read_text(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
+    """Read a UTF-8 text; the classes are its characters, an input is as many of them as ``input_shape`` says.
+
+    Raises
+    ------
+    ExperimentError
+        If the experiment asks for no text.
+    DataError
+        If the file is no UTF-8 text, or too short.
+    """
+    own = request.own
+    if own is None or own.kind != "tokens" or any(len(name) != 1 for name in own.classes):
+        raise ExperimentError(
+            f"{path}: found a text; allowed with --experiment, whose data.own has kind: tokens and classes that are "
+            "one character each"
+        )
+    if not request.labelled:
+        raise ExperimentError(f"--unlabelled: found with {path}; allowed: with other sources; a text labels itself")
+    tell("reading text", 0, None)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: no UTF-8 text (byte {error.start})") from error
+    codes = {name: i for i, name in enumerate(own.classes)}
+    for number, line in enumerate(text.split("\n"), start=1):
+        unknown = [character for character in line if character not in codes]
+        mistakes.add("unknown character; allowed: data.own.classes", *(f"line {number}: {each!r}" for each in unknown))
+    if "\n" in text and "\n" not in codes:
+        mistakes.add("unknown character; allowed: data.own.classes", "line 1: '\\n', the end of a line")
+    mistakes.refuse()
+    window = own.input_shape[0]
+    if len(text) <= window:
+        raise DataError(f"{path}: found {len(text)} characters; allowed: more than {window}, the length of an input")
+    characters = np.array([codes[character] for character in text], dtype=np.uint8)
+    return Examples(
+        kind="tokens",
+        classes=own.classes,
+        x=np.ascontiguousarray(sliding_window_view(characters, window)[:-1]),
+        y=characters[window:].astype(np.int64),
+        split=None,
+        where=lambda i: f"character {i + 1}",
+        overlap=window,
+    )

@@ -1,0 +1,105 @@
+"""What leaves a client: what it is announced with, and what the messages of a method, and of evaluations, hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedloom.algorithms.base import Algorithm
+from fedloom.data.manifest import Normalization
+from fedloom.data.own import OwnClients, own_manifest
+from fedloom.errors import ExperimentError
+from fedloom.evaluation.measure import shapes as measured_shapes
+from fedloom.experiment import Experiment, OwnData
+from fedloom.messages import Metrics
+from fedloom.run import assemble
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """One tensor that a client answers with.
+
+    Attributes
+    ----------
+    message, field
+        Which message, and which field of it.
+    quantity
+        What it means (``fedloom.messages.Quantity``).
+    shape
+        Of one client's, in numbers, and in names where these are not known.
+    """
+
+    message: str
+    field: str
+    quantity: str
+    shape: tuple[int | str, ...]
+
+    @property
+    def numbers(self) -> int | None:
+        """How many numbers it holds; None where that is not known."""
+        sizes = [size for size in self.shape if isinstance(size, int)]
+        return math.prod(sizes) if len(sizes) == len(self.shape) else None
+
+
+def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> list[Leaving]:
+    """Return what a method's clients may answer with, in training and when they get their models.
+
+    Parameters
+    ----------
+    sizes
+        Numbers behind the names of shapes, of an experiment's server half; None: the names are kept.
+    """
+    known = sizes or {}
+    return [
+        Leaving(
+            cls.__name__,
+            field.name,
+            str(field.quantity),
+            tuple(known.get(size, size) if isinstance(size, str) else size for size in field.shape),
+        )
+        for cls in algorithm.messages
+        if cls.fields() and all(field.shape for field in cls.fields())
+        for field in cls.fields()
+    ]
+
+
+def measures(predictors: int, classes: int) -> list[Leaving]:
+    """Return what a client answers an evaluation with."""
+    shapes = measured_shapes(predictors, classes)
+    return [
+        Leaving(Metrics.__name__, field.name, str(field.quantity), shapes[field.name]) for field in Metrics.fields()
+    ]
+
+
+def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Leaving], list[Leaving]]:
+    """Return :func:`answers` and :func:`measures` of an experiment, with all sizes.
+
+    Raises
+    ------
+    ExperimentError
+        If the experiment deals out a data set.
+    DataError
+        If the clients do not bring what it asks for.
+    """
+    if not isinstance(experiment.data, OwnData):
+        raise ExperimentError("--experiment: found data.dataset; allowed with --data: an experiment with data.own")
+    own = experiment.data.own
+    clients.check(own)
+    numbers = 0 if own.kind == "tokens" else own.input_shape[0]
+    unknown = Normalization((0.0,) * numbers, (1.0,) * numbers)  # no shape depends on it
+    parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
+    predictors = len(parts.client_half().predictors)
+    return answers(parts.algorithm, parts.server_half().sizes), measures(predictors, len(own.classes))
+
+
+def announcements(
+    clients: OwnClients, experiment: Experiment | None, *, class_counts: bool
+) -> Sequence[dict[str, Any]]:
+    """Return what the aggregator is told of each client."""
+    own = experiment.data.own if experiment is not None and isinstance(experiment.data, OwnData) else None
+    return [
+        card.announcement(own, observer=name in clients.observers, class_counts=class_counts)
+        for name, card in clients.cards.items()
+    ]

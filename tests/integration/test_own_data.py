@@ -1,0 +1,211 @@
+"""Clients with data of their own, from their owners' files to a run: packed, served, measured, and given models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from facts import tells
+from run_processes import final
+
+from fedloom.data.sources.vowel import CLASS_NAMES, FEATURES, read
+from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment import Experiment, from_shared_json, load, loads
+from fedloom.run import trained
+from fedloom.run.options import RunOptions
+from fedloom.run.run_experiment import run_experiment
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+EXPERIMENT = f"""\
+name: vowels
+data:
+  own:
+    kind: features
+    input_shape: [9]
+    classes: [{", ".join(CLASS_NAMES)}]
+    features: [{", ".join(FEATURES)}]
+model: {{name: mlp, hidden: [6]}}
+algorithm: {{name: fedavg, local: {{steps: 3, lr: 0.1}}, personalize_steps: 2}}
+federation: {{rounds: 4, clients_per_round: 2, checkpoint_every_s: 0}}
+evaluation: {{every: 2, cohort: 2}}
+runtime: {{workers: 0}}
+"""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    path = tmp_path / "vowels.yaml"
+    path.write_text(EXPERIMENT)
+    return path
+
+
+@pytest.fixture
+def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
+    """Five speakers, each packed from a CSV file of its own."""
+    official = read({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
+    pools = (official.train, official.test)
+    x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
+    for speaker in range(5):
+        lines = [
+            ",".join([CLASS_NAMES[label], *map(repr, map(float, row))])
+            for row, label in zip(x[owners == speaker], y[owners == speaker], strict=True)
+        ]
+        source = tmp_path / f"speaker-{speaker}.csv"
+        source.write_text("\n".join([",".join(["vowel", *FEATURES]), *lines]))
+        out = tmp_path / "packed" / f"s{speaker}"
+        code, said, _ = fedloom("data", "pack", source, "--out", out, "--experiment", experiment, "--label", "vowel")
+        assert code == 0
+        assert tells(said, f"speaker-{speaker}", 44, 9, 13, "9 features", "11 classes", out)
+    return tmp_path / "packed"
+
+
+def options(packed: Path, out: Path, trains: Sequence[int] = (0, 1, 2), observes: Sequence[int] = (3,)) -> RunOptions:
+    data, observe = (tuple(packed / f"s{i}" for i in chosen) for chosen in (trains, observes))
+    return RunOptions(out, data=data, observe=observe)
+
+
+def of(path: Path, *overrides: str) -> Experiment:
+    return load(path, overrides)
+
+
+def test_own_data_give_the_same_numbers_in_process_and_with_workers_and_on_replay(
+    packed: Path, experiment: Path, tmp_path: Path
+) -> None:
+    first = run_experiment(of(experiment), options(packed, tmp_path / "a"))
+    assert first.summary["dataset"] == "own"
+    assert (first.summary["seen"]["clients"], first.summary["unseen"]["clients"]) == (3, 1)
+    other = run_experiment(of(experiment, "runtime.workers=1"), options(packed, tmp_path / "b"))
+    assert final(tmp_path / "a") == final(tmp_path / "b")
+    for group in ("seen", "unseen", "global"):
+        assert first.summary[group] == other.summary[group]
+    again = dataclasses.replace(options(packed, tmp_path / "c"), replay=tmp_path / "b")
+    run_experiment(of(experiment), again)
+    assert final(tmp_path / "c") == final(tmp_path / "a")
+
+
+def test_the_run_goes_on_with_the_same_clients_alone(packed: Path, experiment: Path, tmp_path: Path) -> None:
+    run_experiment(of(experiment, "federation.rounds=2"), options(packed, tmp_path / "a"))
+    more = dataclasses.replace(options(packed, tmp_path / "a"), resume=True)
+    run_experiment(of(experiment), more)
+    run_experiment(of(experiment), options(packed, tmp_path / "b"))
+    assert final(tmp_path / "a") == final(tmp_path / "b")
+    others = dataclasses.replace(options(packed, tmp_path / "b", trains=(0, 1)), resume=True)
+    with pytest.raises(DataError, match="begun with partition"):
+        run_experiment(of(experiment, "federation.rounds=5"), others)
+
+
+def test_clients_of_their_own_are_measured_and_get_models(packed: Path, experiment: Path, tmp_path: Path) -> None:
+    summary = run_experiment(of(experiment), options(packed, tmp_path / "a")).summary
+    measured = trained.evaluate(tmp_path / "a", data=[packed / f"s{i}" for i in range(4)]).statistics
+    for group in ("seen", "unseen"):
+        assert measured[group] == summary[group]
+    new = trained.evaluate(tmp_path / "a", data=[packed / "s4"]).statistics
+    assert new["seen"] is None
+    assert new["unseen"]["clients"] == 1
+    made = trained.personalize(tmp_path / "a", tmp_path / "models", data=[packed])
+    assert (list(made.saved), made.lost) == ([f"speaker-{i}" for i in range(5)], {})
+    with pytest.raises(ExperimentError) as caught:
+        trained.evaluate(tmp_path / "a")
+    assert tells(str(caught.value), "--data", "--data DIR")
+
+
+def test_a_given_normalization_is_the_one_that_is_used(packed: Path, experiment: Path, tmp_path: Path) -> None:
+    numbers = ", ".join(["0.5"] * 9)
+    e = of(experiment, f"data.own.normalization={{mean: [{numbers}], std: [{numbers}]}}")
+    run_experiment(e, options(packed, tmp_path / "a"))
+    manifest = json.loads((tmp_path / "a" / "partition.json").read_text())
+    assert manifest["normalization"] == {"mean": [0.5] * 9, "std": [0.5] * 9}
+
+
+def test_what_would_leave_is_shown_and_nothing_is_sent(packed: Path, experiment: Path, fedloom: Run) -> None:
+    code, said, _ = fedloom("worker", "--data", packed / "s0", "--observe", packed / "s1", "--dry-run")
+    assert code == 0
+    assert tells(said, '"id": "speaker-0"', '"train": 44', '"labelled": true', '"moments"', '"id": "speaker-1"')
+    assert '"class_counts"' not in said
+    for facts in (("fedavg", "Update.delta_theta"), ("pefll", "Descriptor.v"), ("pfedbayes", "Gaussian"), ("Metrics",)):
+        assert tells(said, *facts)
+    observer = next(line for line in said.splitlines() if "speaker-1" in line)
+    assert "moments" not in observer
+    code, said, _ = fedloom(
+        "worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment, "--class-counts"
+    )
+    assert code == 0
+    assert tells(said, '"class_counts": [4', "Update.delta_theta", "model_update", "[137]", 137, "Update.loss", "loss")
+    assert "pefll" not in said
+
+
+def test_what_cannot_be_served_or_run_is_refused(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
+    dealt = tmp_path / "dealt.yaml"
+    dealt.write_text(
+        "{name: d, data: {dataset: vowel, partition: {scheme: natural}}, model: {name: mlp, hidden: [4]}, "
+        "algorithm: {name: fedavg}, federation: {rounds: 1}}"
+    )
+    data = ("--data", packed / "s0")
+    at = ("--aggregator", "127.0.0.1:1")
+    for command, code, facts in (
+        (("run", experiment), 2, ("data.own", "--data DIR", "fedloom data pack")),
+        (("run", dealt, *data), 2, ("--data", "data.dataset", "data.own")),
+        (("run", experiment, *data, "--partition", "x"), 2, ("--partition", "x", "--data")),
+        (("partition", experiment), 2, ("data.own", "dataset and partition", "fedloom data pack")),
+        (("run", experiment, *data, "--set", "federation.clients_per_round=2"), 2, ("clients_per_round", 2, 1)),
+        (("worker", *at), 2, ("--partition", "--data", "neither")),
+        (("worker", *at, *data, "--partition", "x"), 2, ("--partition", "--data", "both")),
+        (("worker", *at, *data, "--clients", "speaker-9"), 2, ("--clients", "speaker-9", "speaker-0")),
+        (("worker", *data), 2, ("--aggregator", "missing", "HOST:PORT")),
+        (("worker", *at, *data, "--experiment", "x"), 2, ("--experiment", "--dry-run")),
+        (("worker", "--partition", "x", "--dry-run"), 2, ("--dry-run", "--data")),
+        (("worker", *data, "--dry-run", "--experiment", dealt), 2, ("--experiment", "data.own")),
+        (("data", "pack", "x.csv", "--out", "y", "--experiment", dealt), 2, ("--experiment", "data.own")),
+        (("data", "pack", "x.csv", "--out", "y", "--set", "seed=1"), 2, ("--set", "--experiment")),
+        (("data", "pack", "x.csv", "--out", "y"), 3, ("x.csv", "no such file")),
+        (("run", experiment, "--data", tmp_path), 3, ("client.json",)),
+    ):
+        found, _, said = fedloom(*command)
+        assert (found, tells(said, *facts)) == (code, True), said
+    other = EXPERIMENT.replace("[hid, hId,", "[hId, hid,")
+    (tmp_path / "other.yaml").write_text(other)
+    found, _, said = fedloom("run", tmp_path / "other.yaml", *data, "--out", tmp_path / "run")
+    assert found == 3
+    assert tells(said, "s0", "classes", "hid, hId", "data.own.classes", "hId, hid", "fedloom data pack")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(experiment: Path) -> None:
+    e = of(experiment)
+    assert loads(e.resolved_yaml()) == e
+    assert from_shared_json(e.shared_json(), root="/nowhere").data == e.data
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("data.dataset=mnist", ("data.dataset", "own", "dataset and partition")),
+        ("data.unseen_fraction=0.2", ("data.unseen_fraction", "own")),
+        ("data.own.kind=sound", ("data.own.kind", '"sound"', "pixels, features, tokens")),
+        ("data.own.kind=pixels", ("data.own.input_shape", "[9]", "[channels, height, width]")),
+        ("data.own.input_shape=[0]", ("data.own.input_shape", "[0]", "at least 1")),
+        ("data.own.classes=[]", ("data.own.classes", "at least one")),
+        ("data.own.classes=[a, b, a]", ("data.own.classes", "'a' twice")),
+        ("data.own.classes=[1, 2]", ("data.own.classes", "found 1", "text")),
+        ("data.own.clases=[a]", ("data.own.clases", "unknown key", "classes")),
+        ("data.own.features=[a]", ("data.own.features", "9 different names")),
+        ("data.own.normalization=guessed", ("data.own.normalization", '"guessed"', "measured")),
+        ("data.own.normalization={mean: [1], std: [1]}", ("data.own.normalization", 1, 9)),
+        ("data.own.normalization={mean: [.nan], std: [1]}", ("data.own.normalization", "finite")),
+        ("data.own=null", ("data.own", "null", "a mapping")),
+        ("model={name: lenet}", ("model.name", "lenet", "mlp")),
+        ("algorithm={name: wga}", ("algorithm.name", "wga", "data.own")),
+        ("algorithm={name: pefll}", ("algorithm.descriptor.size", "null", "a number", "data.own")),
+    ],
+)
+def test_what_the_experiment_may_not_say(override: str, facts: tuple[object, ...], experiment: Path) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        load(experiment, [override])
+    assert tells(str(caught.value), *facts), str(caught.value)
