@@ -84,7 +84,9 @@ class ToySession:
 class Worker:
     """``serve`` in a thread, with what it raised."""
 
-    def __init__(self, address, name, clients, reconnect_s=5.0, algorithms=ALGORITHMS, incarnation=None) -> None:
+    def __init__(
+        self, address, name, clients, reconnect_s=5.0, algorithms=ALGORITHMS, incarnation=None, credentials=None
+    ) -> None:
         self.sessions: list[ToySession] = []
         self.joined: list = []
         self.error: BaseException | None = None
@@ -93,12 +95,15 @@ class Worker:
         self.stop = threading.Event()
         extra = {} if incarnation is None else {"incarnation": incarnation}
         identity = Identity(name, list(clients), algorithms, **extra)
-        self.thread = threading.Thread(target=self._run, args=(address, identity, reconnect_s), daemon=True)
+        self.thread = threading.Thread(
+            target=self._run, args=(address, identity, reconnect_s, credentials), daemon=True
+        )
         self.thread.start()
 
-    def _run(self, address, identity, reconnect_s) -> None:
+    def _run(self, address, identity, reconnect_s, credentials) -> None:
+        session = {"make_session": self._session, "stop": self.stop}
         try:
-            self.over = serve(address, identity, make_session=self._session, stop=self.stop, reconnect_s=reconnect_s)
+            self.over = serve(address, identity, **session, reconnect_s=reconnect_s, credentials=credentials)
         except BaseException as error:
             self.error = error
 
@@ -122,12 +127,12 @@ class Worker:
 class Hostile:
     """A worker written by hand on the synchronous gRPC client: sends whatever a test wants."""
 
-    def __init__(self, address, name="hostile", clients=("mallory",), **hello) -> None:
+    def __init__(self, address, name="hostile", clients=("mallory",), metadata=(), **hello) -> None:
         self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
         self.cutter = Cutter(wire.WorkerPart)
         method = self.channel.stream_stream(f"/{SERVICE}/{METHOD}")
-        self.incoming = method(iter(self.outgoing.get, None))
+        self.incoming = method(iter(self.outgoing.get, None), metadata=metadata)
         self.parts: list = []
         usual = {"protocol": PROTOCOL, "package": fedloom.__version__, "incarnation": "h1", "algorithms": ALGORITHMS}
         self.hello = wire.Hello(worker=name, clients=clients, **(usual | hello))

@@ -18,12 +18,21 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError
-from fedloom.trust.access import Access, Admitted, Denied, Presented
+from fedloom.trust.access import SHARED, Access, Admitted, Denied, Presented
 from fedloom.trust.audit import KINDS, LONGEST, REPEATED_S, Audit
 from fedloom.trust.credentials import Certificate
 from fedloom.trust.files import Reread, read_text
 from fedloom.trust.identities import ALLOWED, Action, Identity, Role, read_identities
-from fedloom.trust.tokens import add_token, checked_token, make_token, read_secret, read_tokens, revoke_tokens
+from fedloom.trust.tokens import (
+    Tokens,
+    add_token,
+    checked_token,
+    keep_token,
+    make_token,
+    read_secret,
+    read_tokens,
+    revoke_tokens,
+)
 
 Fedloom = Callable[..., tuple[int, str, str]]
 
@@ -59,7 +68,7 @@ def certificate(*names: str, days: float = 1) -> Certificate:
 
 def test_a_token_is_found_by_its_hash_alone(tokens: Path) -> None:
     token, entry = add_token(tokens, "north")
-    other, _ = make_token("north")
+    other = make_token()
     kept = read_tokens(tokens)
     assert kept.find(token) == entry
     assert kept.find(other) is None
@@ -67,15 +76,15 @@ def test_a_token_is_found_by_its_hash_alone(tokens: Path) -> None:
 
 
 def test_a_token_has_256_random_bits() -> None:
-    secrets = {make_token("a")[0].get_secret_value().split("_", 2)[2] for _ in range(50)}
+    secrets = {make_token().get_secret_value().split("_", 2)[2] for _ in range(50)}
     assert len(secrets) == 50
     assert {len(secret) for secret in secrets} == {43}  # 32 bytes, base64
 
 
 @given(st.text(max_size=80))
 def test_what_is_no_token_is_nobodys(text: str) -> None:
-    _, entry = make_token("a")
-    known = read_tokens.__globals__["Tokens"]((entry,))
+    entry = keep_token("a", make_token())
+    known = Tokens((entry,))
     assert known.find(SecretStr(text)) is None
     assert known.find(SecretStr(f"fedloom_{entry.id}_{text}")) is None
     assert known.find(SecretStr(f"fedloom_{entry.id}_" + "A" * 43)) is None
@@ -139,7 +148,7 @@ def test_a_damaged_file_of_tokens(tokens: Path, content: str, found: str) -> Non
 
 def test_a_damaged_file_of_tokens_shows_nothing_of_itself(tokens: Path) -> None:
     """JSON's errors carry the whole document, which may be a token that somebody saved to the wrong file."""
-    token, _ = make_token("north")
+    token = make_token()
     tokens.write_text(token.get_secret_value())
     with pytest.raises(ExperimentError) as error:
         read_tokens(tokens)
@@ -153,7 +162,7 @@ def test_what_is_no_token_is_refused_unseen(tmp_path: Path) -> None:
     with pytest.raises(RefusedError) as refused:
         read_secret(path)
     assert "hunter2" not in str(refused.value)
-    token, _ = make_token("north")
+    token = make_token()
     path.write_text(f"{token.get_secret_value()}\n")
     assert read_secret(path) == token
     assert token.get_secret_value() not in repr(checked_token(token.get_secret_value(), "here"))
@@ -189,6 +198,9 @@ def test_the_table(table: Path) -> None:
         ("a.b", "aXb", False),
         ("a*b*c", "a1b2c3", False),
         ("a*b*c", "a1b2c", True),
+        ("*", "../a", False),
+        ("*", "a\n", False),
+        ("?", "/", False),
         ("*" * 100 + "z", "a" * 127, False),
     ],
 )
@@ -232,7 +244,7 @@ def test_mistakes_in_the_table(table: Path, old: str, new: str, expected: tuple[
 
 
 def test_a_token_in_the_table_is_refused_unseen(table: Path) -> None:
-    token, _ = make_token("south")
+    token = make_token()
     table.write_text(TABLE.replace("token: south", f"token: {token.get_secret_value()}"))
     with pytest.raises(ExperimentError) as error:
         read_identities(table)
@@ -260,10 +272,10 @@ def test_nobody_is_let_in_without_anything(table: Path, tokens: Path) -> None:
 
 def test_by_token_and_by_certificate(table: Path, tokens: Path) -> None:
     south, kept = add_token(tokens, "south")
-    stranger, _ = make_token("south")
+    stranger = make_token()
     access = Access(tokens, table)
     admitted = access.admit(Presented(token=south), Action.TRAIN)
-    assert (admitted.identity.name, admitted.token, admitted.ends) == ("south", kept.id, None)
+    assert (admitted.identity.name, admitted.token, admitted.ends) == ("south", kept, None)
     north = certificate("URI:urn:fedloom:north")
     assert access.admit(Presented(north), Action.TRAIN).ends == north.ends
     for presented in (
@@ -302,17 +314,17 @@ def test_without_a_table_all_that_is_known_is_a_worker_that_may_watch(tokens: Pa
         Access().admit(Presented(token=token), Action.TRAIN)
 
 
-def test_our_own_token_is_known_to_us_alone(table: Path, tokens: Path) -> None:
+def test_a_shared_token_is_in_no_file(table: Path, tokens: Path) -> None:
     add_token(tokens, "south")
-    one, other = Access(tokens, table), Access(tokens, table)
-    own = one.own_token(Identity("own-workers", frozenset({Role.WORKER}), ("*",)))
-    admitted = one.admit(Presented(token=own), Action.TRAIN)
-    assert admitted.identity.name == "own-workers"
+    shared = make_token()
+    one, other = Access(tokens, table, shared=shared), Access(tokens, table, shared=make_token())
+    admitted = one.admit(Presented(token=shared), Action.TRAIN)
+    assert admitted.identity == SHARED
     one.check(admitted, Action.TRAIN)
-    with pytest.raises(Denied):
-        one.admit(Presented(token=own), Action.WATCH)
-    with pytest.raises(Denied):
-        other.admit(Presented(token=own), Action.TRAIN)
+    assert one.admit(Presented(token=shared), Action.WATCH)
+    for access, action in ((one, Action.CONTROL), (other, Action.TRAIN)):
+        with pytest.raises(Denied):
+            access.admit(Presented(token=shared), action)
 
 
 def revoked(access: Access, admitted: Admitted) -> Denied | None:
@@ -355,15 +367,20 @@ def test_an_identity_that_is_taken_from_the_table_or_may_do_less(table: Path, to
 
 def test_a_token_and_a_certificate_that_end_while_they_are_used(tokens: Path) -> None:
     now = [datetime.now(UTC)]
-    token, _ = add_token(tokens, "south", days=1)
+    token, kept = add_token(tokens, "south", days=1)
     access = Access(tokens, now=lambda: now[0])
     by_token = access.admit(Presented(token=token), Action.TRAIN)
     by_certificate = access.admit(Presented(certificate("DNS:a", days=1)), Action.TRAIN)
     now[0] += timedelta(hours=23)
     assert (revoked(access, by_token), revoked(access, by_certificate)) == (None, None)
     now[0] += timedelta(hours=1, seconds=1)
-    assert tells(str(revoked(access, by_token)), "expired at")
-    assert tells(str(revoked(access, by_certificate)), "DNS:a", "ended at", "clock")
+    by_token_denied, by_certificate_denied = revoked(access, by_token), revoked(access, by_certificate)
+    assert by_token_denied is not None
+    assert by_certificate_denied is not None
+    assert tells(str(by_token_denied), "expired at")
+    assert tells(str(by_certificate_denied), "DNS:a", "ended at", "clock")
+    assert (by_token_denied.again, by_certificate_denied.again) == (False, True)
+    assert (by_token.ends, by_certificate.ends) == (kept.expires, by_certificate.certificate.ends)
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "fedloom_" + "0" * 12 + "_" + "A" * 43])
@@ -380,7 +397,7 @@ def test_what_is_damaged_later_changes_nothing(
         assert access.refresh() == []
     assert len(caplog.records) == 2, "said once for each file"
     assert all(tells(record.getMessage(), "in force", tokens.parent) for record in caplog.records)
-    assert access.admit(Presented(token=south), Action.TRAIN).token == kept.id
+    assert access.admit(Presented(token=south), Action.TRAIN).token == kept
     tokens.write_text(good[0].replace('"revoked": null', '"revoked": "2026-01-01T00:00:00Z"'))
     table.write_text(good[1])
     assert access.refresh() == [tokens]

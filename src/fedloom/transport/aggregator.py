@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import grpc
@@ -40,9 +41,14 @@ from fedloom.transport.codec import (
 )
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Exchange, Link, WorkerInfo
+from fedloom.transport.gate import PEER, Gate, server_credentials
 from fedloom.transport.notices import Notices
 from fedloom.transport.stream import METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.trust.access import Denied
+from fedloom.trust.audit import Audit
+from fedloom.trust.identities import Action
+from fedloom.trust.options import Protection
 from fedloom.words import counted, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
@@ -73,6 +79,12 @@ class Aggregator:
         What those who watch the run are told; without, nobody can.
     say
         Shows a person a line, such as that clients have no worker; it is called on the event loop's thread.
+    protection
+        TLS, and who is let in; without, anybody is, and only this machine is served.
+    audit
+        Where it is written who was let in and who was not; without, nowhere.
+    roster
+        The clients that train: an observer may not speak for them.
 
     Examples
     --------
@@ -97,12 +109,20 @@ class Aggregator:
         version: int,
         notices: Notices | None = None,
         say: Callable[[str], None] | None = None,
+        protection: Protection | None = None,
+        audit: Audit | None = None,
+        roster: Collection[str] = (),
     ) -> None:
         self._incarnation = incarnation
         self._algorithm = algorithm
         self._version = version
         self._notices = notices
         self._say = say
+        self._protection = protection or Protection()
+        self._audit = audit or Audit(None)
+        access = self._protection.access
+        self._gate = None if access is None else Gate(access, self._audit)
+        self._roster = frozenset(roster)
         welcome = wire.Welcome(run=run, incarnation=incarnation, experiment=experiment)
         self._welcome = _frame(wire.AggregatorPart(welcome=welcome))
         if len(self._welcome) > FRAME_BYTES:
@@ -126,7 +146,8 @@ class Aggregator:
         Raises
         ------
         ExperimentError
-            If it is no address, the port is taken or the address cannot be bound.
+            If it is no address, the port is taken or the address cannot be bound; if others would reach what is not
+            protected.
         """
         if self._thread is not None:
             raise RuntimeError("the aggregator has been started already")
@@ -287,8 +308,9 @@ class Aggregator:
 
     async def _serve(self, address: str, started: Future[str]) -> None:
         host, port = split_address(address, what="the address to serve on", lowest=0)
+        self._protection.check(host)
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[] if self._gate is None else [self._gate])
         # The frames are read and written as bytes: what is no frame ends its stream with our status, and what is
         # measured as traffic is what was sent.
         handler = grpc.stream_stream_rpc_method_handler(self._join)
@@ -296,7 +318,7 @@ class Aggregator:
         if self._notices is not None:
             services[OBSERVATION] = {
                 WATCH: grpc.unary_stream_rpc_method_handler(
-                    self._notices.watch, wire.WatchRequest.FromString, wire.Progress.SerializeToString
+                    partial(self._watch, self._notices), wire.WatchRequest.FromString, wire.Progress.SerializeToString
                 )
             }
         server.add_generic_rpc_handlers(
@@ -304,9 +326,14 @@ class Aggregator:
         )
         state = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(state, server)
-        reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        if self._gate is None:  # to know what there is helps nobody who is known
+            reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        tls = self._protection.tls
         try:
-            bound = server.add_insecure_port(address)
+            if tls is None:
+                bound = server.add_insecure_port(address)
+            else:
+                bound = server.add_secure_port(address, server_credentials(tls))
         except RuntimeError:
             bound = 0
         if bound == 0:
@@ -320,7 +347,10 @@ class Aggregator:
             await state.set(service, health_pb2.HealthCheckResponse.SERVING)
         started.set_result(f"{host}:{bound}")
         log.debug("serving on %s:%d", host, bound)
+        watching = None if self._gate is None else asyncio.create_task(self._gate.watch())
         await self._stopping.wait()
+        if watching is not None:
+            watching.cancel()
         await state.enter_graceful_shutdown()
         await server.stop(1.0)
 
@@ -343,11 +373,16 @@ class Aggregator:
             log.warning("ended the stream of %s: %s", context.peer(), damaged)
             await context.abort(grpc.StatusCode.DATA_LOSS, str(damaged))
             return
+        except Denied as denied:
+            self._board.count(Refusal.HELLO)
+            log.warning("refused a worker (%s): %s", context.peer(), denied)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(denied))
+            return
         if hello is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
             return
         device = printable(hello.device, NAME_CHARACTERS)
-        link = Link(WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), device))
+        link = Link(WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), device), owner=_owner())
         self._board.enter(link, hello.held if hello.held_of == self._incarnation else ())
 
         async def write(frame: bytes) -> None:
@@ -373,6 +408,8 @@ class Aggregator:
         ------
         WireError
             If the Hello arrived damaged: the worker is to come again.
+        Denied
+            If who sent it may not speak for these clients, or by this name.
         """
         code, reason = wire.REFUSAL_CODE_HELLO, "the first part must be a Hello"
         try:
@@ -397,9 +434,41 @@ class Aggregator:
             self._down += len(frame)
             await context.write(frame)
             return None
+        self._authorize(hello)
         self._down += len(self._welcome)
         await context.write(self._welcome)
         return hello
+
+    def _authorize(self, hello: wire.Hello) -> None:
+        """Make sure that a peer may be this worker, and write that it joins.
+
+        Raises
+        ------
+        Denied
+            If not.
+        """
+        peer = PEER.get()
+        if peer is None:
+            return
+        identity, kind, reason = peer.identity, "clients", ""
+        named = self._board.link(hello.worker)
+        if foreign := identity.foreign(hello.clients):
+            reason = f"may not speak for {_some(foreign)}"
+        elif not identity.may(Action.TRAIN) and (training := self._roster.intersection(hello.clients)):
+            reason = f"is an observer, and may not speak for clients that train: {_some(sorted(training))}"
+        elif named is not None and named.owner != identity.name:
+            kind, reason = "name", f"may not be worker {hello.worker!r}, which is connected and somebody else's"
+        if reason:
+            peer.refuse(kind, reason)
+            raise Denied(f"{identity.name} {reason}", identity)
+        peer.join(worker=hello.worker, incarnation=hello.incarnation, clients=len(hello.clients))
+
+    @staticmethod
+    async def _watch(notices: Notices, request: wire.WatchRequest, context: Any) -> None:
+        """Tell a watcher how far the run is."""
+        if (peer := PEER.get()) is not None:
+            peer.join()
+        await notices.watch(request, context)
 
     def _judge(self, hello: wire.Hello) -> tuple[wire.RefusalCode, str]:
         """Say why a worker cannot join; an empty reason if it can."""
@@ -450,6 +519,18 @@ class Aggregator:
                 self._board.count(error.refusal)
                 log.warning("ended the stream of worker %s: %s", link.name, error)
                 raise
+
+
+def _owner() -> str | None:
+    """Whose the call is that runs."""
+    peer = PEER.get()
+    return None if peer is None else peer.identity.name
+
+
+def _some(clients: Sequence[str]) -> str:
+    """The first clients of a list, as a message shows them."""
+    shown = ", ".join(printable(client, NAME_CHARACTERS) for client in clients[:3])
+    return shown + (f" and {len(clients) - 3} more" if len(clients) > 3 else "")
 
 
 def _frame(part: wire.AggregatorPart) -> bytes:

@@ -82,6 +82,10 @@ class Dispatcher:
 
     # ---- workers
 
+    def link(self, name: str) -> Link | None:
+        """Return the stream of the worker of a name, if it is connected."""
+        return self._links.get(name)
+
     def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
         """A worker has joined: it may replace an older stream of its own, and gets rows that wait for it.
 

@@ -47,6 +47,7 @@ class Link:
     """The stream of one connected worker."""
 
     worker: WorkerInfo
+    owner: str | None = None  # the identity that it is of, where there are any
     outbox: Outbox = field(default_factory=Outbox)
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
     held: dict[ConversationKey, dict[int, int]] = field(default_factory=dict)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import grpc
 
+from fedloom.federation.carrier import REASON_CHARACTERS
+from fedloom.words import printable
+
 NOBODY = "nothing listens there"
 STRANGER = "what answers there is not a FedLoom aggregator"
 BROKEN = "the connection broke"
 
 OUR_OWN = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS)
 """Statuses that the aggregator gives, with its reason."""
+
+_HINTS = {
+    grpc.StatusCode.UNIMPLEMENTED: "give the address of a `fedloom aggregator` of this version",
+    grpc.StatusCode.UNAUTHENTICATED: "show a certificate or a token that it knows: --tls-certificate, --token-file",
+    grpc.StatusCode.PERMISSION_DENIED: "its table of identities says who may do what (docs/security.md)",
+}
+
+REFUSALS = tuple(_HINTS)
+"""Statuses after which coming again is of no use."""
 
 _SAID = (
     (("resol", "name not found", "address lookup", "not known"), "there is no such host"),
@@ -34,10 +46,18 @@ def described(code: grpc.StatusCode, details: str | None) -> str:
         return "the stream ended"
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return STRANGER
+    words = printable(details or "", REASON_CHARACTERS)
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return words
     if code in OUR_OWN:
-        return f"the stream ended: {details}"  # the aggregator's own words
+        return f"the stream ended: {words}"
     said = (details or "").lower()
     for parts, words in _SAID:
         if any(part in said for part in parts):
             return words
     return f"{BROKEN} (gRPC status {code.name})"
+
+
+def hint(code: grpc.StatusCode) -> str:
+    """Say what helps after one of :data:`REFUSALS`."""
+    return _HINTS[code]

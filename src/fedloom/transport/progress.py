@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,9 +11,12 @@ from typing import Any, Literal
 import grpc
 
 from fedloom.errors import RefusedError
-from fedloom.transport.failures import described
+from fedloom.transport import dial
+from fedloom.transport.address import split_address
+from fedloom.transport.failures import REFUSALS, described, hint
 from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.trust.options import Credentials, Shown
 from fedloom.words import printable
 
 State = Literal["waiting", "training", "evaluating", "finished", "failed"]
@@ -27,15 +31,12 @@ STATES: dict[State, wire.State] = {
 ENDS: frozenset[State] = frozenset(("finished", "failed"))
 """States after which there is no other."""
 
+ANSWER_S, AGAIN_S = 2.0, 0.1
+"""How long it may take to say why there is no connection, and how soon that is asked again."""
+
 DIALLING = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's own is two minutes
-)
-
-REFUSALS = (
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
 )
 
 
@@ -71,7 +72,7 @@ class Progress:
     message: str = ""
 
 
-def follow(address: str, *, connect_s: float) -> Iterator[Progress]:
+def follow(address: str, *, connect_s: float, credentials: Credentials | None = None) -> Iterator[Progress]:
     """Watch the run of an aggregator to its end.
 
     The first :class:`Progress` comes at once; one more whenever something has changed, a few each second at most.
@@ -83,25 +84,32 @@ def follow(address: str, *, connect_s: float) -> Iterator[Progress]:
         ``host:port`` of the aggregator.
     connect_s
         How long it may take until there is a connection.
+    credentials
+        What it is dialled with; without, in plaintext and as nobody.
 
     Raises
     ------
     ConnectionError
         If there is no aggregator there within ``connect_s`` seconds, or the connection breaks: it may be restarting.
     RefusedError
-        If what is there does not let itself be watched.
+        If what is there does not let itself be watched, or one side does not believe the other.
+    ExperimentError
+        If a token would be sent in plaintext to another machine.
     """
-    with grpc.insecure_channel(address, options=(*CHANNEL_OPTIONS, *DIALLING)) as channel:
+    shown = (credentials or Credentials()).show(split_address(address, what="the aggregator", lowest=1)[0])
+    with dial.channel(address, shown, (*CHANNEL_OPTIONS, *DIALLING), sync=True) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=connect_s)
         except grpc.FutureTimeoutError:
+            if distrust := _distrust(channel, address, shown):
+                raise RefusedError(f"the aggregator at {address}: {distrust}", hint="see docs/security.md") from None
             raise ConnectionError(f"no aggregator at {address} within {connect_s:g} s") from None
         watch = channel.unary_stream(
             f"/{OBSERVATION}/{WATCH}",
             request_serializer=wire.WatchRequest.SerializeToString,
             response_deserializer=wire.Progress.FromString,
         )
-        call = watch(wire.WatchRequest())
+        call = watch(wire.WatchRequest(), metadata=dial.metadata(shown))
         progress: Progress | None = None
         try:
             for told in call:
@@ -111,8 +119,7 @@ def follow(address: str, *, connect_s: float) -> Iterator[Progress]:
             code, details = error.code(), error.details()
             if code in REFUSALS:
                 raise RefusedError(
-                    f"{address} does not let itself be watched: {described(code, details)}",
-                    hint="give the address of a `fedloom aggregator` of this version",
+                    f"{address} does not let itself be watched: {described(code, details)}", hint=hint(code)
                 ) from error
             raise ConnectionError(f"watching the aggregator at {address}: {described(code, details)}") from error
         finally:
@@ -160,3 +167,19 @@ def from_wire(told: wire.Progress) -> Progress:
         evaluated=json.loads(told.evaluated) if told.HasField("evaluated") else None,
         message=printable(told.message, keep="\n"),
     )
+
+
+def _distrust(channel: Any, address: str, shown: Shown) -> str | None:
+    """Why there is no connection, if it is that one side does not believe the other: a call that does not wait says."""
+    if shown.ca is None:
+        return None
+    until = time.monotonic() + ANSWER_S
+    while time.monotonic() < until:  # of a host's addresses, each in turn says why
+        try:
+            channel.unary_unary(f"/{OBSERVATION}/{WATCH}")(b"", timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            found = error.code(), error.details()
+            if reason := dial.distrust(address, shown, *found) or dial.closed_after_handshake(shown, *found):
+                return reason
+        time.sleep(AGAIN_S)
+    return None

@@ -26,6 +26,8 @@ from fedloom.errors import AbandonedError, FedloomError, RefusedError
 from fedloom.federation.carrier import REASON_CHARACTERS, ConversationKey, Lost, MissingConversation
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
+from fedloom.transport import dial
+from fedloom.transport.address import split_address
 from fedloom.transport.codec import (
     FRAME_BYTES,
     SEAL,
@@ -43,7 +45,7 @@ from fedloom.transport.codec import (
     sealed,
     serialize,
 )
-from fedloom.transport.failures import described
+from fedloom.transport.failures import REFUSALS, described, hint
 from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
     HELD_CONVERSATIONS,
@@ -56,6 +58,7 @@ from fedloom.transport.stream import (
     states_from_wire,
 )
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.trust.options import Credentials, Shown
 from fedloom.words import printable
 
 log = logging.getLogger("fedloom.transport.worker")
@@ -64,6 +67,7 @@ WELCOME_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 5.0
 FIRST_NOTICE_S = 5.0  # when to say that we still dial; again each time after twice as long
+CHANGED_S = 1.0  # how often files of certificates and tokens are looked at
 NOTICE_S = 0.2  # how soon a stop event is noticed while there is nothing to do
 REQUEST_BYTES = 4 << 30  # the most that one request may take of a worker's memory
 
@@ -172,6 +176,7 @@ def serve(
     make_session: Callable[[Joined], Session],
     stop: threading.Event,
     reconnect_s: float = 60.0,
+    credentials: Credentials | None = None,
 ) -> bool:
     """Serve clients until the run is over or ``stop`` is set; return whether it is over.
 
@@ -188,17 +193,23 @@ def serve(
         Set by a signal handler: leave, finishing nothing.
     reconnect_s
         How long to go on dialling an aggregator that is gone.
+    credentials
+        What it is dialled with; without, in plaintext and as nobody.
 
     Raises
     ------
     RefusedError
-        If the aggregator does not let us in: protocol, package or algorithm version, or a name that is taken.
+        If the aggregator does not let us in: protocol, package or algorithm version, a name that is taken, who we are.
+        If we do not believe it, or it does not believe us: at once, unless it has let us in before; then after
+        ``reconnect_s`` seconds, as certificates may be about to be renewed.
+    ExperimentError
+        If a token would be sent in plaintext to another machine.
     AbandonedError
         If the aggregator is gone for ``reconnect_s`` seconds.
     Exception
         Whatever else ended the stream's thread, such as memory that is not there.
     """
-    connection = _Connection(address, identity, reconnect_s)
+    connection = _Connection(address, identity, reconnect_s, credentials or Credentials())
     connection.start()
     try:
         return _work(connection, make_session, stop)
@@ -303,13 +314,15 @@ def _pointless(connection: _Connection, request: _Request, stop: threading.Event
 class _Connection:
     """Keeps a stream to the aggregator, in a thread of its own, and turns it into events."""
 
-    def __init__(self, address: str, identity: Identity, reconnect_s: float) -> None:
+    def __init__(self, address: str, identity: Identity, reconnect_s: float, credentials: Credentials) -> None:
         self.events: SimpleQueue[_Event] = SimpleQueue()
         self.closed: set[ConversationKey] = set()  # closed by the aggregator, not yet by the session
         self.incarnation = ""  # of the aggregator that let us in last
         self._address = address
         self._identity = identity
         self._reconnect_s = reconnect_s
+        self._credentials = credentials
+        self._shown = credentials.current  # when it was dialled last
         self._outbox: Outbox | None = None
         self._cutter = Cutter(wire.WorkerPart)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -465,13 +478,22 @@ class _Connection:
         next_notice = FIRST_NOTICE_S
         while True:
             seen, reason = False, ""
+            refused: RefusedError | None = None
             try:
                 seen, finished = await self._hold()
                 if finished:
                     self.events.put(_Finished())
                     return
                 reason = "the stream ended"
+            except _Distrust as error:
+                reason = str(error)
+                refused = error.refused if error.certain or not self.incarnation else None
+                if error.certain and not self.incarnation:
+                    self.events.put(error.refused)
+                    return
             except FedloomError as error:
+                if isinstance(error, RefusedError) and self._credentials.current != self._shown:
+                    continue  # with what the files hold now
                 self.events.put(error)
                 return
             except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
@@ -483,7 +505,8 @@ class _Connection:
             left = self._reconnect_s - gone_s
             if left <= 0:
                 self.events.put(
-                    AbandonedError(
+                    refused
+                    or AbandonedError(
                         f"the aggregator at {self._address} is gone for {self._reconnect_s:g} s: {reason}",
                         hint="start it again (`fedloom aggregator`), then this worker",
                     )
@@ -509,9 +532,10 @@ class _Connection:
         grpc.RpcError, ConnectionError, TimeoutError, WireError
             If there is none, it does not answer, or what it sends is no frame.
         """
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-            writer: asyncio.Task[None] | None = None
+        self._shown = self._show()
+        async with dial.channel(self._address, self._shown, CHANNEL_OPTIONS) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=dial.metadata(self._shown))
+            tasks: list[asyncio.Task[Any]] = []
             try:
                 await call.write(self._introduction())
                 data = await asyncio.wait_for(self._next(call), WELCOME_TIMEOUT_S)
@@ -526,28 +550,52 @@ class _Connection:
                 self._outbox, self.incarnation, self._run_name = Outbox(), welcome.incarnation, welcome.run
                 self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
                 log.info("joined run %s at %s", welcome.run, self._address)
-                writer = asyncio.create_task(self._outbox.drain(call.write))
-                return True, await self._read(call)
+                reader = asyncio.create_task(self._read(call))
+                tasks += [reader, asyncio.create_task(self._outbox.drain(call.write))]
+                changed = asyncio.create_task(self._changed())
+                tasks.append(changed)
+                await asyncio.wait((reader, changed), return_when=asyncio.FIRST_COMPLETED)
+                if changed.done() and (not reader.done() or reader.exception() is not None):
+                    return True, False
+                return True, reader.result()
+            except grpc.aio.AioRpcError as error:
+                raise self._failed(error.code(), error.details()) or error from None
             finally:
-                if writer is not None:
-                    writer.cancel()
-                    await asyncio.gather(writer, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
+
+    def _show(self) -> Shown:
+        """Return what we show; with a certificate that has ended, we wait for another if we have been in before."""
+        try:
+            return self._credentials.show(split_address(self._address, what="the aggregator", lowest=1)[0])
+        except RefusedError as error:
+            raise _Distrust(str(error), error, certain=True) from None
+
+    async def _changed(self) -> None:
+        """Return when there is something else to show: it takes a new channel, on which conversations go on."""
+        while await asyncio.to_thread(lambda: self._credentials.current) == self._shown:
+            await asyncio.sleep(CHANGED_S)
+        log.info("dialling again, with what the files hold now")
+
+    def _failed(self, code: grpc.StatusCode, details: str | None) -> Exception | None:
+        """What to make of a call that failed for who we are, or who they are; None if for something else."""
+        if code in REFUSALS:
+            return RefusedError(f"{self._address} refused the stream: {described(code, details)}", hint=hint(code))
+        certain = dial.distrust(self._address, self._shown, code, details)
+        perhaps = None if self._outbox is not None else dial.closed_after_handshake(self._shown, code, details)
+        if not (reason := certain or perhaps):
+            return None
+        refused = RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
+        return _Distrust(reason, refused, certain=certain is not None)
 
     async def _next(self, call: Any) -> bytes:
         data = await call.read()
         if data is grpc.aio.EOF:
             code = await call.code()
-            if code in (
-                grpc.StatusCode.UNAUTHENTICATED,
-                grpc.StatusCode.PERMISSION_DENIED,
-                grpc.StatusCode.UNIMPLEMENTED,
-            ):
-                raise RefusedError(
-                    f"{self._address} refused the stream: {described(code, await call.details())}",
-                    hint="give the address of a `fedloom aggregator` of this version",
-                )
-            raise ConnectionError(described(code, await call.details()))
+            details = await call.details()
+            raise self._failed(code, details) or ConnectionError(described(code, details))
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -595,6 +643,15 @@ class _Connection:
         expires = time.monotonic() + begin.remaining_s if begin.HasField("remaining_s") else None
         key = key_from_wire(envelope.conversation)
         return _Request(envelope.incarnation, key, envelope, assembler, expires)
+
+
+class _Distrust(ConnectionError):
+    """One side does not believe the other; ``refused`` ends us if that stays so."""
+
+    def __init__(self, reason: str, refused: RefusedError, *, certain: bool) -> None:
+        super().__init__(reason)
+        self.refused = refused
+        self.certain = certain
 
 
 def _arrival(arrivals: dict[int, _Request], number: int) -> _Request:

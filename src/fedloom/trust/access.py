@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from fedloom.trust.credentials import Certificate, validity
 from fedloom.trust.files import Reread
 from fedloom.trust.identities import Action, Identity, Role, read_identities
-from fedloom.trust.tokens import Token, Tokens, make_token, read_tokens, token_id
+from fedloom.trust.tokens import Token, Tokens, keep_token, read_tokens, token_id
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,26 @@ class Presented:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A peer that was let in, and by what: a certificate until ``ends``, the token of an id."""
+    """A peer that was let in, and by what."""
 
     identity: Identity
     certificate: Certificate | None
-    token: str | None
+    token: Token | None
 
     @property
     def ends(self) -> datetime | None:
-        """When its certificate ends."""
-        return None if self.certificate is None else self.certificate.ends
+        """When what it was let in by ends; None is never."""
+        ends = [
+            None if self.certificate is None else self.certificate.ends,
+            None if self.token is None else self.token.expires,
+        ]
+        return min((end for end in ends if end is not None), default=None)
 
     @property
     def credential(self) -> str:
         """What it was let in by, for the audit log."""
         shown = [] if self.certificate is None else [f"certificate {self.certificate.fingerprint[:16]}"]
-        return " and ".join(shown + ([] if self.token is None else [f"token {self.token}"])) or "nothing"
+        return " and ".join(shown + ([] if self.token is None else [f"token {self.token.id}"]))
 
 
 class Denied(Exception):
@@ -62,6 +66,10 @@ class Denied(Exception):
         self.again = again
 
 
+SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.WATCH}), ("*",))
+"""Who has the token that is in no file. Whoever is known is as much, without a table."""
+
+
 class Access:
     """Says who a peer is, by files that are read again when they change.
 
@@ -74,6 +82,8 @@ class Access:
     identities
         Table of identities; None: whoever presents a certificate of our CA, or a token that is known, may be a worker
         for every client, and watch.
+    shared
+        A token that is in no file, which our own workers have, and who watches them; the table does not speak of it.
     now
         The time, in UTC.
 
@@ -88,19 +98,13 @@ class Access:
         tokens: Path | None = None,
         identities: Path | None = None,
         *,
+        shared: SecretStr | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._now = now
         self._tokens = Reread([tokens], lambda: read_tokens(tokens)) if tokens is not None else None
         self._table = Reread([identities], lambda: read_identities(identities)) if identities is not None else None
-        self._own: Tokens = Tokens(())
-        self._own_identity: Identity | None = None
-
-    def own_token(self, identity: Identity) -> SecretStr:
-        """Make a token for processes of our own, known to us alone and until we end; it is this identity's."""
-        token, kept = make_token(identity.name)
-        self._own, self._own_identity = Tokens((kept,)), identity
-        return token
+        self._shared = Tokens(() if shared is None else (keep_token(SHARED.name, shared),))
 
     def refresh(self) -> list[Path]:
         """Read files again that have changed; return those that say something else now."""
@@ -130,23 +134,23 @@ class Access:
             If not: revoked, expired, or with other roles or clients than before.
         """
         before = admitted.identity
-        token = None if admitted.token is None else self._kept(admitted.token)
+        token = None if admitted.token is None else self._kept(admitted.token.id)
         if admitted.token is not None and token is None:
-            raise Denied(f"token {admitted.token} is not known any more", before)
+            raise Denied(f"token {admitted.token.id} of {admitted.token.name} is not known any more", before)
         identity = self._known(admitted.certificate, token).identity
         _require(identity, action)
         if identity != before:
             raise Denied(f"what {before.name} may do has changed: it has to come again", before, again=True)
 
     def _find(self, token: SecretStr) -> Token:
-        found = self._own.find(token) or (None if self._tokens is None else self._tokens.value.find(token))
+        found = self._shared.find(token) or (None if self._tokens is None else self._tokens.value.find(token))
         if found is None:
             id = token_id(token)
             raise Denied("what was presented as a token is none" if id is None else f"token {id} is not known")
         return found
 
     def _kept(self, id: str) -> Token | None:
-        return self._own.of(id) or (None if self._tokens is None else self._tokens.value.of(id))
+        return self._shared.of(id) or (None if self._tokens is None else self._tokens.value.of(id))
 
     def _known(self, certificate: Certificate | None, token: Token | None) -> Admitted:
         now = self._now()
@@ -154,10 +158,10 @@ class Access:
             when = token.revoked if state == "revoked" else token.expires
             raise Denied(f"token {token.id} of {token.name} {_was(state)} {when:%Y-%m-%d %H:%M:%S} UTC")
         if certificate is not None and not certificate.starts <= now < certificate.ends:
-            raise Denied(f"{certificate} {validity(certificate.starts, certificate.ends, now)}")
-        if token is not None and self._own.of(token.id) is not None:
-            assert self._own_identity is not None
-            return Admitted(self._own_identity, certificate, token.id)
+            reason = f"{certificate} {validity(certificate.starts, certificate.ends, now)}"
+            raise Denied(reason, again=True)  # a newer one may be there already
+        if token is not None and self._shared.of(token.id) is not None:
+            return Admitted(SHARED, certificate, token)
         shown = [str(certificate)] if certificate is not None else []
         shown += [f"token {token.id} of {token.name}"] if token is not None else []
         if not shown:
@@ -168,13 +172,13 @@ class Access:
             raise Denied(
                 f"{' and '.join(shown)}: " + (f"found {whose}; allowed: one identity" if found else "nobody's")
             )
-        return Admitted(found[0], certificate, None if token is None else token.id)
+        return Admitted(found[0], certificate, token)
 
     def _identities(self, names: frozenset[str], token: Token | None) -> list[Identity]:
         if self._table is not None:
             return self._table.value.find(names, None if token is None else token.name)
         name = token.name if token is not None else min(names, default=None)
-        return [] if name is None else [Identity(name, frozenset({Role.WORKER, Role.WATCH}), ("*",))]
+        return [] if name is None else [Identity(name, SHARED.roles, SHARED.clients)]
 
 
 def _require(identity: Identity, action: Action) -> None:

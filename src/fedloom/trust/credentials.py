@@ -113,7 +113,7 @@ def read_ca(path: Path, *, what: str = "--tls-ca") -> bytes:
     Raises
     ------
     ExperimentError
-        If the file cannot be read, or holds no certificate, or one that may not vouch for others.
+        If the file cannot be read, or holds no certificate, or none that may vouch for others.
     """
     from cryptography import x509
 
@@ -123,8 +123,8 @@ def read_ca(path: Path, *, what: str = "--tls-ca") -> bytes:
         authorities = [_is_authority(each) for each in found]
     except ValueError:
         raise ExperimentError(f"{what} {path}: found no certificate; allowed: PEM") from None
-    if not all(authorities):
-        name = found[authorities.index(False)].subject.rfc4514_string()
+    if not any(authorities):
+        name = found[0].subject.rfc4514_string()
         raise ExperimentError(f"{what} {path}: found {name}, which is no authority; allowed: certificates of a CA")
     return content
 

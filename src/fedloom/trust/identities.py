@@ -21,6 +21,9 @@ from fedloom.settings import Settings
 from fedloom.trust.files import read_text
 from fedloom.trust.tokens import NAME, contains_token
 
+CHARACTER = "[A-Za-z0-9._-]"
+"""What ids of clients consist of."""
+
 
 class Role(StrEnum):
     """What an identity is let in for."""
@@ -67,7 +70,7 @@ class Entry(Settings):
     token: str | None = Field(default=None, pattern=NAME, description="The name that its tokens were made with.")
     roles: tuple[Role, ...] = Field(min_length=1, description="What it is let in for.")
     clients: tuple[str, ...] = Field(
-        default=(), description="Ids of clients that it may speak for; * stands for any characters, ? for one."
+        default=(), description="Ids of clients that it may speak for; * stands for any characters of ids, ? for one."
     )
 
 
@@ -114,7 +117,8 @@ class Identity:
 def _expression(pattern: str) -> str:
     """A pattern of ids as a regular expression; a row of stars is one star, so that no id takes long."""
     parts = re.split(r"(\*+|\?)", pattern)
-    return "".join("." if part == "?" else ".*" if part.startswith("*") else re.escape(part) for part in parts)
+    stands = {"?": CHARACTER, "*": f"{CHARACTER}*"}
+    return "".join(stands[part[:1]] if part[:1] in stands else re.escape(part) for part in parts)
 
 
 @dataclass(frozen=True)

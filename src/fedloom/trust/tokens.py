@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -80,13 +81,17 @@ class Tokens:
         """
         given = _TOKEN.fullmatch(token.get_secret_value())
         id, secret = given.groups() if given else ("", "")
-        kept = next((each for each in self.all if each.id == id), None)
+        kept = self.of(id)
         same = hmac.compare_digest(_hash(secret), _NOBODY if kept is None else kept.sha256)
         return kept if same else None
 
     def of(self, id: str) -> Token | None:
         """Return the token of this id."""
-        return next((each for each in self.all if each.id == id), None)
+        return self._by_id.get(id)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Token]:
+        return {token.id: token for token in self.all}
 
 
 def token_id(token: SecretStr) -> str | None:
@@ -100,14 +105,25 @@ def contains_token(text: str) -> bool:
     return _TOKEN.search(text) is not None
 
 
-def make_token(name: str, *, days: float | None = None, now: datetime | None = None) -> tuple[SecretStr, Token]:
-    """Make a token that lives for so many days, or for ever; return it, and what is to be kept of it."""
-    now = (now or datetime.now(UTC)).replace(microsecond=0)
-    id, secret = secrets.token_hex(6), secrets.token_urlsafe(SECRET_BYTES)
+def make_token() -> SecretStr:
+    """Make a token."""
+    return SecretStr(f"fedloom_{secrets.token_hex(6)}_{secrets.token_urlsafe(SECRET_BYTES)}")
+
+
+def keep_token(name: str, token: SecretStr, *, days: float | None = None) -> Token:
+    """Return what is to be kept of a token that lives for so many days from now, or for ever.
+
+    Raises
+    ------
+    ValueError
+        If it is none.
+    """
+    given = _TOKEN.fullmatch(token.get_secret_value())
+    if given is None:
+        raise ValueError("no token")
+    now = datetime.now(UTC).replace(microsecond=0)
     expires = None if days is None else now + timedelta(days=days)
-    return SecretStr(f"fedloom_{id}_{secret}"), Token(
-        id=id, name=name, sha256=_hash(secret), created=now, expires=expires
-    )
+    return Token(id=given[1], name=name, sha256=_hash(given[2]), created=now, expires=expires)
 
 
 def read_tokens(path: Path) -> Tokens:
@@ -150,7 +166,8 @@ def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[Secr
         raise ExperimentError(f"NAME: found {shown(name)}; allowed: 1 to 128 letters, digits, and . _ -")
     with locked(path):
         kept = read_tokens(path).all if path.exists() else ()
-        token, entry = make_token(name, days=days)
+        token = make_token()
+        entry = keep_token(name, token, days=days)
         _write(path, (*kept, entry))
     return token, entry
 

@@ -1,0 +1,61 @@
+"""How an aggregator is dialled: over TLS or not, with what we show of ourselves, and what is said when that fails."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+
+from fedloom.trust.options import Shown
+
+
+def channel(address: str, shown: Shown, options: Any, *, sync: bool = False) -> Any:
+    """Return a channel to an aggregator, of ``grpc.aio`` or of the synchronous kind."""
+    kind = grpc if sync else grpc.aio
+    if shown.ca is None:
+        return kind.insecure_channel(address, options=options)
+    pair = shown.pair
+    own = (None, None) if pair is None else (pair.key, pair.chain)
+    return kind.secure_channel(address, grpc.ssl_channel_credentials(shown.ca, *own), options=options)
+
+
+def metadata(shown: Shown) -> tuple[tuple[str, str], ...]:
+    """Return what goes with each call: the token, if we have one."""
+    return () if shown.token is None else (("authorization", f"Bearer {shown.token.get_secret_value()}"),)
+
+
+def distrust(address: str, shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
+    """Say why one side did not believe the other while TLS was set up; None if that was not what failed.
+
+    Parameters
+    ----------
+    code, details
+        How a call on a channel of :func:`channel` ended.
+    """
+    if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE:
+        return None
+    said = (details or "").lower()
+    host = address.rpartition(":")[0]
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    for part, words in (
+        ("has expired", f"its certificate has ended, by this machine's clock: {now}"),
+        ("not yet valid", f"its certificate is not valid yet, by this machine's clock: {now}"),
+        ("hostname verification", f"its certificate is not for {host}: dial a name that is in it"),
+        ("certificate_verify_failed", "its certificate is not of the CA of --tls-ca"),
+        ("wrong_version_number", "it does not speak TLS: leave --tls-ca out"),
+    ):
+        if part in said:
+            return words
+    return None
+
+
+def closed_after_handshake(shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
+    """Say what it may mean that a TLS connection was closed before a word was said: an aggregator gives no reason."""
+    if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or "socket closed" not in (details or "").lower():
+        return None
+    if shown.pair is None:
+        return "it ends the connection: it may ask for a certificate (--tls-certificate)"
+    said = shown.pair.certificate
+    ends = f"{said.ends:%Y-%m-%d %H:%M:%S} UTC"
+    return f"it ends the connection: it may not believe {said}, until {ends}: of another CA, or by its clock"

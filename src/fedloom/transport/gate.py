@@ -1,0 +1,274 @@
+"""Who is let in to an aggregator, and for how long: every call is refused here before anything of it is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+import grpc
+from grpc_health.v1 import health
+from pydantic import SecretStr
+
+from fedloom.errors import FedloomError
+from fedloom.transport.stream import METHOD, OBSERVATION, SERVICE, WATCH
+from fedloom.trust.access import Access, Admitted, Denied, Presented
+from fedloom.trust.audit import Audit, Value
+from fedloom.trust.credentials import parse_certificate
+from fedloom.trust.files import Reread
+from fedloom.trust.identities import Action, Identity
+from fedloom.trust.options import ServerFiles
+
+log = logging.getLogger("fedloom.transport.aggregator")
+
+CHECK_S = 1.0
+"""How often files are looked at, and streams whose time is over or whose identity is revoked are ended."""
+
+LONGEST_S = 86_400.0
+"""The most that a stream lives, less up to a tenth, so that not all come again at the same time."""
+
+TOKEN = "authorization"
+"""Metadata of a call that carries a token, as ``Bearer TOKEN``."""
+
+ACTIONS: Mapping[str, Action] = {
+    f"/{SERVICE}/{METHOD}": Action.MEASURE,  # what a worker's clients may do is said by its Hello and its roles
+    f"/{OBSERVATION}/{WATCH}": Action.WATCH,
+}
+"""What each call asks to do. A call that is not here is refused, but for health."""
+
+HEALTH = f"/{health.SERVICE_NAME}/"
+"""What anybody may ask: probes have no identity, and are told nothing else."""
+
+_End = tuple[grpc.StatusCode, str]
+_Behaviour = Callable[[Any, Any], Awaitable[Any]]
+
+
+@dataclass(eq=False)
+class Peer:
+    """Who is at the other end of a call that was let in.
+
+    Attributes
+    ----------
+    admitted
+        Who it is, and by what it was let in.
+    host
+        Where it calls from, without the port.
+    """
+
+    admitted: Admitted
+    host: str
+    action: Action
+    call: str
+    ends: datetime
+    ended: asyncio.Future[_End]
+    _audit: Audit
+    joined: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> Identity:
+        """Who it is."""
+        return self.admitted.identity
+
+    def join(self, **told: Value) -> None:
+        """Write to the audit log that it takes part from now on; that it leaves is written when the call ends.
+
+        Raises
+        ------
+        StorageError
+            If it cannot be written: it may not take part then.
+        """
+        about = {"identity": self.identity.name, "host": self.host, "call": self.call, **told}
+        self._audit.write("join", **about, credential=self.admitted.credential)
+        self.joined = about
+
+    def refuse(self, kind: str, reason: str) -> None:
+        """Write to the audit log that it was refused what it asked."""
+        refused(self._audit, self.host, kind, identity=self.identity.name, call=self.call, reason=reason)
+
+
+PEER: ContextVar[Peer | None] = ContextVar("PEER", default=None)
+"""The peer of the call that runs; None where nobody has to say who they are."""
+
+
+class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets calls in, and ends them when their time is over.
+
+    Belongs to one event loop.
+
+    Parameters
+    ----------
+    access
+        Who is let in.
+    audit
+        Where it is written.
+    """
+
+    def __init__(self, access: Access, audit: Audit) -> None:
+        self._access = access
+        self._audit = audit
+        self._peers: set[Peer] = set()
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Put the gate before a call's handler."""
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(HEALTH):
+            return handler
+        kinds = {
+            (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+            (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+            (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+            (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+        }
+        kind, make = kinds[handler.request_streaming, handler.response_streaming]
+        guarded = self._guarded(details.method, getattr(handler, kind))
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+    async def watch(self) -> None:
+        """Read files again that change, and end streams, for ever."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            await self.check()
+
+    async def check(self) -> None:
+        """Read files again that have changed; end the streams of those who would not be let in any more."""
+        changed = await asyncio.to_thread(self._access.refresh)
+        for path in changed:
+            log.info("%s has changed", path)
+            self._write("settings", file=str(path))
+        now = datetime.now(UTC)
+        for peer in [peer for peer in self._peers if changed or now >= peer.ends]:
+            self._review(peer, now)
+
+    def _review(self, peer: Peer, now: datetime) -> None:
+        if peer.ended.done():
+            return
+        try:
+            self._access.check(peer.admitted, peer.action)
+        except Denied as denied:
+            if not denied.again:
+                log.warning("put out %s: %s", peer.identity.name, denied)
+                self._write("revoked", identity=peer.identity.name, host=peer.host, call=peer.call, reason=str(denied))
+            status = grpc.StatusCode.UNAVAILABLE if denied.again else grpc.StatusCode.UNAUTHENTICATED
+            peer.ended.set_result((status, str(denied)))
+            return
+        if now >= peer.ends:
+            peer.ended.set_result((grpc.StatusCode.UNAVAILABLE, "the stream has lived for long enough: come again"))
+
+    def _guarded(self, call: str, behaviour: _Behaviour) -> _Behaviour:
+        async def guarded(request: Any, context: Any) -> Any:
+            peer = await self._admit(call, context)
+            PEER.set(peer)
+            self._peers.add(peer)
+            task = asyncio.ensure_future(behaviour(request, context))
+            try:
+                await asyncio.wait((task, peer.ended), return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    task.cancel()
+                    await asyncio.wait((task,))
+                    await context.abort(*peer.ended.result())
+                return task.result()
+            finally:
+                self._peers.discard(peer)
+                task.cancel()
+                with contextlib.suppress(BaseException):
+                    await task
+                if peer.joined:
+                    self._write("leave", **peer.joined)
+
+        return guarded
+
+    async def _admit(self, call: str, context: Any) -> Peer:
+        host = host_of(context.peer())
+        action = ACTIONS.get(call)
+        try:
+            if action is None:
+                raise Denied(f"{call} is for nobody here")
+            presented = presented_by(context)
+            try:
+                admitted = self._access.admit(presented, action)
+            except Denied:
+                if not self._access.refresh():  # a token may have been made a moment ago
+                    raise
+                admitted = self._access.admit(presented, action)
+        except Denied as denied:
+            known = denied.identity
+            kind = "unauthenticated" if known is None else "forbidden"
+            name = None if known is None else known.name
+            refused(self._audit, host, kind, identity=name, call=call, reason=str(denied))
+            status = grpc.StatusCode.UNAUTHENTICATED if known is None else grpc.StatusCode.PERMISSION_DENIED
+            await context.abort(status, str(denied))
+            raise AssertionError("abort raises") from None
+        ends = datetime.now(UTC) + timedelta(seconds=LONGEST_S * random.uniform(0.9, 1.0))
+        ends = ends if admitted.ends is None else min(ends, admitted.ends)
+        ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
+        return Peer(admitted, host, action, call, ends, ended, self._audit)
+
+    def _write(self, event: Literal["settings", "revoked", "leave"], **told: Value) -> None:
+        """Write what has happened already: that it cannot be written undoes nothing."""
+        try:
+            self._audit.write(event, **told)
+        except FedloomError as error:
+            log.error("the audit log: %s", error)
+
+
+def refused(audit: Audit, host: str, kind: str, **told: Value) -> None:
+    """Write a refusal to the audit log, and go on if that cannot be."""
+    try:
+        audit.refused(host, kind, **told)
+    except FedloomError as error:
+        log.error("the audit log: %s", error)
+
+
+def presented_by(context: Any) -> Presented:
+    """Return what a peer has shown of itself.
+
+    Raises
+    ------
+    Denied
+        If it has shown several tokens, or something else in a token's place.
+    """
+    pem = context.auth_context().get("x509_pem_cert")
+    tokens = [value for key, value in context.invocation_metadata() or () if key == TOKEN]
+    if len(tokens) > 1:
+        raise Denied(f"found {len(tokens)} tokens; allowed: one")
+    token = None
+    if tokens:
+        kind, _, text = str(tokens[0]).partition(" ")
+        if kind != "Bearer":
+            raise Denied(f"found {TOKEN} of another kind; allowed: Bearer TOKEN")
+        token = SecretStr(text)
+    try:
+        certificate = None if not pem else parse_certificate(pem[0])
+    except ValueError:
+        raise Denied("the certificate cannot be read") from None
+    return Presented(certificate, token)
+
+
+def host_of(peer: str) -> str:
+    """Return the host of a peer, as gRPC names it: ``ipv4:10.0.0.1:4711``."""
+    return peer.partition(":")[2].rpartition(":")[0] or peer
+
+
+def server_credentials(files: Reread[ServerFiles]) -> grpc.ServerCredentials:
+    """Return a server's TLS, with its certificate and CA as the files are when a connection begins."""
+
+    def configuration() -> Any:
+        found = files.value
+        return grpc.ssl_server_certificate_configuration([(found.pair.key, found.pair.chain)], found.ca)
+
+    def changed() -> Any:
+        try:
+            return configuration() if files.refresh() else None
+        except Exception:  # gRPC would end the handshake
+            log.exception("the server's certificate")
+            return None
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), changed, require_client_authentication=files.value.ca is not None
+    )

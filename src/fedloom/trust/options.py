@@ -1,0 +1,263 @@
+"""What both ends are told about trust, and what their files say: checked, and read again when they change."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from fedloom.errors import ExperimentError, RefusedError
+from fedloom.trust.access import Access
+from fedloom.trust.credentials import KeyPair, read_ca, read_key_pair, validity
+from fedloom.trust.files import Reread
+from fedloom.trust.tokens import checked_token, read_secret
+
+log = logging.getLogger("fedloom.trust")
+
+TOKEN = "FEDLOOM_TOKEN"
+"""Environment variable that holds a token: no option takes one, since everybody sees the arguments of a process."""
+
+FILES = {
+    "ca": "FEDLOOM_TLS_CA",
+    "certificate": "FEDLOOM_TLS_CERTIFICATE",
+    "key": "FEDLOOM_TLS_KEY",
+    "token_file": "FEDLOOM_TOKEN_FILE",
+}
+"""Environment variables that name files, by the field of :class:`ClientOptions`, in their order."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on a host, by its name or address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How an aggregator is dialled.
+
+    Attributes
+    ----------
+    ca
+        Certificates of the authorities that may vouch for it; with it TLS is spoken, without plaintext.
+    certificate, key
+        What we show of ourselves.
+    token_file, token
+        Or this, or both.
+    insecure
+        Send a token in plaintext, to whatever host.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    token_file: Path | None = None
+    token: SecretStr | None = None
+    insecure: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientOptions:
+        """What environment variables say, as :data:`FILES` and :data:`TOKEN` name them.
+
+        Raises
+        ------
+        RefusedError
+            If what is there as a token is none.
+        """
+        ca, certificate, key, token_file = (
+            Path(environment[name]) if environment.get(name) else None for name in FILES.values()
+        )
+        return cls(ca, certificate, key, token_file, token_of(environment))
+
+
+def token_of(environment: Mapping[str, str] = os.environ) -> SecretStr | None:
+    """Return the token of an environment; None without one.
+
+    Raises
+    ------
+    RefusedError
+        If what is there is no token.
+    """
+    return checked_token(environment[TOKEN], TOKEN) if environment.get(TOKEN) else None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What we show to an aggregator, and whom we believe: as the files are now."""
+
+    ca: bytes | None
+    pair: KeyPair | None
+    token: SecretStr | None
+
+
+class Credentials:
+    """What we dial an aggregator with, read again when its files change. Any thread may ask.
+
+    Raises
+    ------
+    ExperimentError
+        If a file cannot be read, or options do not go together.
+    RefusedError
+        If a certificate is not valid now, or a token none.
+    """
+
+    def __init__(self, options: ClientOptions | None = None) -> None:
+        options = options or ClientOptions()
+        _together(options.certificate, options.key)
+        if options.certificate is not None and options.ca is None:
+            raise ExperimentError(
+                "--tls-certificate: found without --tls-ca; allowed: with it, which is whom to believe"
+            )
+        if options.token is not None and options.token_file is not None:
+            raise ExperimentError(f"--token-file: found with {TOKEN}; allowed: one of them")
+        self._options = options
+        paths = [
+            path for path in (options.ca, options.certificate, options.key, options.token_file) if path is not None
+        ]
+        self._files = Reread(paths, self._read)
+
+    def _read(self) -> Shown:
+        options = self._options
+        pair = token = None
+        if options.certificate is not None and options.key is not None:
+            pair = read_key_pair(options.certificate, options.key)
+        if options.token_file is not None:
+            token = read_secret(options.token_file)
+        return Shown(None if options.ca is None else read_ca(options.ca), pair, token or options.token)
+
+    @property
+    def current(self) -> Shown:
+        """What is to be shown, as the files are now."""
+        self._files.refresh()
+        return self._files.value
+
+    def show(self, host: str) -> Shown:
+        """Return what to show to an aggregator on a host.
+
+        Raises
+        ------
+        ExperimentError
+            If it is a token that others on the way could read.
+        RefusedError
+            If our certificate is not valid now: nobody would let us in with it.
+        """
+        shown, options = self.current, self._options
+        if shown.token is not None and shown.ca is None and not options.insecure and not is_loopback(host):
+            raise ExperimentError(
+                f"a token for {host} over plaintext; allowed: over TLS (--tls-ca), to this machine, or with --insecure"
+            )
+        if shown.pair is not None:
+            said, now = shown.pair.certificate, datetime.now(UTC)
+            if not said.starts <= now < said.ends:
+                raise RefusedError(
+                    f"{options.certificate}: {said} {validity(said.starts, said.ends, now)}",
+                    hint="correct this machine's clock, or have the certificate made again",
+                )
+        return shown
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How an aggregator is protected.
+
+    Attributes
+    ----------
+    certificate, key
+        It serves with TLS.
+    ca
+        Certificates of the authorities whose certificates a peer must have one of.
+    tokens, identities
+        Who is let in, as of :class:`fedloom.trust.access.Access`.
+    token
+        One token for workers and watchers alike.
+    insecure
+        Serve beyond this machine though peers are not known, or others on the way could read and change everything.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    tokens: Path | None = None
+    identities: Path | None = None
+    token: SecretStr | None = None
+    insecure: bool = False
+
+
+@dataclass(frozen=True)
+class ServerFiles:
+    """The certificate of a server, and the authorities of its peers."""
+
+    pair: KeyPair
+    ca: bytes | None
+
+
+class Protection:
+    """How an aggregator is protected: TLS, and who is let in.
+
+    Attributes
+    ----------
+    tls
+        Its certificate and CA; None: plaintext.
+    access
+        Who is let in; None: nobody has to say who they are.
+
+    Raises
+    ------
+    ExperimentError
+        If a file cannot be read, or options do not go together.
+    RefusedError
+        If the certificate is not valid now.
+    """
+
+    def __init__(self, options: ServerOptions | None = None) -> None:
+        options = options or ServerOptions()
+        certificate, key, ca = options.certificate, options.key, options.ca
+        _together(certificate, key)
+        if ca is not None and certificate is None:
+            raise ExperimentError("--tls-ca: found without --tls-certificate; allowed: with it, or not at all")
+        known = ca is not None or options.tokens is not None or options.token is not None
+        if options.identities is not None and not known:
+            raise ExperimentError(
+                "--identities: found without --tls-ca or --tokens; allowed: with one of them, or both"
+            )
+        self._insecure = options.insecure
+        self.tls: Reread[ServerFiles] | None = None
+        if certificate is not None and key is not None:
+            paths = [path for path in (certificate, key, ca) if path is not None]
+            read = lambda: ServerFiles(read_key_pair(certificate, key), None if ca is None else read_ca(ca))  # noqa: E731
+            self.tls = Reread(paths, read)
+        self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
+
+    def check(self, host: str) -> None:
+        """Refuse to listen on a host where strangers could reach what is not protected.
+
+        Raises
+        ------
+        ExperimentError
+            Naming what is missing.
+        """
+        if is_loopback(host) or (self.tls is not None and self.access is not None):
+            return
+        lacking = ["TLS (--tls-certificate, --tls-key)"] if self.tls is None else []
+        lacking += ["peers that say who they are (--tls-ca, --tokens)"] if self.access is None else []
+        if not self._insecure:
+            raise ExperimentError(
+                f"--listen: found {host}, which other machines reach, without {' and '.join(lacking)}; allowed: with "
+                "both, 127.0.0.1, or --insecure",
+                hint="`fedloom certificates` makes certificates for trials (docs/security.md)",
+            )
+        log.warning("other machines reach this aggregator, without %s (--insecure)", " and ".join(lacking))
+
+
+def _together(certificate: Path | None, key: Path | None) -> None:
+    if (certificate is None) is not (key is None):
+        found = "--tls-key" if certificate is None else "--tls-certificate"
+        raise ExperimentError(f"{found}: found alone; allowed: --tls-certificate with --tls-key, or neither")

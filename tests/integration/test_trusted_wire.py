@@ -1,0 +1,676 @@
+"""Who is let in to an aggregator and who is not, over real sockets with certificates of our own authority."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from facts import tells
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from transport_support import Hostile, Worker, expected, make_aggregator, start_call, step_call, until
+
+from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, RefusedError
+from fedloom.transport import gate, stream
+from fedloom.transport import worker as worker_module
+from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.codec import encode
+from fedloom.transport.notices import Notices
+from fedloom.transport.progress import follow
+from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.trust import certificates
+from fedloom.trust.audit import Audit
+from fedloom.trust.certificates import make_ca, make_certificate
+from fedloom.trust.identities import Role
+from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.trust.tokens import add_token, make_token, revoke_tokens
+
+CLIENTS = ("a-1", "a-2", "b-1")
+
+TABLE = """\
+version: 1
+identities:
+  - {name: north, certificate: "URI:urn:fedloom:north", roles: [worker], clients: ["a-*", "b-*"]}
+  - {name: south, certificate: "URI:urn:fedloom:south", roles: [worker], clients: ["b-*"]}
+"""
+
+BY_ROLE = "version: 1\nidentities:\n" + "".join(
+    f"  - {{name: {role}, token: {role}, roles: [{role}]"
+    + (', clients: ["a-*"]' if role in ("worker", "observer", "personalize") else "")
+    + "}\n"
+    for role in Role
+)
+
+
+class Federation:
+    """An aggregator with TLS, a table and tokens, and its members' credentials."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ca, self.tokens, self.table = folder / "ca", folder / "tokens.json", folder / "identities.yaml"
+        self.audit = folder / "audit.jsonl"
+        make_ca(self.ca)
+        make_certificate("server", folder, self.ca, hosts=["localhost", "127.0.0.1"])
+        self.running: list[Aggregator] = []
+        self.workers: list[Worker] = []
+        self.address = ""
+
+    def start(self, table: str | None = TABLE, *, mutual=True, tokens=False, **changes) -> Aggregator:
+        if table is not None:
+            self.table.write_text(table)
+        if tokens and not self.tokens.exists():
+            add_token(self.tokens, "nobody")
+        options = ServerOptions(
+            self.folder / "server.crt",
+            self.folder / "server.key",
+            self.ca / "ca.crt" if mutual else None,
+            self.tokens if tokens else None,
+            None if table is None else self.table,
+        )
+        aggregator = make_aggregator(protection=Protection(options), audit=Audit(self.audit), **changes)
+        self.running.append(aggregator)
+        self.address = aggregator.start("127.0.0.1:0")
+        return aggregator
+
+    def member(self, name: str | None, *, token: str | None = None, ca: Path | None = None, days=30) -> Credentials:
+        """The credentials of a member, whose certificate is made; a token is kept by name."""
+        certificate = key = token_file = None
+        if name is not None:
+            made = make_certificate(name, self.folder, ca or self.ca, days=days, replace=True)
+            certificate, key = made.certificate, made.key
+        if token is not None:
+            token_file = self.folder / f"{token}.token"
+            token_file.write_text(add_token(self.tokens, token)[0].get_secret_value())
+        return Credentials(ClientOptions(self.ca / "ca.crt", certificate, key, token_file))
+
+    def worker(self, credentials: Credentials, name="w", clients=CLIENTS, **options) -> Worker:
+        worker = Worker(self.address, name, clients, credentials=credentials, **options)
+        self.workers.append(worker)
+        return worker
+
+    def events(self, kind: str | None = None) -> list[dict]:
+        lines = self.audit.read_text().splitlines() if self.audit.exists() else []
+        return [line for line in map(json.loads, lines) if kind is None or line["event"] == kind]
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.stop.set()
+        for aggregator in self.running:
+            aggregator.stop()
+        for worker in self.workers:
+            worker.leave()
+
+
+@pytest.fixture
+def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
+    monkeypatch.setattr(gate, "CHECK_S", 0.05)
+    monkeypatch.setattr(worker_module, "CHANGED_S", 0.05)
+    federation = Federation(tmp_path)
+    yield federation
+    federation.stop()
+
+
+def answers_are_right(aggregator: Aggregator, calls: list) -> None:
+    """One more exchange, and whether it gives what it gives without any wire."""
+    answers = aggregator.exchange(calls[-1])
+    for row, answer in enumerate(answers):
+        assert torch.equal(answer.x[0], expected(calls, row)[0]), answer
+
+
+def ended(worker: Worker) -> FedloomError:
+    worker.thread.join(20)
+    assert isinstance(worker.error, FedloomError), worker.error
+    return worker.error
+
+
+# ---- a conversation
+
+
+@pytest.mark.parametrize("by", ["certificate", "token", "both"])
+def test_a_conversation_over_tls(federation: Federation, by: str) -> None:
+    table = {"certificate": 'certificate: "URI:urn:fedloom:x"', "token": "token: x"}
+    given = table["certificate"] + ", " + table["token"] if by == "both" else table[by]
+    text = f'version: 1\nidentities:\n  - {{name: x, {given}, roles: [worker], clients: ["*"]}}\n'
+    aggregator = federation.start(text, mutual=by != "token", tokens=by != "certificate")
+    federation.worker(federation.member("x" if by != "token" else None, token="x" if by != "certificate" else None))
+    aggregator.wait_for(CLIENTS, 10)
+    calls = [start_call(CLIENTS)]
+    answers_are_right(aggregator, calls)
+    calls.append(step_call(CLIENTS, 1))
+    answers_are_right(aggregator, calls)
+    (join,) = federation.events("join")
+    assert (join["identity"], join["worker"], join["clients"]) == ("x", "w", 3)
+    assert [word in join["credential"] for word in ("certificate", "token")] == [by != "token", by != "certificate"]
+    federation.stop()
+    assert [event["event"] for event in federation.events()] == ["join", "leave"]
+
+
+# ---- who may call what
+
+
+def call_join(channel, metadata, clients=("a-1",)):
+    answers = channel.stream_stream(f"/{stream.SERVICE}/{stream.METHOD}")(
+        iter([stand_in(clients)]), metadata=metadata, timeout=10
+    )
+    return next(answers)
+
+
+def stand_in(clients) -> bytes:
+    """A Hello as a worker would send it."""
+    from transport_support import ALGORITHMS
+
+    import fedloom
+    from fedloom.transport.codec import sealed, serialize
+
+    hello = wire.Hello(
+        protocol=stream.PROTOCOL, package=fedloom.__version__, worker="w", incarnation="i", clients=clients,
+        algorithms=ALGORITHMS,
+    )  # fmt: skip
+    return sealed(serialize(wire.WorkerPart(hello=hello)))
+
+
+def call_watch(channel, metadata):
+    return next(channel.unary_stream(f"/{stream.OBSERVATION}/{stream.WATCH}")(b"", metadata=metadata, timeout=10))
+
+
+def call_health(channel, metadata):
+    request = health_pb2.HealthCheckRequest(service=stream.SERVICE)
+    return health_pb2_grpc.HealthStub(channel).Check(request, metadata=metadata, timeout=10)
+
+
+def call_reflection(channel, metadata):
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+    return next(reflection(iter([request]), metadata=metadata, timeout=10))
+
+
+CALLS = {"Join": call_join, "Watch": call_watch, "Health": call_health, "Reflection": call_reflection}
+MAY = {
+    **{(call, role): False for call in CALLS for role in (*Role, None)},
+    **{("Health", role): True for role in (*Role, None)},
+    ("Join", "worker"): True,
+    ("Join", "observer"): True,
+    ("Watch", "watch"): True,
+    ("Watch", "admin"): True,
+}
+"""The table of docs/security.md; role None is nobody."""
+
+
+@pytest.fixture(scope="module")
+def by_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federation, Notices, dict]]:
+    federation = Federation(tmp_path_factory.mktemp("roles"))
+    tokens = {role: add_token(federation.tokens, role)[0].get_secret_value() for role in Role}
+    notices = Notices("run-1", 1, CLIENTS)
+    federation.start(BY_ROLE, mutual=False, tokens=True, notices=notices, roster=["a-2"])
+    yield federation, notices, tokens
+    federation.stop()
+
+
+def dialled(federation: Federation):
+    trusted = grpc.ssl_channel_credentials((federation.ca / "ca.crt").read_bytes())
+    return grpc.secure_channel(federation.address, trusted, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+@pytest.mark.parametrize(("call", "role"), MAY)
+def test_each_role_may_call_what_the_table_says(by_role, call: str, role: str | None) -> None:
+    federation, notices, tokens = by_role
+    (aggregator,) = federation.running
+    metadata = () if role is None else (("authorization", f"Bearer {tokens[role]}"),)
+    until(lambda: not aggregator.workers() and notices._watchers == 0)
+    before = aggregator.workers(), notices._watchers, aggregator.traffic, len(federation.events("join"))
+    with dialled(federation) as channel:
+        if MAY[call, role]:
+            assert CALLS[call](channel, metadata)
+            return
+        with pytest.raises(grpc.RpcError) as refused:
+            CALLS[call](channel, metadata)
+    codes = {grpc.StatusCode.UNAUTHENTICATED if role is None else grpc.StatusCode.PERMISSION_DENIED}
+    assert refused.value.code() in (codes if call != "Reflection" else {grpc.StatusCode.UNIMPLEMENTED})
+    after = aggregator.workers(), notices._watchers, aggregator.traffic, len(federation.events("join"))
+    assert after == before, "what was refused has changed something"
+
+
+@pytest.mark.parametrize(
+    ("role", "clients", "facts"),
+    [
+        ("worker", ("a-1", "b-1"), ("worker", "b-1")),
+        ("worker", ("b-1", "b-2", "b-3", "b-4", "b-5"), ("b-1, b-2, b-3", "2 more")),
+        ("observer", ("b-1",), ("observer", "b-1")),
+        ("observer", ("a-1", "a-2"), ("observer", "a-2")),
+        ("worker", ("a-1\x1b[31m/../x",), ("worker", "a-1")),
+    ],
+)
+def test_nobody_announces_the_clients_of_others(by_role, role: str, clients: tuple[str, ...], facts) -> None:
+    federation, _, tokens = by_role
+    (aggregator,) = federation.running
+    until(lambda: not aggregator.workers())
+    joins = len(federation.events("join"))
+    with dialled(federation) as channel, pytest.raises(grpc.RpcError) as refused:
+        call_join(channel, (("authorization", f"Bearer {tokens[role]}"),), clients)
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert tells(refused.value.details(), *facts)
+    assert "\x1b" not in refused.value.details()
+    assert aggregator.workers() == ()
+    assert len(federation.events("join")) == joins
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (("authorization", "Bearer "),),
+        (("authorization", "Bearer fedloom_000000000000_" + "A" * 43),),
+        (("authorization", "Basic {worker}"),),
+        (("authorization", "{worker}"),),
+        (("authorization", "bearer {worker}"),),
+        (("authorization", "Bearer {worker} "),),
+        (("authorization", "Bearer {worker}"), ("authorization", "Bearer {worker}")),
+        (("authorization", "Bearer {worker}"), ("authorization", "Bearer {admin}")),
+        (("x-token", "{worker}"),),
+    ],
+)
+def test_what_looks_like_a_token_opens_nothing(by_role, metadata) -> None:
+    federation, _, tokens = by_role
+    sent = tuple((key, value.format(**tokens)) for key, value in metadata)
+    with dialled(federation) as channel, pytest.raises(grpc.RpcError) as refused:
+        call_join(channel, sent)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert federation.running[0].workers() == ()
+
+
+def test_a_call_that_nobody_knows(by_role) -> None:
+    federation, _, tokens = by_role
+    metadata = (("authorization", f"Bearer {tokens['admin']}"),)
+    with dialled(federation) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/fedloom.v1.Federation/Leave")(b"", metadata=metadata, timeout=10)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+# ---- names
+
+
+def test_another_identity_never_takes_a_workers_place_and_the_same_one_does_at_once(federation: Federation) -> None:
+    aggregator = federation.start()
+    federation.worker(federation.member("north"), name="shared")
+    aggregator.wait_for(CLIENTS, 10)
+    thief = federation.worker(federation.member("south"), name="shared", clients=["b-1"])
+    error = ended(thief)
+    assert error.exit_code == ExitCode.REFUSED
+    assert tells(str(error), "south", "shared", "somebody else's")
+    assert [worker.clients for worker in aggregator.workers()] == [frozenset(CLIENTS)]
+    assert [event["kind"] for event in federation.events("refused")] == ["name"]
+    federation.worker(federation.member("north"), name="shared", incarnation="second")
+    until(lambda: [worker.incarnation for worker in aggregator.workers()] == ["second"], 10)
+    answers_are_right(aggregator, [start_call(CLIENTS)])
+
+
+# ---- the time that a stream has
+
+
+def test_a_stream_that_has_lived_long_enough_comes_again_and_nothing_is_computed_twice(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "LONGEST_S", 0.4)
+    aggregator = federation.start()
+    worker = federation.worker(federation.member("north"))
+    aggregator.wait_for(CLIENTS, 10)
+    calls = [start_call(CLIENTS)]
+    answers_are_right(aggregator, calls)
+    for i in range(1, 12):
+        time.sleep(0.1)  # streams end meanwhile
+        calls.append(step_call(CLIENTS, i))
+        answers_are_right(aggregator, calls)
+    until(lambda: len(federation.events("join")) > 2, 10)
+    assert worker.session.computed == len(calls) * len(CLIENTS)
+    assert len(worker.sessions) == 1
+    assert federation.events("revoked") == []
+
+
+def test_who_is_revoked_is_out_within_seconds_and_the_others_go_on(federation: Federation) -> None:
+    aggregator = federation.start()
+    first = federation.worker(federation.member("north"), name="first")
+    aggregator.wait_for(CLIENTS, 10)
+    calls = [start_call(CLIENTS)]
+    answers_are_right(aggregator, calls)
+    started = time.monotonic()
+    text = TABLE.replace("urn:fedloom:north", "urn:fedloom:gone").replace("urn:fedloom:south", "urn:fedloom:second")
+    federation.table.write_text(text.replace('"b-*"', '"*"'))
+    error = ended(first)
+    assert time.monotonic() - started < 5
+    assert error.exit_code == ExitCode.REFUSED
+    assert tells(str(error), "urn:fedloom:north", "nobody's")
+    federation.worker(federation.member("second"), name="second")
+    calls.append(step_call(CLIENTS, 1))
+    answers_are_right(aggregator, calls)
+    assert [event["identity"] for event in federation.events("revoked")] == ["north"]
+    assert {event["event"] for event in federation.events()} == {"join", "leave", "revoked", "settings"}
+    again = federation.worker(federation.member("north"), name="first")
+    assert ended(again).exit_code == ExitCode.REFUSED
+
+
+def test_a_token_is_rotated_without_an_end_and_revoked_with_one(federation: Federation) -> None:
+    text = 'version: 1\nidentities:\n  - {name: x, token: x, roles: [worker], clients: ["*"]}\n'
+    aggregator = federation.start(text, mutual=False, tokens=True)
+    worker = federation.worker(federation.member(None, token="x"))
+    aggregator.wait_for(CLIENTS, 10)
+    calls = [start_call(CLIENTS)]
+    answers_are_right(aggregator, calls)
+    (old,) = [event["credential"].split()[1] for event in federation.events("join")]
+    new, entry = add_token(federation.tokens, "x")
+    (federation.folder / "x.token").write_text(new.get_secret_value())
+    until(lambda: f"token {entry.id}" in [event["credential"] for event in federation.events("join")], 10)
+    revoke_tokens(federation.tokens, old)
+    calls.append(step_call(CLIENTS, 1))
+    answers_are_right(aggregator, calls)
+    assert worker.session.computed == 2 * len(CLIENTS)
+    revoke_tokens(federation.tokens, entry.id)
+    error = ended(worker)
+    assert error.exit_code == ExitCode.REFUSED
+    assert tells(str(error), entry.id, "x", "revoked at")
+
+
+def test_a_damaged_table_puts_nobody_out(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
+    aggregator = federation.start()
+    federation.worker(federation.member("north"))
+    aggregator.wait_for(CLIENTS, 10)
+    with caplog.at_level(logging.WARNING, "fedloom.trust"):
+        federation.table.write_text("version: 1\nidentities: nobody\n")
+        until(lambda: any("in force" in record.getMessage() for record in caplog.records))
+    answers_are_right(aggregator, [start_call(CLIENTS)])
+    federation.worker(federation.member("south"), name="later", clients=["b-1"])
+    until(lambda: len(aggregator.workers()) == 2, 10)
+
+
+def test_certificates_and_authorities_are_rotated_while_a_conversation_goes_on(federation: Federation) -> None:
+    """First everybody is given both authorities, then the new certificates, and then the old authority goes."""
+    aggregator = federation.start()
+    credentials = federation.member("north")
+    worker = federation.worker(credentials)
+    aggregator.wait_for(CLIENTS, 10)
+    calls = [start_call(CLIENTS)]
+    answers_are_right(aggregator, calls)
+    for turn in range(2):
+        joins = len(federation.events("join"))
+        following = federation.folder / f"ca-{turn}"
+        make_ca(following)
+        old, new = (federation.ca / "ca.crt").read_text(), (following / "ca.crt").read_text()
+        replace(federation.ca / "ca.crt", old + new)
+        until(lambda joins=joins: len(federation.events("join")) == joins + 1, 10)
+        make_certificate("server", federation.folder, following, hosts=["127.0.0.1"], replace=True)
+        federation.member("north", ca=following)
+        until(lambda joins=joins: len(federation.events("join")) > joins + 1, 10)
+        replace(federation.ca / "ca.crt", new)
+        calls.append(step_call(CLIENTS, len(calls)))
+        answers_are_right(aggregator, calls)
+    fingerprints = {event["credential"] for event in federation.events("join")}
+    assert len(fingerprints) == 3, "not every certificate was shown"
+    assert worker.session.computed == len(calls) * len(CLIENTS)
+    make_ca(federation.folder / "stranger")
+    other = Credentials(ClientOptions(federation.ca / "ca.crt", *pair(federation, "north", federation.folder / "ca-0")))
+    assert isinstance(ended(federation.worker(other, name="late", reconnect_s=0.5)), RefusedError)
+
+
+def replace(path: Path, text: str) -> None:
+    staged = path.with_name(f".{path.name}")
+    staged.write_text(text)
+    staged.replace(path)
+
+
+def pair(federation: Federation, name: str, ca: Path) -> tuple[Path, Path]:
+    made = make_certificate(name, federation.folder / "old", ca, replace=True)
+    return made.certificate, made.key
+
+
+# ---- who does not believe whom
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Make certificates as they were made so many days from now."""
+
+    def at(days: float) -> None:
+        monkeypatch.setattr(certificates, "_now", lambda: datetime.now(UTC) + timedelta(days=days))
+
+    return at
+
+
+def test_a_server_whose_certificate_has_ended_does_not_start(federation: Federation, at) -> None:
+    at(-20)
+    make_ca(federation.folder / "old")
+    make_certificate("server", federation.folder, federation.ca, hosts=["127.0.0.1"], days=10, replace=True)
+    with pytest.raises(RefusedError) as refused:
+        federation.start()
+    assert tells(str(refused.value), "server.crt", "ended at", "clock says")
+
+
+@pytest.mark.parametrize(
+    ("what", "facts"),
+    [
+        ("ended", ("its certificate has ended", "this machine's clock", "UTC")),
+        ("not yet", ("its certificate is not valid yet", "this machine's clock", "UTC")),
+        ("authority", ("its certificate is not of the CA", "--tls-ca")),
+        ("host", ("its certificate is not for 127.0.0.1",)),
+    ],
+)
+@pytest.mark.parametrize("who", ["worker", "watcher"])
+def test_a_server_that_is_not_believed(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, what: str, facts: tuple[str, ...], who: str
+) -> None:
+    hosts = ["elsewhere.example"] if what == "host" else ["127.0.0.1"]
+    with monkeypatch.context() as patch:
+        days = {"ended": -20, "not yet": 20}.get(what, 0)
+        patch.setattr(certificates, "_now", lambda: datetime.now(UTC) + timedelta(days=days))
+        make_certificate("server", federation.folder, federation.ca, hosts=hosts, days=10, replace=True)
+    if days:  # the server's own clock says otherwise
+        real = certificates.read_key_pair.__globals__["datetime"]
+        shifted = type("shifted", (datetime,), {"now": classmethod(lambda cls, zone: real.now(zone) + timedelta(days))})
+        with monkeypatch.context() as patch:
+            patch.setitem(certificates.read_key_pair.__globals__, "datetime", shifted)
+            federation.start()
+    else:
+        federation.start()
+    credentials = federation.member("north")
+    if what == "authority":
+        make_ca(federation.folder / "stranger")
+        trusted = federation.folder / "stranger" / "ca.crt"
+        credentials = Credentials(
+            ClientOptions(trusted, federation.folder / "north.crt", federation.folder / "north.key")
+        )
+    if who == "worker":
+        error = ended(federation.worker(credentials, reconnect_s=60))  # and yet at once
+    else:
+        with pytest.raises(FedloomError) as raised:
+            next(follow(federation.address, connect_s=0.5, credentials=credentials))
+        error = raised.value
+    assert error.exit_code == ExitCode.REFUSED
+    assert tells(str(error), federation.address, *facts)
+
+
+@pytest.mark.parametrize(
+    ("what", "facts"),
+    [
+        ("none", ("may ask for a certificate", "--tls-certificate")),
+        ("authority", ("urn:fedloom:north", "of another CA")),
+    ],
+)
+def test_a_member_that_is_not_believed(federation: Federation, what: str, facts: tuple[str, ...]) -> None:
+    aggregator = federation.start()
+    if what == "authority":
+        make_ca(federation.folder / "stranger")
+    credentials = federation.member(
+        None if what == "none" else "north", ca=federation.folder / "stranger" if what == "authority" else None
+    )
+    error = ended(federation.worker(credentials, reconnect_s=0.5))
+    assert error.exit_code == ExitCode.REFUSED
+    assert tells(str(error), federation.address, *facts)
+    assert aggregator.workers() == ()
+    with pytest.raises(RefusedError) as refused:
+        next(follow(federation.address, connect_s=0.5, credentials=credentials))
+    assert tells(str(refused.value), federation.address, *facts)
+
+
+@pytest.mark.parametrize(("days", "word"), [(-20, "ended at"), (20, "is valid from")])
+def test_a_member_whose_own_certificate_is_not_valid_is_told_before_it_dials(
+    federation: Federation, at, days: float, word: str
+) -> None:
+    at(days)
+    with pytest.raises(RefusedError) as refused:
+        federation.member("north", days=10)
+    assert tells(str(refused.value), "north.crt", word, "clock says")
+
+
+def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) -> None:
+    federation.start()
+    plain = federation.worker(None, name="plain", reconnect_s=0.5)
+    assert isinstance(ended(plain), AbandonedError)
+    aggregator = make_aggregator()
+    federation.running.append(aggregator)
+    federation.address = aggregator.start("127.0.0.1:0")
+    error = ended(federation.worker(federation.member("north"), reconnect_s=60))
+    assert error.exit_code == ExitCode.REFUSED
+    assert tells(str(error), federation.address, "does not speak TLS")
+
+
+def test_an_aggregator_that_is_gone_is_gone_over_tls_too(federation: Federation) -> None:
+    aggregator = federation.start()
+    worker = federation.worker(federation.member("north"), reconnect_s=0.5)
+    aggregator.wait_for(CLIENTS, 10)
+    aggregator.stop()
+    assert isinstance(ended(worker), AbandonedError)
+
+
+# ---- without TLS
+
+
+def test_a_token_goes_in_plaintext_to_this_machine_alone() -> None:
+    token = make_token()
+    for host in ("localhost", "127.0.0.1", "[::1]", "127.8.9.1"):
+        assert Credentials(ClientOptions(token=token)).show(host).token == token
+    for host in ("10.0.0.1", "example.org", "localhost.example.org", "[2001:db8::1]", "0.0.0.0"):
+        with pytest.raises(ExperimentError) as error:
+            Credentials(ClientOptions(token=token)).show(host)
+        assert tells(str(error.value), host, "plaintext", "--tls-ca", "--insecure")
+        assert Credentials(ClientOptions(token=token, insecure=True)).show(host).token == token
+        assert Credentials(ClientOptions()).show(host).token is None
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+def test_what_is_not_protected_listens_on_this_machine_alone(federation: Federation, listen: str) -> None:
+    token = make_token()
+    pair = (federation.folder / "server.crt", federation.folder / "server.key")
+    for options, missing in (
+        (ServerOptions(), ("--tls-certificate", "--tokens")),
+        (ServerOptions(token=token), ("--tls-certificate",)),
+        (ServerOptions(*pair), ("--tls-ca, --tokens",)),
+    ):
+        with pytest.raises(ExperimentError) as error:
+            make_aggregator(protection=Protection(options)).start(listen)
+        assert tells(str(error.value), "--listen", listen.rpartition(":")[0], *missing, "--insecure")
+    for options in (ServerOptions(insecure=True), ServerOptions(*pair, token=token)):
+        aggregator = make_aggregator(protection=Protection(options))
+        federation.running.append(aggregator)
+        try:
+            assert aggregator.start(listen)
+        except ExperimentError as error:
+            assert "[::]" in listen and "not of this machine" in str(error)  # noqa: PT017, PT018 - no IPv6 here
+
+
+def test_a_shared_token_in_plaintext(federation: Federation) -> None:
+    token = make_token()
+    aggregator = make_aggregator(protection=Protection(ServerOptions(token=token)), audit=Audit(federation.audit))
+    federation.running.append(aggregator)
+    federation.address = aggregator.start("127.0.0.1:0")
+    federation.worker(Credentials(ClientOptions(token=token)))
+    aggregator.wait_for(CLIENTS, 10)
+    answers_are_right(aggregator, [start_call(CLIENTS)])
+    for options in (ClientOptions(), ClientOptions(token=make_token())):
+        error = ended(federation.worker(Credentials(options), name="stranger"))
+        assert error.exit_code == ExitCode.REFUSED
+    assert len(aggregator.workers()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (ServerOptions(certificate=Path("a")), ("--tls-certificate", "--tls-key")),
+        (ServerOptions(key=Path("a")), ("--tls-key", "--tls-certificate")),
+        (ServerOptions(ca=Path("a")), ("--tls-ca", "--tls-certificate")),
+        (ServerOptions(identities=Path("a")), ("--identities", "--tls-ca", "--tokens")),
+        (ClientOptions(certificate=Path("a")), ("--tls-certificate", "--tls-key")),
+        (ClientOptions(certificate=Path("a"), key=Path("b")), ("--tls-certificate", "--tls-ca")),
+        (ClientOptions(token_file=Path("a"), token=make_token()), ("--token-file", "FEDLOOM_TOKEN")),
+    ],
+)
+def test_options_that_do_not_go_together(options: ServerOptions | ClientOptions, facts: tuple[str, ...]) -> None:
+    with pytest.raises(ExperimentError) as error:
+        Protection(options) if isinstance(options, ServerOptions) else Credentials(options)
+    assert tells(str(error.value), *facts)
+
+
+# ---- what is never shown
+
+
+def test_no_secret_is_written_anywhere(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
+    text = 'version: 1\nidentities:\n  - {name: x, token: x, roles: [worker], clients: ["a-*"]}\n'
+    with caplog.at_level(logging.DEBUG):
+        aggregator = federation.start(text, mutual=False, tokens=True)
+        right = federation.member(None, token="x")
+        stranger = federation.folder / "stranger.token"
+        stranger.write_text(make_token().get_secret_value())
+        errors = [
+            ended(federation.worker(Credentials(ClientOptions(federation.ca / "ca.crt", token_file=stranger)))),
+            ended(federation.worker(right, name="x", clients=["b-1"])),
+        ]
+        worker = federation.worker(right, name="x", clients=["a-1"])
+        aggregator.wait_for(["a-1"], 10)
+        revoke_tokens(federation.tokens, "x")
+        errors.append(ended(worker))
+    secrets = [path.read_text().strip() for path in federation.folder.glob("*.token")]
+    secrets += [secret.rpartition("_")[2] for secret in secrets]
+    secrets += [line for path in federation.folder.rglob("*.key") for line in path.read_text().splitlines()[1:-1]]
+    told = [record.getMessage() for record in caplog.records] + [repr(record.__dict__) for record in caplog.records]
+    told += [str(error) + repr(error) + repr(error.__cause__) for error in errors]
+    told += [federation.audit.read_text(), federation.tokens.read_text(), repr(right.current), repr(right._options)]
+    assert len(secrets) > 6
+    assert len(federation.events()) >= 4
+    for secret in secrets:
+        assert not any(secret in text for text in told)
+
+
+def test_a_hostile_peer_with_an_identity_answers_for_its_own_clients_alone(federation: Federation) -> None:
+    """It knows the run and everybody's rows, and says that it has the answer of a client that is another's."""
+    token = make_token()
+    aggregator = make_aggregator(protection=Protection(ServerOptions(token=token)), audit=Audit(federation.audit))
+    federation.running.append(aggregator)
+    federation.address = aggregator.start("127.0.0.1:0")
+    honest = federation.worker(Credentials(ClientOptions(token=token)), name="honest", clients=["a-1"])
+    aggregator.wait_for(["a-1"], 10)
+    hostile = Hostile(
+        federation.address, clients=["b-1"], metadata=(("authorization", f"Bearer {token.get_secret_value()}"),)
+    )
+    hostile.join()
+    aggregator.wait_for(["a-1", "b-1"], 10)
+    import threading
+
+    from transport_support import Sum
+
+    answers: list = []
+    call = start_call(["a-1", "b-1"])
+    thread = threading.Thread(target=lambda: answers.extend(aggregator.exchange(call)))
+    thread.start()
+    request = hostile.request()
+    poison = Sum(torch.full((1, call.message.x.shape[1]), 7.0))
+    hostile.send(hostile.transfer(request, poison, rows=[0], clients=["a-1"]))
+    hostile.send(hostile.transfer(request, poison))
+    thread.join(20)
+    assert torch.equal(answers[0].x[0], expected([call], 0)[0])
+    assert torch.equal(answers[1].x, poison.x)
+    assert honest.session.computed == 1
+    hostile.leave()
+    assert encode(poison)
