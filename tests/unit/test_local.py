@@ -68,7 +68,7 @@ def test_it_has_no_rounds_and_no_state(tmp_path: Path) -> None:
     run = federation(tmp_path, LOCAL, made(), task(), clients(SIZES), rounds=1)
     assert run.state == {}
     with pytest.raises(NotImplementedError):
-        run.loop._train_round()
+        run.loop.server.train_round(None)
 
 
 def test_the_default_is_the_papers() -> None:
