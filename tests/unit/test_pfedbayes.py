@@ -25,7 +25,6 @@ from fedloom.algorithms.pfedbayes import (
     PFedBayesClient,
     PFedBayesSettings,
     Prior,
-    local_steps,
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
@@ -149,7 +148,7 @@ def test_the_reparameterized_gradient_is_unbiased() -> None:
     alike = [ClientData(f"c{i}", Split(x, y), nothing, nothing, 3) for i in range(g)]
     s = made(samples=samples, optimizer="gd", zeta=0.0, lr_personal=lr, lr_global=1e-6)
     q, w = MeanField(v.expand(g, 2, 6)), MeanField(v.expand(g, 2, 6))
-    local_steps(Linear(), q, w, Group(alike, keyed("train")), range(g), s, 1, "train")
+    PFedBayesClient(s, task(Linear())).visit(Group(alike, keyed("train")), range(g), q, w, 1, "train")
     before = MeanField(v)
     found = (before.v - q.v) / lr
     spread = found.std(0) / math.sqrt(g)  # standard error of the mean over all samples

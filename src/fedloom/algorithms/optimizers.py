@@ -16,18 +16,16 @@ class ShrinkAndAdd:
     beta: float
     decay: float
 
-    def start(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    def start(self, eta: Sequence[Tensor]) -> dict[str, Tensor]:
         """It remembers nothing."""
         return {}
 
     @torch.no_grad()
-    def apply(
-        self, parameters: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float
-    ) -> None:
+    def apply(self, eta: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float) -> None:
         """One step along ``factor * updates``, in place."""
         if (shrink := 1 - 2 * self.beta * self.decay) != 1:
-            torch._foreach_mul_(parameters, shrink)
-        torch._foreach_add_(parameters, updates, alpha=factor)
+            torch._foreach_mul_(eta, shrink)
+        torch._foreach_add_(eta, updates, alpha=factor)
 
 
 @dataclass(frozen=True)
@@ -37,23 +35,21 @@ class AdamAscent:
     lr: float
     decay: float
 
-    def start(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    def start(self, eta: Sequence[Tensor]) -> dict[str, Tensor]:
         """Moments and the number of steps of each parameter."""
         memory: dict[str, Tensor] = {}
-        for i, p in enumerate(parameters):
+        for i, p in enumerate(eta):
             memory |= {f"{i}.first": torch.zeros_like(p), f"{i}.second": torch.zeros_like(p)}
             memory[f"{i}.steps"] = torch.zeros(())
         return memory
 
-    def apply(
-        self, parameters: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float
-    ) -> None:
+    def apply(self, eta: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float) -> None:
         """One step along ``factor * updates``, in place; the updates are used up."""
         torch._foreach_mul_(updates, -factor)
         first, second, steps = (
-            [memory[f"{i}.{name}"] for i in range(len(parameters))] for name in ("first", "second", "steps")
+            [memory[f"{i}.{name}"] for i in range(len(eta))] for name in ("first", "second", "steps")
         )
-        adam_(parameters, updates, first, second, steps, self.lr, 2 * self.decay)
+        adam_(eta, updates, first, second, steps, self.lr, 2 * self.decay)
 
 
 @torch.no_grad()

@@ -22,7 +22,6 @@ from fedloom.algorithms.client import Local
 from fedloom.algorithms.optimizers import adam_
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Ensemble, Predictors
 from fedloom.settings import Settings
 from fedloom.theory.gaussian import (
@@ -75,7 +74,7 @@ class PFedBayesClient(base.ClientHalf):
         s = self.settings
         prior = opening.v.expand(len(clients), -1, -1)
         q, w = MeanField(prior if s.reset else clients.recall("v", prior)), MeanField(prior)
-        loss = local_steps(self.task.model, q, w, clients, range(len(clients)), s, s.steps, "train")
+        loss = self.visit(clients, range(len(clients)), q, w, s.steps, "train")
         clients.keep(v=q.v)
         yield LocalizedGaussian(w.v, torch.full_like(loss, s.steps), loss)
         return None
@@ -87,13 +86,57 @@ class PFedBayesClient(base.ClientHalf):
         v, new = clients.recall("v", opening.v.expand(len(clients), -1, -1)), clients.new
         if new and s.personalize_steps:
             q, w = MeanField(v[new]), MeanField(opening.v.expand(len(new), -1, -1))
-            local_steps(self.task.model, q, w, clients, new, s, s.personalize_steps, "personalize", localize=False)
+            self.visit(clients, new, q, w, s.personalize_steps, "personalize")
             v[new] = q.v
         predictors: Predictors = []
         for i in range(len(clients)):
             both = {"personal": v[i], "global": opening.v}
             predictors.append({name: self._predictor(of, clients.generator(i, name)) for name, of in both.items()})
         return predictors
+
+    def visit(
+        self, clients: Group, members: Sequence[int], q: MeanField, w: MeanField, steps: int, purpose: str
+    ) -> Tensor:
+        """The loop of ClientUpdate (Algorithm 1) for g members of a group; changes q and w ``[g, d]`` in place.
+
+        A step draws a batch and K samples of N(0, I), makes one step of q on Ω (eq. 27), then one of w on KL(q ‖ w)
+        (eq. 28) with the q just updated; w stays as it is unless the purpose is to ``train``.
+
+        Returns
+        -------
+        Tensor
+            ``[g, 1]`` float64: negative log-likelihood per example, mean over steps and samples.
+
+        Raises
+        ------
+        ExperimentError
+            If gradient descent is beyond its stability bound under this prior.
+        """
+        s, local = self.settings, Local(self.task.model, clients, members=members)
+        n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
+        noises = [clients.generator(i, f"{purpose}-noise") for i in members]
+        lr_q = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal)
+        if why := unstable(s, float(lr_q.max()), float(w.sigma.min())):
+            raise ExperimentError(why)
+        adam = s.optimizer == "adam"
+        descend_q = by_adam(q, s.lr_personal) if adam else by_gradient(q, lr_q)
+        descend_w = by_adam(w, s.lr_global) if adam else by_gradient(w, torch.full_like(n, s.lr_global))
+        losses = []
+        totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
+        for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
+            draws = [normals(q.mu, noises) for _ in range(s.samples)]
+            sampled = [local.gradient_at(q.sample(noise), batch) for noise in draws]
+            d_mu = reduce(torch.add, [d_theta for d_theta, _ in sampled])
+            d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
+            losses.append(reduce(torch.add, [loss for _, loss in sampled]))
+            add_posterior_gradient(d_mu, d_sigma, q, w, s.zeta)
+            descend_q(d_mu, d_sigma.mul_(q.slope))
+            if purpose == "train":
+                descend_w(*prior_gradient(q, w))
+        steep = s.objective == "total" and not adam
+        also = "objective: mean, whose steps do not grow with n, or optimizer: adam" if steep else ""
+        trained = local.trained(q.mu + q.rho, losses, [steps] * len(members), "lr_personal", s.lr_personal, also)
+        return trained.loss / torch.tensor(local.sizes)[:, None]
 
     def _predictor(self, v: Tensor, generator: torch.Generator) -> Ensemble:
         """The mean prediction of S networks drawn from N(μ, σ²); for S = 0, of the mean network alone."""
@@ -104,69 +147,6 @@ class PFedBayesClient(base.ClientHalf):
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """``personalize_steps`` for ``personal``."""
         return self.settings.personalize_steps if predictor == "personal" else 0
-
-
-def local_steps(
-    model: FlatModel,
-    q: MeanField,
-    w: MeanField,
-    clients: Group,
-    members: Sequence[int],
-    s: PFedBayesSettings,
-    steps: int,
-    purpose: str,
-    *,
-    localize: bool = True,
-) -> Tensor:
-    """The loop of ClientUpdate (Algorithm 1) for g clients of a group; changes q and w in place.
-
-    A step draws a batch and K samples of N(0, I), makes one step of q on Ω (eq. 27), then one of w on KL(q ‖ w)
-    (eq. 28) with the q just updated.
-
-    Parameters
-    ----------
-    q, w
-        ``[g, d]``; w stays as it is if not ``localize``.
-    members
-        The positions of the g clients in the group.
-    purpose
-        Of the generator that draws the batches; that of the noise has ``-noise`` added.
-
-    Returns
-    -------
-    Tensor
-        ``[g, 1]`` float64: negative log-likelihood per example, mean over steps and samples.
-
-    Raises
-    ------
-    ExperimentError
-        If gradient descent is beyond its stability bound under this prior.
-    """
-    local = Local(model, clients, members=members)
-    n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
-    noises = [clients.generator(i, f"{purpose}-noise") for i in members]
-    lr_q = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal)
-    if why := unstable(s, float(lr_q.max()), float(w.sigma.min())):
-        raise ExperimentError(why)
-    adam = s.optimizer == "adam"
-    descend_q = by_adam(q, s.lr_personal) if adam else by_gradient(q, lr_q)
-    descend_w = by_adam(w, s.lr_global) if adam else by_gradient(w, torch.full_like(n, s.lr_global))
-    losses = []
-    totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
-    for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
-        draws = [normals(q.mu, noises) for _ in range(s.samples)]
-        sampled = [local.gradient_at(q.sample(noise), batch) for noise in draws]
-        d_mu = reduce(torch.add, [d_theta for d_theta, _ in sampled])
-        d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
-        losses.append(reduce(torch.add, [loss for _, loss in sampled]))
-        add_posterior_gradient(d_mu, d_sigma, q, w, s.zeta)
-        descend_q(d_mu, d_sigma.mul_(q.slope))
-        if localize:
-            descend_w(*prior_gradient(q, w))
-    steep = s.objective == "total" and not adam
-    also = "objective: mean, whose steps do not grow with n, or optimizer: adam" if steep else ""
-    trained = local.trained(q.mu + q.rho, losses, [steps] * len(members), "lr_personal", s.lr_personal, also)
-    return trained.loss / torch.tensor(local.sizes)[:, None]
 
 
 def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

@@ -80,13 +80,11 @@ class WGAServer(base.ServerHalf):
                     if not present[at]:
                         continue  # without its own gradient a user makes no step
                     mine = {name: tensor[self.row[user]] for name, tensor in new.items() if name != "variances"}
-                    g = replies.gradient[:, j]
+                    g, true = replies.gradient[:, j], None if truth is None else truth.gradient[:, j]
                     weights = self._weights(cohort.clients, g, present, new, at)
                     direction = g[at]
                     if s.rule != "alone" and weights.any():
-                        bias = (
-                            None if truth is None else truth.mean(truth.gradient[:, j], weights) - truth.gradient[at, j]
-                        )
+                        bias = None if true is None else replies.mean(true, weights) - true[at]
                         noise = round.generator(f"oracle/{step}/{user}")
                         n = 1 / float(weights.square().sum())  # N, if they count alike
                         direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
