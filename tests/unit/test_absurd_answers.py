@@ -53,7 +53,7 @@ def lying(algorithm: Algorithm, lie: Lie, *who: str) -> Algorithm:
 
 
 def fedavg(folder: Path, lie: Lie, *who: str, **kwargs: Any) -> Federation:
-    settings = FedAvgSettings(local=LocalSGD(steps=2, batch_size=2))
+    settings = FedAvgSettings(local=LocalSGD(steps=2, batch_size=2, clip=5.0))
     return federation(folder, lying(FEDAVG, lie, *who), settings, task(), clients([4, 5, 6]), **kwargs)
 
 
@@ -75,7 +75,9 @@ LIES: dict[str, tuple[Lie, str]] = {
     "steps back": (changed(steps=-1.0), "steps"),
     "loss": (changed(loss=1.7e308), "loss"),
     "negative loss": (changed(loss=-2 * LOSS_LIMIT), "loss"),
+    "a step more than the settings ask for": (changed(steps=3.0), "allowed: whole numbers from 0 to 2"),
     "update": (changed(delta_theta=3.4e38), "delta_theta"),
+    "update beyond what clipped steps can do": (changed(delta_theta=10.0), "has norm"),
 }
 
 
@@ -195,9 +197,9 @@ def test_an_absurd_measurement_is_left_out_of_the_evaluation(tmp_path: Path, mon
 def test_the_limits_themselves_are_allowed() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     good = Update(torch.full((1, 2), VALUE_LIMIT), COUNT_LIMIT * one, -LOSS_LIMIT * one)
-    assert absurd(good) is None
-    assert absurd(dataclasses.replace(good, loss=math.nextafter(LOSS_LIMIT, math.inf) * one))
-    assert absurd(dataclasses.replace(good, steps=(COUNT_LIMIT + 1) * one))
+    assert absurd(good, {}) is None
+    assert absurd(dataclasses.replace(good, loss=math.nextafter(LOSS_LIMIT, math.inf) * one), {})
+    assert absurd(dataclasses.replace(good, steps=(COUNT_LIMIT + 1) * one), {})
 
 
 @pytest.mark.parametrize("error", [AttributeError, OverflowError, ValueError, RuntimeError, KeyError])

@@ -115,6 +115,15 @@ class ServerHalf(ABC):
     def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Finish what was put off; called before the state is read from outside."""
 
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """Bounds of what an honest client with so many train examples answers in training, by the field's name.
+
+        Of a count the largest, of anything else the largest ℓ2 norm of a row. Who is beyond is lost for the round; by
+        default what quantities allow is all that is asked for.
+        """
+        del examples
+        return {}
+
     def train_round(self, round: Round) -> Statistics:
         """One training step of the method; one that does not train (:attr:`Algorithm.trains`) has none."""
         raise NotImplementedError

@@ -59,6 +59,16 @@ class LocalSGD(Settings):
             return 0
         return self.steps or (self.epochs or 0) * (examples // min(self.batch_size, examples))
 
+    def limits(self, examples: int) -> dict[str, float]:
+        """Bounds of the ``steps`` and, where gradients are clipped, of ``delta_theta`` (:meth:`ServerHalf.limits`).
+
+        A step moves θ by lr times the momentum, whose norm is at most clip / (1 - momentum); rounding adds a little.
+        """
+        steps = self.count(examples)
+        if self.clip is None:
+            return {"steps": steps}
+        return {"steps": steps, "delta_theta": 1 + 1.1 * steps * self.lr * self.clip / (1 - self.momentum)}
+
     def lasting(self, *, steps: int | None = None, epochs: int | None = None) -> Self:
         """The same for another number of steps or epochs."""
         return self.model_copy(update={"steps": steps, "epochs": epochs})

@@ -9,7 +9,7 @@ both. Taken literally that exponential leaves the range in which SGD can work, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -38,6 +38,11 @@ class ComFedLServer(base.ServerHalf):
     def __init__(self, settings: ComFedLSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.state["theta"] = task.model.init(generator, task.dtype)
+
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """Of the local training, and of the step at which it may leave the finite range."""
+        local: LocalSteps = self.settings.local
+        return local.limits(examples) | {"left": local.count(examples)}
 
     def train_round(self, round: Round) -> base.Statistics:
         """Algorithm 1, lines 3-17.

@@ -62,6 +62,7 @@ FEDREP = shared_model(
     steps=lambda s, examples: (
         s.head.lasting(epochs=s.personalize_epochs).count(examples) if s.personalize_epochs else 0
     ),
+    limits=lambda s, examples: s.local.limits(examples) | {"steps": s.head.count(examples) + s.local.count(examples)},
     shared="body",
     stateful=True,
     titles={"personal": "FedRep"},

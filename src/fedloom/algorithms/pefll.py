@@ -57,6 +57,10 @@ class PeFLLServer(base.ServerHalf):
         }
         self._pending: Callable[[], None] | None = None
 
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """Of the local training."""
+        return self.settings.local.limits(examples)
+
     def train_round(self, round: Round) -> base.Statistics:
         """Algorithm 2, lines 2-18."""
         cohort = round.sample()  # line 2

@@ -8,7 +8,7 @@ KL(q_i ‖ w), and uploads that copy. What the paper leaves open, and measuremen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Literal, Self
 
@@ -42,6 +42,10 @@ class PFedBayesServer(base.ServerHalf):
     def __init__(self, settings: PFedBayesSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.state["v"] = gaussian(task.model.init(generator, task.dtype), settings.rho)
+
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """Everyone makes as many steps."""
+        return {"steps": self.settings.steps}
 
     def train_round(self, round: Round) -> base.Statistics:
         """One round of Algorithm 1."""

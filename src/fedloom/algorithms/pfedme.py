@@ -78,5 +78,6 @@ PFEDME = shared_model(
     local=moreau_steps,
     personalize=proximal_model,
     steps=lambda s, examples: by_epochs(s).count(examples),
+    limits=lambda s, examples: {"steps": s.steps * s.inner_steps},
     titles={"personal": "pFedMe", "global": "pFedMe, shared model"},
 )

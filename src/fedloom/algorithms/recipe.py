@@ -105,6 +105,7 @@ def shared_model(
     aggregate: Aggregate = average,
     personalize: Personalize = fine_tune,
     steps: Callable[[Any, int], int] = lambda s, examples: s.personalize_steps,
+    limits: Callable[[Any, int], Mapping[str, float]] = lambda s, examples: s.local.limits(examples),
     shared: Literal["all", "body"] = "all",
     stateful: bool = False,
     needs_classes: bool = False,
@@ -120,6 +121,8 @@ def shared_model(
         What a client does in a round, what the server makes of the answers, and how a client gets its predictors.
     steps
         ``(settings, train examples) -> int``: SGD steps by which a client gets ``personal``.
+    limits
+        ``(settings, train examples) -> bounds`` of an update (:meth:`ServerHalf.limits`).
     shared
         ``body``: all but the last linear layer is sent, averaged and checkpointed; the head stays with the client.
     stateful
@@ -132,6 +135,9 @@ def shared_model(
             layout = task.model.layout
             self.sizes["s"] = layout.size if shared == "all" else layout.body_size
             self.state["theta"] = task.model.init(generator, task.dtype)[: self.sizes["s"]].clone()
+
+        def limits(self, examples: int) -> Mapping[str, float]:
+            return limits(self.settings, examples)
 
         def train_round(self, round: Round) -> base.Statistics:
             updates = round.sample().send(SharedModel(self.state["theta"]), Update)

@@ -313,7 +313,7 @@ class Loop:
         if isinstance(answer, Metrics):
             validation, test = self._held_out[client]
             return implausible(answer, validation=validation, test=test)
-        return absurd(answer)
+        return absurd(answer, self.server.limits(self._sizes[client]))
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
         """Which state each client starts from now, and which others a checkpoint that is kept would start from."""

@@ -91,11 +91,12 @@ def non_finite(message: Message) -> str | None:
     return None
 
 
-def absurd(message: Message) -> str | None:
+def absurd(message: Message, limits: Mapping[str, float]) -> str | None:
     """Name the first field of a finite answer with a value that its quantity cannot have; None if all make sense.
 
     Counts are whole numbers from 0 to ``COUNT_LIMIT``; losses, and quantities of no name, are at most ``LOSS_LIMIT``
     either way, models, updates, gradients and descriptors ``VALUE_LIMIT``. Metrics are for the evaluation to judge.
+    ``limits`` are those of a method (``ServerHalf.limits``): a count's largest, or the largest norm, by field.
     """
     for field in message.fields():
         tensor: torch.Tensor = getattr(message, field.name)
@@ -103,8 +104,9 @@ def absurd(message: Message) -> str | None:
             continue
         low, high = (value.item() for value in tensor.aminmax())
         if field.quantity is Quantity.COUNT:
-            sensible = low >= 0 and high <= COUNT_LIMIT and bool((tensor == tensor.round()).all())
-            allowed = f"whole numbers from 0 to {COUNT_LIMIT:g}"
+            most = limits.get(field.name, COUNT_LIMIT)
+            sensible = low >= 0 and high <= most and bool((tensor == tensor.round()).all())
+            allowed = f"whole numbers from 0 to {most:g}"
         else:
             limit = LOSS_LIMIT if field.quantity in (Quantity.LOSS, Quantity.OTHER) else VALUE_LIMIT
             sensible, allowed = -limit <= low and high <= limit, f"at most {limit:g} either way"
@@ -113,6 +115,11 @@ def absurd(message: Message) -> str | None:
                 f"{type(message).__name__}.{field.name} ({field.quantity}) has values from {low:g} to {high:g}, "
                 f"allowed: {allowed}"
             )
+        if field.quantity is not Quantity.COUNT and field.name in limits:
+            norm, largest = float(tensor.norm()), limits[field.name]
+            if not norm <= largest:
+                where = f"{type(message).__name__}.{field.name} ({field.quantity})"
+                return f"{where} has norm {norm:g}, allowed: {largest:g}"
     return None
 
 
