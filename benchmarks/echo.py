@@ -147,7 +147,9 @@ def vocabulary(method: Algorithm) -> dict[str, type[Message]]:
 @contextmanager
 def federation(method: Algorithm, clients: int, workers: int) -> Iterator[Aggregator]:
     """An aggregator, and worker processes that serve all clients."""
-    aggregator = Aggregator("bench", "a1", "{}", vocabulary(method), torch.float32, method.name, method.version)
+    aggregator = Aggregator(
+        "bench", "a1", "{}", vocabulary(method), torch.float32, names(clients), method.name, method.version
+    )
     address = aggregator.start("127.0.0.1:0")
     command = [sys.executable, __file__, method.name, address]
     processes = [subprocess.Popen([*command, f"worker-{i}", str(clients)]) for i in range(workers)]

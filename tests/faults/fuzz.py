@@ -15,7 +15,7 @@ from faults.table import Fault, Tried
 from fedloom.federation.carrier import Call, Lost
 from fedloom.transport.codec import Assembler, Cutter, WireError, encode, read, read_specs, sealed, serialize
 from fedloom.transport.dispatcher import Dispatcher
-from fedloom.transport.exchanges import Arrived, Exchange, Link, WorkerInfo
+from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo
 from fedloom.transport.stream import key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -39,12 +39,12 @@ def quiet() -> Iterator[None]:
 
 def dispatcher() -> Dispatcher:
     """The receiving side, without sockets."""
-    return Dispatcher("run-1", "a1", {"Sum": Sum}, torch.float32, lambda workers: None, lambda text: None)
+    return Dispatcher("run-1", "a1", {"Sum": Sum}, torch.float32, lambda come, gone: None, lambda text: None)
 
 
 def link(name: str, *clients: str, incarnation: str = "i1") -> Link:
     """The stream of a worker."""
-    return Link(WorkerInfo(name, incarnation, frozenset(clients), "cpu"))
+    return Link(WorkerInfo(name, incarnation, Clients({f"c{i}": i for i in range(4)}, clients), "cpu"))
 
 
 def reply(cutter: Cutter, call: Call, row: int, value: torch.Tensor) -> bytes:

@@ -62,7 +62,14 @@ def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path,
 
     algorithm = parts.algorithm
     aggregator = Aggregator(
-        "cut", "a1", assemble.welcome(parts), vocabulary(algorithm), assemble.DTYPE, algorithm.name, algorithm.version
+        "cut",
+        "a1",
+        assemble.welcome(parts),
+        vocabulary(algorithm),
+        assemble.DTYPE,
+        [entry.id for entry in dataset.manifest.clients],
+        algorithm.name,
+        algorithm.version,
     )
     address = aggregator.start("127.0.0.1:0")
     stop = threading.Event()

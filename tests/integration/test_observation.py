@@ -60,12 +60,12 @@ class Watcher:
 
 @pytest.fixture
 def notices() -> Notices:
-    return Notices("run-1", 7, CLIENTS)
+    return Notices("run-1", 7, len(CLIENTS))
 
 
 @pytest.fixture
 def address(notices: Notices) -> Iterator[str]:
-    aggregator = make_aggregator(notices=notices)
+    aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     yield aggregator.start("127.0.0.1:0")
     aggregator.stop()
 
@@ -79,7 +79,7 @@ def test_a_run_is_told_from_its_workers_to_its_end(notices: Notices, address: st
     notices.tell("waiting", "waiting for workers")
     (*_, waiting) = watcher.until(message="waiting for workers")
     assert waiting == Progress("run-1", "waiting", 0, 7, 0, 3, None, "waiting for workers")
-    worker = Worker(address, "w1", ("anna", "bo", "somebody else"))
+    worker = Worker(address, "w1", ("anna", "bo"))
     (*_, one) = watcher.until(workers=1)
     assert one.clients_unserved == 1
     notices.evaluating(0, 2, 3)
@@ -135,7 +135,7 @@ def test_a_stream_that_breaks_is_a_connection_error(notices: Notices, address: s
 
 
 def test_an_aggregator_that_stops_before_the_end_is_a_connection_error(notices: Notices) -> None:
-    aggregator = make_aggregator(notices=notices)
+    aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     watcher = Watcher(aggregator.start("127.0.0.1:0"))
     watcher.until(state="waiting")
     aggregator.stop()
@@ -195,7 +195,7 @@ def test_the_end_waits_for_those_who_watch_but_not_for_ever(notices: Notices, ad
 
 
 def test_workers_that_come_after_the_end_are_let_go(notices: Notices) -> None:
-    aggregator = make_aggregator(notices=notices)
+    aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     address = aggregator.start("127.0.0.1:0")
     early = Worker(address, "early", CLIENTS)
     until(lambda: aggregator.workers())
@@ -228,7 +228,7 @@ for progress in follow(sys.argv[1], connect_s=60):
 @pytest.mark.slow
 def test_a_worker_and_a_watcher_that_vanish_without_a_word_are_noticed(notices: Notices) -> None:
     """A stopped process answers no pings, as a machine that is cut off: 20 s to the ping, 10 s for its answer."""
-    aggregator = make_aggregator(notices=notices)
+    aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     address = aggregator.start("127.0.0.1:0")
     process = Popen([sys.executable, "-c", VANISHING, address, str(Path(__file__).parent)])
     try:

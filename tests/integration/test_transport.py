@@ -30,6 +30,7 @@ from transport_support import (
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError
 from fedloom.federation.carrier import Lost
 from fedloom.transport.codec import Refusal
+from fedloom.transport.stream import SERVER_OPTIONS
 
 CLIENTS = ("anna", "bo", "carla", "dai", "emil")
 
@@ -533,15 +534,37 @@ def test_another_version_is_refused(aggregator, worker, change, said):
     assert aggregator.refusals.counts == {Refusal.HELLO: 1}
 
 
-def test_two_processes_with_one_name(aggregator, worker):
+def test_who_is_connected_and_alive_keeps_its_name_and_the_other_waits(aggregator, worker):
     first = worker("w1")
     aggregator.wait_for(set(CLIENTS), 5)
-    worker("w1")
-    first.thread.join(5)
-    assert isinstance(first.error, RefusedError)
-    assert "names must be unique" in str(first.error)
-    call = start_call(CLIENTS)
+    second = worker("w1", reconnect_s=3)
+    until(lambda: aggregator.refusals.counts.get(Refusal.NAME, 0) >= 3)
+    calls = [start_call(CLIENTS, d=10), step_call(CLIENTS, 1, d=10)]
+    check(aggregator.exchange(calls[0]), calls[0])
+    assert first.session.computed == 5
+    assert second.error is None
+    first.leave()
+    check(aggregator.exchange(calls[1]), *calls)
+    assert second.session.computed == 10
+
+
+def test_a_worker_that_is_started_again_gets_in_though_its_old_stream_is_half_open(worker, monkeypatch):
+    """Of a machine that is gone nothing ends the stream but keepalive."""
+    often = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 500, "grpc.http2.ping_timeout_ms": 500}
+    options = tuple({**dict(SERVER_OPTIONS), **often}.items())
+    monkeypatch.setattr("fedloom.transport.aggregator.SERVER_OPTIONS", options)
+    aggregator = make_aggregator()
+    proxy = Proxy(aggregator.start("127.0.0.1:0"))
+    worker("w1", address=proxy.address)
+    aggregator.wait_for(set(CLIENTS), 5)
+    proxy.freeze()
+    again = worker("w1", address=f"127.0.0.1:{proxy.target[1]}")
+    until(lambda: again.joined, 20)
+    call = start_call(CLIENTS, d=10)
     check(aggregator.exchange(call), call)
+    assert again.session.computed == 5
+    proxy.close()
+    aggregator.stop()
 
 
 def test_an_aggregator_that_is_gone(worker):

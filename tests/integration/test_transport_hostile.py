@@ -1,6 +1,11 @@
 """A hostile worker over a real socket: what is wrong is refused and counted, and the round goes on."""
 
+import asyncio
+import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -22,7 +27,8 @@ from transport_support import (
 from fedloom.federation.carrier import Lost
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.codec import FRAME_BYTES, Refusal, sealed, serialize
-from fedloom.transport.dispatcher import IGNORED_TRANSFERS
+from fedloom.transport.dispatcher import UNREAD_LANES, UNREAD_REFUSALS, Dispatcher
+from fedloom.transport.exchanges import Clients, Link, WorkerInfo
 from fedloom.transport.wire import federation_pb2 as wire
 
 COHORT = ("honest", "mallory", "honest2")
@@ -105,15 +111,6 @@ def no_bool_of_ours(begin):
     spec(begin).shape[1] = D // 2
 
 
-def oversized_frame(hostile, request):
-    """Frames of more than 1 MiB that gRPC itself lets pass."""
-    parts = hostile.transfer(request, good())
-    hostile.send(parts[:1])
-    data = b"".join(part.chunk.data for part in parts[1:-1])
-    assert len(data) > FRAME_BYTES
-    hostile.send([chunk(parts[1], data=data), parts[-1]])
-
-
 BAD = {
     "nan": (replies(good(torch.full((1, D), torch.nan))), Refusal.NON_FINITE),
     "inf": (replies(good(torch.full((1, D), torch.inf))), Refusal.NON_FINITE),
@@ -140,7 +137,7 @@ BAD = {
     "repeated begin": (tampered(lambda p: [p[0], p[0], *p[1:]]), Refusal.REPEATED_BEGIN),
     "empty chunk": (tampered(lambda p: [p[0], chunk(p[1], data=b""), *p[1:]]), Refusal.ORDER),
     "too much data": (tampered(lambda p: [*p[:3], chunk(p[1], offset=4 * D, data=b"abc"), p[3]]), Refusal.SIZE),
-    "oversized frame": (oversized_frame, Refusal.OVERSIZED),
+    "short chunk": (tampered(lambda p: [p[0], chunk(p[1], data=p[1].chunk.data[:99]), *p[2:]]), Refusal.ORDER),
 }  # fmt: skip
 
 
@@ -264,19 +261,65 @@ def test_a_frame_that_grpc_itself_refuses(aggregator, honest, hostile, backgroun
     aggregator.wait_for(set(COHORT), 5)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=0.5))
     hostile.request()
-    hostile.raw(bytes(5 << 20))
+    hostile.raw(bytes(FRAME_BYTES + 1))
     code, _ = hostile.status()
     assert code is not grpc.StatusCode.OK
     answers = answers.result(10)
     assert [type(answer) for answer in answers] == [Sum, Lost, Sum]
 
 
-def test_refused_transfers_that_never_end_are_bounded(aggregator, hostile):
-    for number in range(IGNORED_TRANSFERS + 1):
-        hostile.part(wire.WorkerPart(begin=wire.Begin(transfer=number + 1)))
+def part(**kind):
+    return b"".join(serialize(wire.WorkerPart(**kind)))
+
+
+FLOODS = {
+    "begins": [part(begin=wire.Begin(transfer=number)) for number in range(1, 1_000)],
+    "ends": [part(end=wire.End(transfer=number)) for number in range(20_000)],
+    "chunks": [part(chunk=wire.Chunk(transfer=7, data=b"x")) for _ in range(20_000)],
+    "missing": [part(missing=wire.Missing(exchange=5, rows=range(20_000)))],
+    "missing, in many": [part(missing=wire.Missing(exchange=5, rows=[1]))] * 20_000,
+    "rows lost": [part(row_lost=wire.RowLost(row=5))] * 20_000,
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_of_what_is_of_no_use_ends_its_stream_soon(aggregator, honest, hostile, background, caplog, flood):
+    """It costs a few parts, however many are sent, and a few lines of log."""
+    aggregator.wait_for(set(COHORT), 5)
+    answers = background(aggregator.exchange, start_call(COHORT, deadline_s=20))
+    hostile.request()
+    hostile.raw(sealed(FLOODS[flood]))
     code, details = hostile.status()
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "never end" in details
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details.startswith(Refusal.FLOOD)
+    assert sum(aggregator.refusals.counts.values()) < 200
+    assert len(caplog.records) < 60
+    successor = Worker(aggregator.address, "successor", ["mallory"])
+    assert all(isinstance(answer, Sum) for answer in answers.result(10))
+    successor.leave()
+
+
+def test_refusals_that_nobody_reads_are_few():
+    async def flooded():
+        link = Link(WorkerInfo("w", "1", Clients({}, ()), "cpu"), allowance=10_000)
+        board = Dispatcher("run-1", "a1", {}, torch.float32, lambda come, gone: None, lambda text: None)
+        for number in range(1, 2_000):
+            board.take(link, sealed([part(begin=wire.Begin(transfer=number))]))
+        return link.outbox.waiting(None)
+
+    assert asyncio.run(flooded()) == UNREAD_REFUSALS
+
+
+def test_a_worker_that_reads_nothing_is_let_go(aggregator):
+    hostile = Hostile(aggregator.address)
+    hostile.join()
+    for number in range(2 * UNREAD_LANES):
+        the_key = key(round=number)
+        aggregator.exchange(start_call(("mallory",), deadline_s=0.0, the_key=the_key))
+        aggregator.close(the_key)
+    until(lambda: not aggregator.workers())
+    assert aggregator.refusals.counts[Refusal.UNREAD] == 1
+    hostile.leave()
 
 
 def test_a_worker_that_always_lacks_the_conversation_is_let_go_and_loses_nobody(
@@ -335,7 +378,7 @@ def test_what_a_worker_says_of_itself_and_of_its_rows_prints(aggregator, honest,
         ({"incarnation": ""}, wire.REFUSAL_CODE_HELLO, "must have 1 to 200 characters"),
         ({"incarnation": "h\u2028"}, wire.REFUSAL_CODE_HELLO, "characters that print"),
         ({"name": "hostile\x1b[2J"}, wire.REFUSAL_CODE_HELLO, "characters that print"),
-        ({"device": "x" * FRAME_BYTES}, wire.REFUSAL_CODE_HELLO, "oversized"),
+        ({"clients": ("mallory", "nobody\n")}, wire.REFUSAL_CODE_CLIENTS, "no client nobody\\n"),
     ],
 )
 def test_a_hello_that_is_refused_says_why(aggregator, hello, code, said):
@@ -379,3 +422,46 @@ def test_a_bool_and_a_broadcast_in_a_reply_are_checked_too(background):
     assert "no bool" in lost.reason
     hostile.leave()
     aggregator.stop()
+
+
+CROWDED = """
+import resource, socket, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+sys.path.insert(0, sys.argv[1])
+from transport_support import CLIENTS_OF_ALL, Sum, Worker, make_aggregator, start_call, until
+said = []
+aggregator = make_aggregator(say=said.append)
+import fedloom.transport.aggregator as module; module.CONNECTIONS_EVERY_S = 0.1
+address = aggregator.start("127.0.0.1:0")
+worker = Worker(address, "w", CLIENTS_OF_ALL)
+aggregator.wait_for(CLIENTS_OF_ALL, 10)
+print("ready", address, flush=True)
+input()
+files = [open(__file__) for _ in range(150)]  # what journal and checkpoints need
+answers = aggregator.exchange(start_call(CLIENTS_OF_ALL, d=10))
+assert all(isinstance(answer, Sum) for answer in answers), answers
+until(lambda: said)
+print(said[0], flush=True)
+aggregator.stop(finished=True)
+worker.thread.join(10)
+"""
+
+
+def test_idle_connections_leave_descriptors_for_files(tmp_path):
+    """More connections than the process may have files: it goes on, and says that it is full."""
+    program = tmp_path / "crowded.py"
+    program.write_text(CROWDED)
+    command = [sys.executable, program, Path(__file__).parent]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        address = process.stdout.readline().split()[1]
+        host, port = address.split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(600)]
+        said, _ = process.communicate("\n", timeout=60)
+        for each in idle:
+            each.close()
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, said
+    assert "144 connections are open" in said

@@ -22,6 +22,7 @@ from fedloom.transport.worker import Identity, serve
 
 D = 300_000  # float32: more than one chunk
 ALGORITHMS = {"toy": 1}
+CLIENTS_OF_ALL = ("anna", "bo", "carla", "dai", "emil", "honest", "honest2", "mallory", "a", "b")
 
 
 class Start(Message):
@@ -210,6 +211,7 @@ class Proxy:
 
     def __init__(self, target, cut_after=None, seed=0, damage=None) -> None:
         self.cuts = 0
+        self.frozen = False
         self.damage = damage or (lambda data, up: data)
         self.cut_after = cut_after
         self.random = random.Random(seed)
@@ -236,6 +238,8 @@ class Proxy:
         """Forward bytes; ``left`` is how many both directions together may still carry."""
         try:
             while left[0] > 0 and (data := source.recv(1 << 16)):
+                if self.frozen:
+                    threading.Event().wait()
                 data = data[: min(len(data), int(left[0]) + 1)] if self.cut_after else data
                 left[0] -= len(data)
                 sink.sendall(self.damage(data, source.getpeername() != self.target))
@@ -247,6 +251,10 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue
+
+    def freeze(self) -> None:
+        """From now on forward nothing, and end nothing: as a machine that is gone."""
+        self.frozen = True
 
     def cut(self) -> None:
         for end in self.open:
@@ -264,6 +272,7 @@ class Proxy:
 
 def make_aggregator(incarnation="a1", **changes) -> Aggregator:
     settings = {"vocabulary": {"Sum": Sum}, "dtype": torch.float32, "algorithm": "toy", "version": 1}
+    settings["clients"] = (*CLIENTS_OF_ALL, "a-1", "a-2", "b-1")
     return Aggregator(run="run-1", incarnation=incarnation, experiment='{"name": "toy"}', **(settings | changes))
 
 

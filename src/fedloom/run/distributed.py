@@ -54,13 +54,14 @@ def serving(
         If the port is taken or the address cannot be bound.
     """
     e = parts.experiment
-    notices = Notices(e.name, e.federation.rounds, [entry.id for entry in parts.manifest.clients])
+    notices = Notices(e.name, e.federation.rounds, len(parts.manifest.clients))
     server = Aggregator(
         run=e.name,
         incarnation=incarnation,
         experiment=assemble.welcome(parts),
         vocabulary=vocabulary(parts.algorithm),
         dtype=assemble.DTYPE,
+        clients=[entry.id for entry in parts.manifest.clients],
         algorithm=parts.algorithm.name,
         version=parts.algorithm.version,
         notices=notices,

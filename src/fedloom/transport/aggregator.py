@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -40,8 +44,9 @@ from fedloom.transport.codec import (
     serialize,
 )
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
-from fedloom.transport.exchanges import Arrived, Exchange, Link, WorkerInfo
-from fedloom.transport.gate import PEER, Gate, server_credentials
+from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo
+from fedloom.transport.gate import PEER, Gate, Peer, server_credentials
+from fedloom.transport.limits import Budget, Sparing, connections
 from fedloom.transport.notices import Notices
 from fedloom.transport.stream import METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
@@ -52,10 +57,19 @@ from fedloom.trust.options import Protection
 from fedloom.words import counted, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
+log.addFilter(Sparing())
 
 HELLO_TIMEOUT_S = 10.0
 NAME_CHARACTERS = 200
-STATUS = {Refusal.CHECKSUM: grpc.StatusCode.DATA_LOSS}
+HELLO_BYTES = 10_000  # that cost as much as another Hello
+CONNECTIONS_EVERY_S = 5.0  # how often it is looked whether they are as many as may be
+STATUS = {
+    Refusal.CHECKSUM: grpc.StatusCode.DATA_LOSS,
+    Refusal.FLOOD: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.UNREAD: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.NAME: grpc.StatusCode.ALREADY_EXISTS,
+    Refusal.JOINS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 """With what a stream ends, where it is not INVALID_ARGUMENT."""
 ALIVE_S = 5.0  # how often a waiting exchange makes sure that the event loop is still there
 
@@ -73,6 +87,8 @@ class Aggregator:
         The messages that replies may consist of, by class name.
     dtype
         Of the run's floating-point numbers.
+    clients
+        Ids of all clients of the run, seen and unseen: a worker that names another is refused.
     algorithm, version
         What a worker must have to be let in.
     notices
@@ -90,7 +106,7 @@ class Aggregator:
     --------
     ::
 
-        aggregator = Aggregator(run, incarnation, experiment, vocabulary, torch.float32, "pefll", 1)
+        aggregator = Aggregator(run, incarnation, experiment, vocabulary, torch.float32, clients, "pefll", 1)
         address = aggregator.start("127.0.0.1:0")
         aggregator.wait_for(manifest.roster, timeout_s=60)
         answers = aggregator.exchange(call)
@@ -105,6 +121,7 @@ class Aggregator:
         experiment: str,
         vocabulary: Mapping[str, type[Message]],
         dtype: torch.dtype,
+        clients: Iterable[str],
         algorithm: str,
         version: int,
         notices: Notices | None = None,
@@ -134,8 +151,12 @@ class Aggregator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._stopped = False  # guarded by _joined
-        self._joined = threading.Condition()
-        self._workers: tuple[WorkerInfo, ...] = ()  # guarded by _joined
+        self._joined = threading.Condition()  # its lock may be taken twice
+        self._workers: dict[str, WorkerInfo] = {}  # guarded by _joined
+        self._index = {client: i for i, client in enumerate(clients)}
+        self._served = np.zeros(len(self._index), np.int32)  # by how many workers each may be; guarded by _joined
+        self._joins = Budget(1_000, 200)
+        self._most = connections()
         self._board = Dispatcher(run, incarnation, vocabulary, dtype, self._publish, self._tell)
 
     # ---- what the round loop uses, in its own thread
@@ -192,12 +213,17 @@ class Aggregator:
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the connected workers, by name."""
         with self._joined:
-            return self._workers
+            return tuple(self._workers[name] for name in sorted(self._workers))
 
     def unserved(self, clients: Iterable[str]) -> tuple[str, ...]:
         """Return those of the clients that no connected worker may serve, in the order given."""
-        served = [worker.clients for worker in self.workers()]
-        return tuple(client for client in clients if not any(client in those for those in served))
+        with self._joined:
+            served = (
+                {client for client, i in self._index.items() if self._served[i]}
+                if not self._served.all()
+                else self._index
+            )
+        return tuple(client for client in clients if client not in served)
 
     def wait_for(self, clients: Collection[str], timeout_s: float, workers: int = 1) -> None:
         """Wait until every client may be served by some connected worker, and so many workers are connected.
@@ -221,7 +247,8 @@ class Aggregator:
                 self._joined.wait(remaining)
 
     def _too_few(self, left: Sequence[str], clients: Collection[str], timeout_s: float, workers: int) -> QuorumError:
-        connected = ", ".join(worker.name for worker in self._workers) or "none"
+        there = sorted(self._workers)
+        connected = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "") or "none"
         if left:
             names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             what = f"no worker serves {len(left)} of {counted(len(clients), 'client')}: {names}"
@@ -310,7 +337,8 @@ class Aggregator:
         host, port = split_address(address, what="the address to serve on", lowest=0)
         self._protection.check(host)
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[] if self._gate is None else [self._gate])
+        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most))
+        server = grpc.aio.server(options=options, interceptors=[] if self._gate is None else [self._gate])
         # The frames are read and written as bytes: what is no frame ends its stream with our status, and what is
         # measured as traffic is what was sent.
         handler = grpc.stream_stream_rpc_method_handler(self._join)
@@ -347,10 +375,12 @@ class Aggregator:
             await state.set(service, health_pb2.HealthCheckResponse.SERVING)
         started.set_result(f"{host}:{bound}")
         log.debug("serving on %s:%d", host, bound)
-        watching = None if self._gate is None else asyncio.create_task(self._gate.watch())
+        watching = [asyncio.create_task(self._watch_connections())]
+        if self._gate is not None:
+            watching.append(asyncio.create_task(self._gate.watch()))
         await self._stopping.wait()
-        if watching is not None:
-            watching.cancel()
+        for task in watching:
+            task.cancel()
         await state.enter_graceful_shutdown()
         await server.stop(1.0)
 
@@ -360,6 +390,15 @@ class Aggregator:
             self._joined.notify_all()
         self._board.stop(finished)
 
+    async def _watch_connections(self) -> None:
+        """Say when there is no room for more connections, which gRPC itself keeps to itself."""
+        others, full = _sockets(), False
+        while True:
+            await asyncio.sleep(CONNECTIONS_EVERY_S)
+            was, full = full, _sockets() - others >= self._most
+            if full and not was:
+                self._tell(f"{self._most} connections are open, as many as may be: others cannot join until some end")
+
     def _begin_stop(self) -> None:
         assert self._stopping is not None
         self._stopping.set()
@@ -368,10 +407,10 @@ class Aggregator:
         """Hold one worker's stream, from its Hello to its end."""
         try:
             hello = await self._greet(context)
-        except WireError as damaged:
-            self._board.count(damaged.refusal)
-            log.warning("ended the stream of %s: %s", context.peer(), damaged)
-            await context.abort(grpc.StatusCode.DATA_LOSS, str(damaged))
+        except WireError as unfit:
+            self._board.count(unfit.refusal)
+            log.warning("ended the stream of %s: %s", context.peer(), unfit)
+            await context.abort(STATUS[unfit.refusal], str(unfit))
             return
         except Denied as denied:
             self._board.count(Refusal.HELLO)
@@ -382,7 +421,11 @@ class Aggregator:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
             return
         device = printable(hello.device, NAME_CHARACTERS)
-        link = Link(WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), device), owner=_owner())
+        worker = WorkerInfo(hello.worker, hello.incarnation, Clients(self._index, hello.clients), device)
+        link = Link(worker, owner=_owner())
+        if link.owner is None and self._board.taken(worker.name, worker.incarnation):  # since it was let in
+            await context.abort(STATUS[Refusal.NAME], str(WireError(Refusal.NAME, f"worker {worker.name}")))
+            return
         self._board.enter(link, hello.held if hello.held_of == self._incarnation else ())
 
         async def write(frame: bytes) -> None:
@@ -391,15 +434,22 @@ class Aggregator:
 
         reader = asyncio.create_task(self._read(link, context))
         writer = asyncio.create_task(link.outbox.drain(write))
+        ended = asyncio.create_task(link.ended.wait())
         try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            if reader.done() and isinstance(error := reader.exception(), WireError):
+            await asyncio.wait((reader, writer, ended), return_when=asyncio.FIRST_COMPLETED)
+            error = link.fault
+            if reader.done() and isinstance(found := reader.exception(), WireError):
+                error = found
+            if error is not None:
+                self._board.count(error.refusal)
+                log.warning("ended the stream of worker %s: %s", link.name, error)
+                self._board.leave(link)  # now: a worker that reads nothing does not read its status either
                 await context.abort(STATUS.get(error.refusal, grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             self._board.leave(link)
-            for task in (reader, writer):
+            for task in (reader, writer, ended):
                 task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            await asyncio.gather(reader, writer, ended, return_exceptions=True)
 
     async def _greet(self, context: Any) -> wire.Hello | None:
         """Read Hello and answer Welcome, or Refused and None.
@@ -407,24 +457,27 @@ class Aggregator:
         Raises
         ------
         WireError
-            If the Hello arrived damaged: the worker is to come again.
+            If the worker is to come again: its Hello arrived damaged, its name is taken, or too many come at once.
         Denied
             If who sent it may not speak for these clients, or by this name.
         """
+        peer = PEER.get()
         code, reason = wire.REFUSAL_CODE_HELLO, "the first part must be a Hello"
         try:
             data = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
             if data is grpc.aio.EOF:
                 return None
             self._up += len(data)
-            if len(data) > FRAME_BYTES:
-                raise WireError(Refusal.OVERSIZED, f"a frame of {len(data)} bytes, allowed: {FRAME_BYTES}")
+            if not self._joins.spend(1 + len(data) / HELLO_BYTES):
+                raise WireError(Refusal.JOINS, "come again")
             hello = _hello(data)
+            if peer is not None:
+                self._authenticate(peer, hello)
             code, reason = self._judge(hello)
         except TimeoutError:
             reason = f"no Hello within {HELLO_TIMEOUT_S:g} s"
         except WireError as error:
-            if error.refusal is Refusal.CHECKSUM:
+            if error.refusal in STATUS:
                 raise
             reason = str(error)
         if reason:
@@ -434,22 +487,22 @@ class Aggregator:
             self._down += len(frame)
             await context.write(frame)
             return None
-        self._authorize(hello)
+        if peer is not None:
+            peer.join(worker=hello.worker, incarnation=hello.incarnation, clients=len(hello.clients))
+        elif self._board.taken(hello.worker, hello.incarnation):
+            raise WireError(Refusal.NAME, f"worker {hello.worker}")
         self._down += len(self._welcome)
         await context.write(self._welcome)
         return hello
 
-    def _authorize(self, hello: wire.Hello) -> None:
-        """Make sure that a peer may be this worker, and write that it joins.
+    def _authenticate(self, peer: Peer, hello: wire.Hello) -> None:
+        """Make sure that a peer may be this worker.
 
         Raises
         ------
         Denied
             If not.
         """
-        peer = PEER.get()
-        if peer is None:
-            return
         identity, kind, reason = peer.identity, "clients", ""
         named = self._board.link(hello.worker)
         if foreign := identity.foreign(hello.clients):
@@ -461,7 +514,6 @@ class Aggregator:
         if reason:
             peer.refuse(kind, reason)
             raise Denied(f"{identity.name} {reason}", identity)
-        peer.join(worker=hello.worker, incarnation=hello.incarnation, clients=len(hello.clients))
 
     @staticmethod
     async def _watch(notices: Notices, request: wire.WatchRequest, context: Any) -> None:
@@ -487,14 +539,24 @@ class Aggregator:
             return wire.REFUSAL_CODE_HELLO, f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
         if not hello.worker.isprintable() or not hello.incarnation.isprintable():
             return wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print"
+        stranger = next((client for client in hello.clients if client not in self._index), None)
+        if stranger is not None:
+            found = printable(stranger, NAME_CHARACTERS)
+            return wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition"
         return wire.REFUSAL_CODE_UNSPECIFIED, ""
 
-    def _publish(self, workers: tuple[WorkerInfo, ...]) -> None:
+    def _publish(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
         with self._joined:
-            self._workers = workers
+            if gone is not None:
+                self._served -= gone.clients.mask
+                del self._workers[gone.name]
+            if come is not None:
+                self._served += come.clients.mask
+                self._workers[come.name] = come
             self._joined.notify_all()
+            count, unserved = len(self._workers), int((self._served == 0).sum())
         if self._notices is not None:
-            self._notices.workers(workers)
+            self._notices.workers(count, unserved)
 
     def _tell(self, text: str) -> None:
         log.warning("%s", text)
@@ -513,12 +575,7 @@ class Aggregator:
         """
         while (data := await context.read()) is not grpc.aio.EOF:
             self._up += len(data)
-            try:
-                self._board.take(link, data)
-            except WireError as error:
-                self._board.count(error.refusal)
-                log.warning("ended the stream of worker %s: %s", link.name, error)
-                raise
+            self._board.take(link, data)
 
 
 def _owner() -> str | None:
@@ -535,6 +592,18 @@ def _some(clients: Sequence[str]) -> str:
 
 def _frame(part: wire.AggregatorPart) -> bytes:
     return sealed(serialize(part))
+
+
+def _sockets() -> int:
+    """How many sockets this process has open."""
+    return sum(_is_socket(int(entry.name)) for entry in Path("/dev/fd").iterdir())
+
+
+def _is_socket(descriptor: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:  # it was that of the folder itself
+        return False
 
 
 def _hello(data: bytes) -> wire.Hello:

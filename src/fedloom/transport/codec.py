@@ -57,7 +57,6 @@ class Refusal(StrEnum):
     """Why a frame, transfer or reply was refused or dropped: the reasons that are counted."""
 
     GARBAGE = "garbage on the stream"
-    OVERSIZED = "oversized frame"
     REPEATED_BEGIN = "repeated begin of a transfer"
     ORDER = "chunks repeated, reordered or missing"
     UNKNOWN_TRANSFER = "frame of an unknown transfer"
@@ -67,11 +66,15 @@ class Refusal(StrEnum):
     RUN = "another run or incarnation"
     CONVERSATION = "unexpected conversation or exchange"
     CLIENT = "unexpected row or client"
+    FLOOD = "more refused parts than the work explains"
+    UNREAD = "too much that the worker does not read"
     LACKING = "a conversation that is lacking again and again"
     LATE = "late or repeated reply"
     SHAPE = "wrong message, field, dtype or shape"
     NON_FINITE = "not finite"
     HELLO = "refused hello"
+    NAME = "another process is connected under this name"
+    JOINS = "too many workers join at once"
 
 
 class WireError(Exception):
@@ -328,6 +331,8 @@ class Assembler:
             )
         if self._received + len(data) > self.total:
             raise WireError(Refusal.SIZE, f"{self._received + len(data)} bytes received, {self.total} announced")
+        if len(data) < min(CHUNK_BYTES, self.total - self._received):
+            raise WireError(Refusal.ORDER, f"chunk of {len(data)} bytes before the last, expected {CHUNK_BYTES}")
         self._received += len(data)
         rest = memoryview(data)
         while len(rest):

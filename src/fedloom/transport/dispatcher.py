@@ -21,7 +21,7 @@ from fedloom.federation.placement import deal
 from fedloom.federation.validation import mismatch
 from fedloom.messages import Message
 from fedloom.transport.codec import (
-    FRAME_BYTES,
+    CHUNK_BYTES,
     Assembler,
     Data,
     Pieces,
@@ -33,6 +33,7 @@ from fedloom.transport.codec import (
     serialize,
 )
 from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenConversation, WorkerInfo
+from fedloom.transport.limits import Budget
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import counted, printable
@@ -40,7 +41,9 @@ from fedloom.words import counted, printable
 log = logging.getLogger("fedloom.transport.aggregator")
 
 REPLAYS = 3  # how often a stream may say that it lacks what it was just sent
-IGNORED_TRANSFERS = 1024
+ALLOWED_PER_ROW = 4  # refused or late parts: a reply that comes late is two, and may have been asked for again
+UNREAD_REFUSALS = 16
+UNREAD_LANES = 256
 STOPPED = "the aggregator stopped"
 
 
@@ -52,7 +55,7 @@ class Dispatcher:
     run, incarnation, vocabulary, dtype
         As for ``Aggregator``.
     publish
-        Called with the connected workers, by name, whenever they change.
+        Called with a worker that has come, one that has gone, or both.
     say
         Called with what a person should know at once: clients that are awaited and have no worker, and until when.
     """
@@ -63,7 +66,7 @@ class Dispatcher:
         incarnation: str,
         vocabulary: Mapping[str, type[Message]],
         dtype: torch.dtype,
-        publish: Callable[[tuple[WorkerInfo, ...]], None],
+        publish: Callable[[WorkerInfo | None, WorkerInfo | None], None],
         say: Callable[[str], None],
     ) -> None:
         self.refusals = Refusals()
@@ -79,6 +82,7 @@ class Dispatcher:
         self._links: dict[str, Link] = {}
         self._conversations: dict[ConversationKey, OpenConversation] = {}
         self._newest: tuple[int, int, int] = (-1, -1, -1)
+        self._useless = Budget(20_000, 1_000)  # refused and late parts of all streams together
 
     # ---- workers
 
@@ -87,16 +91,19 @@ class Dispatcher:
         return self._links.get(name)
 
     def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
-        """A worker has joined: it may replace an older stream of its own, and gets rows that wait for it.
+        """A worker has joined: it replaces an older stream of its own, and gets rows that wait for it.
 
         Parameters
         ----------
         held
             What it has from earlier streams, as it says.
         """
+        if self._stopping:
+            self._end(link)
+            return
         old = self._links.pop(link.name, None)
         if old is not None:
-            if old.worker.incarnation != link.worker.incarnation:
+            if old.worker.incarnation != link.worker.incarnation:  # of one identity, or the newer would not be let in
                 reason = f"another process joined as worker {link.name!r}; names must be unique"
                 refused = wire.Refused(code=wire.REFUSAL_CODE_REPLACED, reason=reason)
                 old.outbox.put(None, _one(wire.AggregatorPart(refused=refused)))
@@ -105,13 +112,16 @@ class Dispatcher:
         self._links[link.name] = link
         for told in islice(held, HELD_CONVERSATIONS):
             self._believe(link, told)
-        if self._stopping:
-            self._end(link)
         log.info(
             "worker %s (%s, %s) joined", link.name, link.worker.device, counted(len(link.worker.clients), "client")
         )
-        self._publish(tuple(self._links[name].worker for name in sorted(self._links)))
+        self._publish(link.worker, None if old is None else old.worker)
         self._dispatch_all()
+
+    def taken(self, name: str, incarnation: str) -> bool:
+        """Whether another process is connected under a worker's name; one that is gone is noticed by keepalive."""
+        link = self._links.get(name)
+        return link is not None and link.worker.incarnation != incarnation and not self._stopping
 
     def _believe(self, link: Link, told: wire.Held) -> None:
         """Note what a worker says that it has; it is told of a conversation that was closed while it was away."""
@@ -128,12 +138,14 @@ class Dispatcher:
             return  # replaced by a newer stream
         del self._links[link.name]
         log.info("worker %s left", link.name)
-        self._publish(tuple(self._links[name].worker for name in sorted(self._links)))
+        self._publish(None, link.worker)
         self._release(link)
         self._dispatch_all(f"worker {link.name} left: ")
 
     def _release(self, link: Link) -> None:
         """Take back the rows that were awaited from this stream."""
+        for arrival in link.arrivals.values():
+            del arrival.exchange.arriving[arrival.row]
         link.arrivals.clear()
         for conversation in self._conversations.values():
             exchange = conversation.current
@@ -200,11 +212,11 @@ class Dispatcher:
         conversation = self._conversations.get(exchange.call.key)
         if conversation is not None and conversation.current is exchange:
             conversation.current = None
-        for link in self._links.values():
-            for transfer in [number for number, arrival in link.arrivals.items() if arrival.exchange is exchange]:
-                del link.arrivals[transfer]
-                link.ignored.add(transfer)
-                self.count(Refusal.LATE)
+        for arrival in exchange.arriving.values():
+            del arrival.link.arrivals[arrival.number]
+            arrival.link.ignored.add(arrival.number)
+            self.count(Refusal.LATE)
+        exchange.arriving.clear()
 
     def close(self, key: ConversationKey) -> None:
         """Forget a conversation, and tell the workers that hold rows of it."""
@@ -217,6 +229,8 @@ class Dispatcher:
             if link.held.pop(key, None) is not None:
                 link.outbox.drop(key)
                 link.outbox.put(key, _one(_closed(key)))
+                if link.outbox.lanes > UNREAD_LANES:
+                    link.end(WireError(Refusal.UNREAD, f"{link.outbox.lanes} conversations"))
 
     def _dispatch_all(self, because: str = "") -> None:
         for conversation in self._conversations.values():
@@ -227,6 +241,8 @@ class Dispatcher:
         """Send the outstanding rows that nobody is working on to a worker that may serve them, if there is one."""
         exchange = conversation.current
         assert exchange is not None
+        if len(exchange.sent) == len(exchange.outstanding) and not exchange.unserved:
+            return  # a worker that comes costs nothing then
         shares: dict[str, list[int]] = {}
         free = []
         for row in exchange.call.rows:
@@ -237,7 +253,7 @@ class Dispatcher:
                 shares.setdefault(holder.name, []).append(row)  # a row stays with its worker while that lives
             else:
                 free.append(row)
-        loads = Counter(link.name for row, link in exchange.sent.items() if row in exchange.outstanding)
+        loads = Counter(link.name for link in exchange.sent.values())
         loads.update({name: len(rows) for name, rows in shares.items()})
         candidates = {name: link.worker.clients for name, link in self._links.items()}
         for name, positions in deal([exchange.client[row] for row in free], candidates, loads).items():
@@ -277,6 +293,7 @@ class Dispatcher:
             for past in earlier:
                 self._put(link, past, those, replay=True, remaining_s=None)
         call = exchange.call
+        link.allowance += ALLOWED_PER_ROW * len(rows)
         new = sorted(set(rows).difference(asked))
         if new:
             self._put(link, call, new, replay=False, remaining_s=exchange.remaining_s())
@@ -311,16 +328,7 @@ class Dispatcher:
         WireError
             If its stream has to end.
         """
-        parts = list(read(wire.WorkerFrame, data))
-        if len(data) > FRAME_BYTES:
-            error = WireError(Refusal.OVERSIZED, f"a frame of {len(data)} bytes, allowed: {FRAME_BYTES}")
-            transfers = {part.transfer for kind, part in parts if kind in ("begin", "chunk")} - {0}
-            if not transfers:
-                raise error
-            for number in sorted(transfers):
-                self._refuse_transfer(link, number, error)
-            return
-        for kind, part in parts:
+        for kind, part in read(wire.WorkerFrame, data):
             match kind:
                 case "begin":
                     self._begin(link, part)
@@ -346,7 +354,7 @@ class Dispatcher:
             self._refuse_transfer(link, number, error)
             return
         try:
-            link.arrivals[number] = self._accept(link, begin, exchange, row)
+            link.arrivals[number] = exchange.arriving[row] = self._accept(link, begin, exchange, row)
         except WireError as error:
             exchange.settle(row, Lost(self.refuse(error, exchange, row, link.name)))
             self._ignore(link, number, error)
@@ -374,7 +382,7 @@ class Dispatcher:
             raise WireError(Refusal.CLIENT, f"row {row} is not in exchange {number} of {_name(key)}")
         if row not in exchange.outstanding or exchange.sent.get(row) is not link:
             raise WireError(Refusal.LATE, f"row {row} of {_name(key)}, exchange {number}")
-        if any(a.exchange is exchange and a.row == row for a in link.arrivals.values()):
+        if row in exchange.arriving:
             raise WireError(Refusal.LATE, f"row {row} of {_name(key)}, exchange {number} is arriving already")
         return exchange, row
 
@@ -393,7 +401,9 @@ class Dispatcher:
         if wrong is not None:
             raise WireError(Refusal.SHAPE, wrong[:REASON_CHARACTERS])
         limit = sum(spec.nbytes for spec in specs)
-        return Arrival(exchange, row, cls, Assembler(begin, specs, limit, exchange.storage(cls, row)))
+        return Arrival(
+            link, begin.transfer, exchange, row, cls, Assembler(begin, specs, limit, exchange.storage(cls, row))
+        )
 
     def _continue(self, link: Link, number: int, part: wire.Chunk | Data | wire.End) -> None:
         """Take in a chunk or the end of a transfer."""
@@ -401,6 +411,8 @@ class Dispatcher:
         if arrival is None:
             if number not in link.ignored:
                 self._refuse_transfer(link, number, WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}"))
+            elif isinstance(part, Data) and len(part.data) < CHUNK_BYTES:
+                self._spend(link)  # of the chunks of a transfer the last one alone is short
             if isinstance(part, wire.End):
                 link.ignored.discard(number)
             return
@@ -414,13 +426,14 @@ class Dispatcher:
             if isinstance(part, wire.End):
                 link.ignored.discard(number)
             return
-        del link.arrivals[number]
+        del link.arrivals[number], arrival.exchange.arriving[arrival.row]
         arrival.exchange.settle(arrival.row, Arrived(link.name, arrival.cls, arrival.assembler))
 
     def _refuse_transfer(self, link: Link, number: int, error: WireError) -> None:
         """Refuse a transfer; the row that was arriving by it is lost, the stream lives on."""
         arrival = link.arrivals.pop(number, None)
         if arrival is not None:
+            del arrival.exchange.arriving[arrival.row]
             reason = self.refuse(error, arrival.exchange, arrival.row, link.name)
             arrival.exchange.settle(arrival.row, Lost(reason))
         else:
@@ -431,14 +444,27 @@ class Dispatcher:
             )  # fmt: skip
         self._ignore(link, number, error)
 
-    def _ignore(self, link: Link, number: int, error: WireError | None = None) -> None:
+    def _ignore(self, link: Link, number: int, error: WireError) -> None:
         """Skip the rest of a transfer, and tell the worker if something was wrong with it."""
         link.ignored.add(number)
-        if len(link.ignored) > IGNORED_TRANSFERS:
-            raise WireError(Refusal.GARBAGE, f"more than {IGNORED_TRANSFERS} refused transfers that never end")
-        if error is not None and error.refusal is not Refusal.LATE:
+        self._spend(link)
+        if error.refusal is not Refusal.LATE and link.outbox.waiting(None) < UNREAD_REFUSALS:
             refused = wire.TransferRefused(transfer=number, reason=str(error)[:REASON_CHARACTERS])
             link.outbox.put(None, _one(wire.AggregatorPart(transfer_refused=refused)))
+
+    def _spend(self, link: Link) -> None:
+        """Count a part that was of no use against what its stream, and all together, may send of them.
+
+        Raises
+        ------
+        WireError
+            If that is used up: the stream has to end.
+        """
+        link.allowance -= 1
+        if link.allowance < 0:
+            raise WireError(Refusal.FLOOD, f"worker {link.name}")
+        if not self._useless.spend():
+            raise WireError(Refusal.FLOOD, "all workers together")
 
     def _missing(self, link: Link, missing: wire.Missing) -> None:
         """Send the earlier messages of a conversation to a worker that lacks them, and ask again."""
@@ -448,6 +474,7 @@ class Dispatcher:
                 exchange, _ = self._awaited_row(link, missing.conversation, missing.exchange, row)
             except WireError as error:
                 self.count(error.refusal)
+                self._spend(link)
                 continue
             exchange.missing[link, row] += 1
             if exchange.missing[link, row] > REPLAYS:
@@ -465,6 +492,7 @@ class Dispatcher:
             exchange, row = self._awaited_row(link, lost.conversation, lost.exchange, lost.row)
         except WireError as error:
             self.count(error.refusal)
+            self._spend(link)
             return
         exchange.settle(row, Lost(printable(lost.reason, REASON_CHARACTERS) or "the worker gave no reason"))
 

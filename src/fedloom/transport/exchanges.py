@@ -5,21 +5,64 @@ All of it belongs to the event loop's thread, except the inbox of an exchange, f
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedloom.federation.carrier import Call, ConversationKey, Lost
 from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
-from fedloom.transport.codec import Assembler, Cutter
+from fedloom.transport.codec import Assembler, Cutter, WireError
 from fedloom.transport.stream import Outbox
 from fedloom.transport.wire import federation_pb2 as wire
+
+
+class Clients(Collection[str]):
+    """Some of a run's clients, in the memory of a bit for each client of the run.
+
+    Parameters
+    ----------
+    index
+        The position of each client of the run.
+    ids
+        Which of them; an id may repeat.
+
+    Raises
+    ------
+    KeyError
+        If the run has no such client.
+    """
+
+    def __init__(self, index: Mapping[str, int], ids: Iterable[str]) -> None:
+        self._index = index
+        self._bits = bytearray((len(index) + 7) // 8)
+        for client in ids:
+            i = index[client]
+            self._bits[i >> 3] |= 1 << (i & 7)
+        self._count = int.from_bytes(self._bits, "little").bit_count()
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint8]:
+        """For each client of the run, 1 or 0."""
+        return np.unpackbits(np.frombuffer(self._bits, np.uint8), count=len(self._index), bitorder="little")
+
+    def __contains__(self, client: object) -> bool:
+        i = self._index.get(client)  # type: ignore[call-overload]
+        return i is not None and bool(self._bits[i >> 3] >> (i & 7) & 1)
+
+    def __iter__(self) -> Iterator[str]:
+        return (client for client in self._index if client in self)
+
+    def __len__(self) -> int:
+        return self._count
 
 
 @dataclass(frozen=True)
@@ -28,7 +71,7 @@ class WorkerInfo:
 
     name: str
     incarnation: str
-    clients: frozenset[str]
+    clients: Clients
     device: str
 
 
@@ -36,6 +79,8 @@ class WorkerInfo:
 class Arrival:
     """A reply that is coming in."""
 
+    link: Link
+    number: int
     exchange: Exchange
     row: int
     cls: type[Message]
@@ -54,6 +99,14 @@ class Link:
     """Of each row, the last exchange that the worker has: as it said when it joined, or as sent on this stream."""
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ignored: set[int] = field(default_factory=set)  # transfers that were refused and have not ended yet
+    allowance: int = 64  # of parts that are refused or late; each row that the worker is asked for adds to it
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    fault: WireError | None = None
+
+    def end(self, fault: WireError) -> None:
+        """Let the stream end, and say why."""
+        self.fault = self.fault or fault
+        self.ended.set()
 
     @property
     def name(self) -> str:
@@ -79,7 +132,8 @@ class Exchange:
         self.inbox: SimpleQueue[tuple[int, Arrived | Lost] | Exception] = SimpleQueue()
         self.client = dict(zip(call.rows, call.clients, strict=True))
         self.outstanding = set(call.rows)
-        self.sent: dict[int, Link] = {}  # whom each row was sent to and is awaited from
+        self.sent: dict[int, Link] = {}  # whom each outstanding row was sent to and is awaited from
+        self.arriving: dict[int, Arrival] = {}
         self.missing: Counter[tuple[Link, int]] = Counter()  # how often a stream said that it lacks a row
         self.unserved: tuple[str, ...] = ()  # clients that were last said to have no worker
         self._position = {row: i for i, row in enumerate(call.rows)}
@@ -113,6 +167,7 @@ class Exchange:
     def settle(self, row: int, outcome: Arrived | Lost) -> None:
         """Hand a row's outcome to the calling thread; whatever else comes for it is late."""
         self.outstanding.discard(row)
+        self.sent.pop(row, None)
         self.inbox.put((row, outcome))
 
 

@@ -11,7 +11,14 @@ NOBODY = "nothing listens there"
 STRANGER = "what answers there is not a FedLoom aggregator"
 BROKEN = "the connection broke"
 
-OUR_OWN = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS)
+COME_AGAIN = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
+"""Statuses with which an aggregator that is there lets nobody in for now."""
+
+OUR_OWN = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    *COME_AGAIN,
+)
 """Statuses that the aggregator gives, with its reason."""
 
 _HINTS = {

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fedloom.federation.journal import Attempt
-from fedloom.transport.exchanges import WorkerInfo
 from fedloom.transport.progress import ENDS, Progress, State, to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import counted
@@ -32,13 +30,12 @@ class Notices:
     rounds
         How many there are to be.
     clients
-        Everyone who takes part, seen and unseen.
+        How many take part, seen and unseen.
     """
 
-    def __init__(self, run: str, rounds: int, clients: Collection[str]) -> None:
-        self._clients = clients
+    def __init__(self, run: str, rounds: int, clients: int) -> None:
         self._lock = threading.Lock()
-        self._now = Progress(run, "waiting", 0, rounds, 0, len(clients))
+        self._now = Progress(run, "waiting", 0, rounds, 0, clients)
         self._evaluations: list[Progress] = []
         self._watchers = 0
         self._unwatched_since = time.monotonic()
@@ -56,12 +53,10 @@ class Notices:
             if self._now.state not in ENDS:
                 self._now = replace(self._now, message=message)
 
-    def workers(self, workers: Sequence[WorkerInfo]) -> None:
+    def workers(self, count: int, clients_unserved: int) -> None:
         """Other workers are connected than before."""
-        served = frozenset[str]().union(*(worker.clients for worker in workers))
-        unserved = sum(client not in served for client in self._clients)
         with self._lock:
-            self._now = replace(self._now, workers=len(workers), clients_unserved=unserved)
+            self._now = replace(self._now, workers=count, clients_unserved=clients_unserved)
 
     # ---- the round loop's observer
 

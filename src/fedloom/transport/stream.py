@@ -30,6 +30,12 @@ _KEEPALIVE = (
 SERVER_OPTIONS = (
     *_KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # What a connection may cost of which nothing is known: it has to speak HTTP/2 within 10 s, is closed after 30 s
+    # without a stream, and has room for one frame in each of the streams that it may hold.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 30_000),
+    ("grpc.max_concurrent_streams", 4),
+    ("grpc.max_receive_message_length", FRAME_BYTES),
     ("grpc.so_reuseport", 0),  # a port that is taken is an error, not a second server on the same port
 )
 CHANNEL_OPTIONS = (
@@ -101,6 +107,15 @@ class Outbox:
         waiting = self._lanes.get(lane)
         while waiting is not None and len(waiting) > 1:
             waiting.pop()
+
+    def waiting(self, lane: Hashable) -> int:
+        """How much waits in a lane."""
+        return len(self._lanes.get(lane, ()))
+
+    @property
+    def lanes(self) -> int:
+        """In how many lanes something waits."""
+        return len(self._lanes)
 
     def close(self) -> None:
         """Let :meth:`drain` return once everything queued is written."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import grpc
 
 import fedloom
-from fedloom.errors import AbandonedError, FedloomError, RefusedError
+from fedloom.errors import AbandonedError, DataError, FedloomError, RefusedError
 from fedloom.federation.carrier import REASON_CHARACTERS, ConversationKey, Lost, MissingConversation
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
@@ -45,7 +45,7 @@ from fedloom.transport.codec import (
     sealed,
     serialize,
 )
-from fedloom.transport.failures import REFUSALS, described, hint
+from fedloom.transport.failures import COME_AGAIN, REFUSALS, described, hint
 from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
     HELD_CONVERSATIONS,
@@ -162,6 +162,10 @@ class _Close:
     key: ConversationKey
 
 
+class _LaterError(ConnectionError):
+    """The aggregator is there, and we are to come again."""
+
+
 class _Finished:
     """The aggregator said goodbye."""
 
@@ -199,11 +203,13 @@ def serve(
     Raises
     ------
     RefusedError
-        If the aggregator does not let us in: protocol, package or algorithm version, a name that is taken, who we are.
+        If the aggregator does not let us in: protocol, package or algorithm version, who we are.
         If we do not believe it, or it does not believe us: at once, unless it has let us in before; then after
         ``reconnect_s`` seconds, as certificates may be about to be renewed.
     ExperimentError
         If a token would be sent in plaintext to another machine.
+    DataError
+        If we may serve a client that the run does not have.
     AbandonedError
         If the aggregator is gone for ``reconnect_s`` seconds.
     Exception
@@ -498,6 +504,8 @@ class _Connection:
                 return
             except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
                 reason = _describe(error)
+                if isinstance(error, _LaterError):
+                    last_seen = time.monotonic()
             if seen or self._outbox is not None:
                 self._outbox, last_seen, attempt = None, time.monotonic(), 0
                 told, next_notice = set(), FIRST_NOTICE_S
@@ -527,7 +535,7 @@ class _Connection:
 
         Raises
         ------
-        RefusedError
+        RefusedError, DataError
             If the aggregator does not let us in.
         grpc.RpcError, ConnectionError, TimeoutError, WireError
             If there is none, it does not answer, or what it sends is no frame.
@@ -583,6 +591,8 @@ class _Connection:
         """What to make of a call that failed for who we are, or who they are; None if for something else."""
         if code in REFUSALS:
             return RefusedError(f"{self._address} refused the stream: {described(code, details)}", hint=hint(code))
+        if code in COME_AGAIN:
+            return _LaterError(described(code, details))
         certain = dial.distrust(self._address, self._shown, code, details)
         perhaps = None if self._outbox is not None else dial.closed_after_handshake(self._shown, code, details)
         if not (reason := certain or perhaps):
@@ -670,7 +680,7 @@ def _first(data: bytes) -> wire.AggregatorPart:
     return parse(wire.AggregatorFrame, data).parts[0]
 
 
-def _refused(address: str, refused: wire.Refused) -> RefusedError:
+def _refused(address: str, refused: wire.Refused) -> FedloomError:
     hints = {
         wire.REFUSAL_CODE_PROTOCOL: "install the same version of fedloom on both sides",
         wire.REFUSAL_CODE_PACKAGE: "install the same version of fedloom on both sides",
@@ -678,6 +688,11 @@ def _refused(address: str, refused: wire.Refused) -> RefusedError:
         wire.REFUSAL_CODE_REPLACED: "give every worker a name of its own with --name",
     }
     reason = printable(refused.reason, REASON_CHARACTERS)
+    if refused.code == wire.REFUSAL_CODE_CLIENTS:
+        return DataError(
+            f"the aggregator at {address} refused: {reason}",
+            hint="make the partition with the aggregator's experiment file: fedloom partition EXPERIMENT",
+        )
     return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refused.code))
 
 

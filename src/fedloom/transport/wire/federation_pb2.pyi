@@ -39,6 +39,7 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_CODE_PROTOCOL: _ClassVar[RefusalCode]
     REFUSAL_CODE_PACKAGE: _ClassVar[RefusalCode]
     REFUSAL_CODE_ALGORITHM: _ClassVar[RefusalCode]
+    REFUSAL_CODE_CLIENTS: _ClassVar[RefusalCode]
     REFUSAL_CODE_REPLACED: _ClassVar[RefusalCode]
 
 class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -73,6 +74,7 @@ REFUSAL_CODE_HELLO: RefusalCode
 REFUSAL_CODE_PROTOCOL: RefusalCode
 REFUSAL_CODE_PACKAGE: RefusalCode
 REFUSAL_CODE_ALGORITHM: RefusalCode
+REFUSAL_CODE_CLIENTS: RefusalCode
 REFUSAL_CODE_REPLACED: RefusalCode
 STATE_UNSPECIFIED: State
 STATE_WAITING: State

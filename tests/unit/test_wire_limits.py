@@ -1,0 +1,78 @@
+"""What strangers may cost: budgets over time, lines of log, descriptors."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from fedloom.transport.exchanges import Clients
+from fedloom.transport.limits import CONNECTIONS, Budget, Sparing
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_budget_comes_back_with_time_and_not_beyond_its_most() -> None:
+    clock = Clock()
+    budget = Budget(3, 2, clock)
+    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
+    clock.now = 0.5
+    assert [budget.spend() for _ in range(2)] == [True, False]
+    clock.now = 100.0
+    assert [budget.spend(2), budget.spend(1), budget.spend(0.1)] == [True, True, False]
+
+
+def test_lines_of_one_kind_are_rationed_and_say_how_many_were_left_out() -> None:
+    clock, told = Clock(), []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    log = logging.Logger("rationed")
+    log.addHandler(Keep())
+    log.addFilter(Sparing(clock))
+    for i in range(1_000):
+        log.warning("refused %d", i)
+    log.warning("something else")
+    assert len(told) == 21
+    clock.now = 2.0
+    log.warning("refused %d", 1_000)
+    assert told[-1] == "refused 1000 (and 980 more of this kind)"
+    clock.now = 4.0
+    log.warning("refused %d", 1_001)
+    assert told[-1] == "refused 1001"
+
+
+def test_clients_are_some_of_those_of_the_run() -> None:
+    index = {f"c{i}": i for i in range(20)}
+    some = Clients(index, ["c3", "c17", "c3"])
+    assert list(some) == ["c3", "c17"]
+    assert len(some) == 2
+    assert "c17" in some
+    assert "c4" not in some
+    assert "stranger" not in some
+    assert [i for i, there in enumerate(some.mask) if there] == [3, 17]
+    with pytest.raises(KeyError):
+        Clients(index, ["stranger"])
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(64, 16), (400, 144), (1_400, CONNECTIONS)])
+def test_descriptors_are_kept_for_files(limit: int, expected: int) -> None:
+    program = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, {limit}))\n"
+        "from fedloom.transport.limits import connections\n"
+        "print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    found, soft = map(int, said.stdout.split())
+    assert found == expected
+    assert soft == min(limit, CONNECTIONS + 256)
