@@ -271,3 +271,27 @@ def test_a_reason_that_a_client_gives_ends_no_line_and_is_cut(tmp_path: Path) ->
     again.loop.resume()
     again.run()
     assert again.loop.round == 3
+
+
+def test_a_state_that_was_poisoned_in_place_never_reaches_a_checkpoint(tmp_path: Path) -> None:
+    """Of a method that changes its tensors in place, and does not look: what is durable stays what it was."""
+    f = fedavg(tmp_path, instead, "nobody", rounds=3)
+    f.run()
+    durable = f.state
+    f = fedavg(tmp_path, instead, "nobody", rounds=4)
+    f.loop.resume()
+
+    def poisoned(round: Any) -> Any:
+        f.loop.server.state["theta"][0] = math.inf
+        return {"client_steps": 0.0}
+
+    f.loop.server.train_round = poisoned  # type: ignore[method-assign]
+    with pytest.raises(QuorumError, match="theta of the server's state is not finite"):
+        f.run()
+    again = fedavg(tmp_path, instead, "nobody", rounds=4)
+    again.loop.resume()
+    assert again.loop.round == 3
+    assert all(torch.equal(mine, again.state[key]) for key, mine in durable.items())
+    assert again.loop.best is not None
+    assert again.loop.best.round <= 3
+    again.run()
