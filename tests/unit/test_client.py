@@ -82,7 +82,7 @@ def test_step_counts(n: int, size: int, k: int) -> None:
 
 @pytest.mark.parametrize("length", [{}, {"steps": 3, "epochs": 2}])
 def test_exactly_one_length_is_asked_for(length: dict[str, int]) -> None:
-    with pytest.raises(ValidationError, match="exactly one of steps and epochs: found steps="):
+    with pytest.raises(ValidationError, match=r"steps=.*epochs="):
         LocalSGD(**length)
 
 
@@ -229,7 +229,7 @@ def test_clients_that_cannot_train_say_so(g: int, fault: str) -> None:
     c = data[-1]
     broken = Split(c.train.x, None) if fault == "no labels" else Split(c.train.x[:0], torch.zeros(0).long())
     data[-1] = ClientData(c.id, broken, c.validation, c.test, c.classes)
-    with pytest.raises(DataError, match=f"client {c.id}: its train split (has no labels|is empty)"):
+    with pytest.raises(DataError, match=f"client {c.id}: .*({'labels' if fault == 'no labels' else 'empty'})"):
         train(SMALL, group(data), starts(SMALL, g), LocalSGD(steps=1))
 
 

@@ -128,7 +128,7 @@ def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> N
     with pytest.raises(StopIteration) as end:
         next(FEDAVG.client(made(), task()).open(group([c]), opening))
     assert set(end.value.value[0]) == {"personal", "global"}
-    with pytest.raises(DataError, match="client c7: its train split has no labels"):
+    with pytest.raises(DataError, match=r"client c7: .*labels"):
         FEDAVG.client(made(personalize_steps=1), task()).open(group([c]), opening)
 
 

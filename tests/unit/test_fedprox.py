@@ -74,7 +74,7 @@ def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
     """At lr μ = 1 a step on the term alone lands on w_t; beyond, it overshoots."""
     made(mu=19.9)
     for mu in (20.0, 30.0):
-        with pytest.raises(ValidationError, match=rf"mu: found {mu:g} with local.lr 0.05"):
+        with pytest.raises(ValidationError, match=rf"mu: found {mu:g}\b.*\b0\.05\b"):
             made(mu=mu)
     with pytest.raises(ValidationError, match="mu"):
         made(mu=-1.0)

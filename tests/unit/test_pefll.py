@@ -413,7 +413,7 @@ def without_labels(c: ClientData) -> ClientData:
 
 def test_an_unlabelled_client_is_described_by_the_unlabelled_variant_alone() -> None:
     c = without_labels(client("c7", 4))
-    with pytest.raises(DataError, match=r"client c7: its train split has no labels.*\n.*embedding\.labels: false"):
+    with pytest.raises(DataError, match=r"client c7: .*\n.*embedding\.labels: false"):
         next(open_with(literal(), DescribeYourself, c))
     conversation = open_with(literal(embedding={"labels": False}), DescribeYourself, c)
     next(conversation)
@@ -425,7 +425,7 @@ def test_an_unlabelled_client_is_described_by_the_unlabelled_variant_alone() -> 
 def test_an_unlabelled_client_cannot_train() -> None:
     conversation = open_with(literal(embedding={"labels": False}), DescribeAndTrain, without_labels(client("c7", 4)))
     next(conversation)
-    with pytest.raises(DataError, match="client c7: its train split has no labels"):
+    with pytest.raises(DataError, match=r"client c7: .*labels"):
         conversation.send(PersonalizedModel(torch.zeros(1, task().model.layout.size).double()))
 
 
@@ -433,7 +433,7 @@ def test_an_unlabelled_client_cannot_train() -> None:
 def test_a_client_without_training_examples_says_so(opening: type) -> None:
     c = client("c7", 4)
     empty = ClientData("c7", Split(c.train.x[:0], torch.zeros(0).long()), c.validation, c.test, c.classes)
-    with pytest.raises(DataError, match="client c7: its train split is empty"):
+    with pytest.raises(DataError, match=r"client c7: .*empty"):
         next(open_with(literal(), opening, empty))
 
 
@@ -452,9 +452,9 @@ def test_a_client_half_derived_from_another_keeps_its_conversations() -> None:
 
 
 def test_settings_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(ValidationError, match="linear sees nothing but labels"):
+    with pytest.raises(ValidationError, match=r"linear.*labels=False"):
         literal(embedding={"network": "linear", "labels": False})
-    with pytest.raises(ValidationError, match="exactly one of steps and epochs"):
+    with pytest.raises(ValidationError, match=r"steps=.*epochs="):
         literal(local={"epochs": 1})
 
 
@@ -478,9 +478,7 @@ def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[i
     for network in ("lenet", "linear", "mlp", "lstm"):
         s = literal(embedding={"network": network})
         if network not in allowed.split(", "):
-            with pytest.raises(
-                ExperimentError, match=f"found '{network}' for inputs that are {kind}; allowed: {allowed}"
-            ):
+            with pytest.raises(ExperimentError, match=f"'{network}'.*{kind}.*allowed: {allowed}"):
                 PeFLLClient(s, problem)
             continue
         member = client("c0", 8, shape=shape)
@@ -499,7 +497,7 @@ def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[i
 
 
 def test_a_width_that_says_nothing_is_refused() -> None:
-    with pytest.raises(ValidationError, match="network lenet has no free width: found width=7"):
+    with pytest.raises(ValidationError, match=r"lenet.*width=7"):
         literal(embedding={"width": 7})
 
 
