@@ -86,8 +86,8 @@ class InterruptedRun(FedloomError):
 
 
 STORAGE_FAILURES = {
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT,
-    errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.ESTALE,
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.ENXIO, errno.EPERM, errno.EROFS, errno.ESTALE,
 }  # fmt: skip
 """What the operating system says when a file cannot be written or read; other errors are bugs and keep their trace."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -26,6 +28,20 @@ def shortened(text: str, most: int = 60) -> str:
     """Return a text, or its beginning, as part of a line."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises
+    ------
+    ValueError
+        If it is none, or nested deeper than Python goes.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists and objects inside one another, too deep") from None
 
 
 def as_csv(rows: Sequence[Mapping[str, str]]) -> str:

@@ -205,9 +205,10 @@ def _arguments(
         If the file cannot be read, an option is not for this pipeline, or one is missing.
     """
     from fedloom.errors import ExperimentError
+    from fedloom.storage.folder import read_file
 
     try:
-        text = experiment.read_text(encoding="utf-8")
+        text = read_file(experiment).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
         raise ExperimentError(f"{experiment}: cannot be read: {why}") from error

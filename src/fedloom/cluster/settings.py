@@ -12,7 +12,9 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import explain, listing, shown
+from fedloom.experiment.yaml_reader import parse
 from fedloom.settings import Settings
+from fedloom.storage.folder import read_file
 
 OWN = "fedloom.dev/"
 """Prefix of our own labels and annotations."""
@@ -183,14 +185,12 @@ class ClusterSettings(Settings):
         ExperimentError
             If it cannot be read, is no YAML, or a setting is not allowed.
         """
-        import yaml
-
         try:
-            value = yaml.safe_load(path.read_text(encoding="utf-8"))
+            value, _ = parse(read_file(path).decode("utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
         except OSError as error:
             raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ExperimentError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
         return cls.from_json(json.dumps(value if value is not None else {}), source=str(path))
 
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedloom.errors import DataError
+from fedloom.errors import DataError, as_storage_error
+from fedloom.storage.folder import read_file
+from fedloom.words import parsed_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,7 +203,7 @@ _ADAPTER = TypeAdapter(Manifest)
 def _version(text: str | bytes) -> int | None:
     """Return the version of what may be a manifest of another format; None if it says none."""
     try:
-        found = json.loads(text)
+        found = parsed_json(text)
     except ValueError:
         return None
     version = found.get("version") if isinstance(found, dict) else None
@@ -218,9 +220,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / "partition.json"
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"no partition here: expected its manifest in {path}", hint=FIX) from None
+    except OSError as error:
+        raise as_storage_error(error) from error
     return Manifest.from_json(text, where=str(path))
 
 
@@ -239,9 +243,11 @@ def read_shard(folder: Path, entry: ClientEntry) -> bytes:
     """
     path = shard_path(folder, entry.id)
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"the shard of client {entry.id} is missing: expected {path}", hint=FIX) from None
+    except OSError as error:
+        raise as_storage_error(error) from error
     check_shard(content, entry, str(path), FIX)
     return content
 

@@ -13,6 +13,7 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import KeyPath, dotted, shown
 from fedloom.experiment.yaml_reader import parse
 from fedloom.storage import is_url, open_store
+from fedloom.storage.folder import read_file
 from fedloom.words import shortened
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
             place, _, name = str(path).rpartition("/")
             content = open_store(place).read(name)
         else:
-            content = Path(path).read_bytes()
+            content = read_file(Path(path))
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error

@@ -66,9 +66,12 @@ def parse(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
     """
     if len(text) > LONGEST:
         raise ExperimentError(f"{source}: found {len(text):,} characters; allowed: at most {LONGEST:,}")
-    loader = _Loader(text)
     origins: dict[KeyPath, str] = {(): ""}
     twice: list[Mistake] = []
+    try:
+        loader = _Loader(text)  # it looks for characters that YAML does not have
+    except yaml.YAMLError as error:
+        raise ExperimentError(f"{source}: not YAML: {_yaml_problem(error)}") from error
     try:
         node = loader.get_single_node()
         if node is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.errors import DataError, as_storage_error
 from fedloom.federation import tensor_file
-from fedloom.storage.folder import write_atomically
+from fedloom.storage.folder import read_file, write_atomically
 
 VERSION = 2
 KEPT = 2
@@ -166,7 +166,7 @@ class Checkpoints:
     def _read(self, round: int) -> Checkpoint:
         path = self._path(round)
         try:
-            state, about = tensor_file.decode(path.read_bytes())
+            state, about = tensor_file.decode(read_file(path))
             if about["version"] != VERSION:
                 raise ValueError(f"found format {about['version']}, this FedLoom reads {VERSION}")
             if about["round"] != round:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError, ExperimentError
-from fedloom.storage.folder import PARTIAL, staged, storing, sync, write_atomically
+from fedloom.storage.folder import PARTIAL, open_file, read_file, staged, storing, sync, write_atomically
+from fedloom.words import parsed_json
 
 EXPERIMENT = "experiment.yaml"
 PIECE = 1 << 20
@@ -148,7 +149,7 @@ class RunFolder:
     def read(self, name: str) -> str | None:
         """Return the content of a file; None if it is not there."""
         try:
-            return (self.path / name).read_text(encoding="utf-8")
+            return read_file(self.path / name).decode("utf-8").replace("\r\n", "\n")
         except FileNotFoundError:
             return None
         except UnicodeDecodeError as error:
@@ -166,7 +167,7 @@ class RunFolder:
     def json(self, name: str) -> dict[str, Any]:
         """Return the object of a JSON file that must be there."""
         try:
-            value = json.loads(self.text(name))
+            value = parsed_json(self.text(name))
         except ValueError as error:
             raise DataError(f"{self.path / name}: is not JSON ({error})") from error
         if not isinstance(value, dict):
@@ -187,7 +188,7 @@ class RunFolder:
         """Give the lines of a JSON-lines file that are not empty, and where they are; none if it is not there."""
         path, end = self.path / name, 0
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 for line in file:  # of bytes: lines end with \n alone
                     start, end = end, end + len(line)
                     if not line.isspace():
@@ -202,21 +203,27 @@ class RunFolder:
     def metrics(self) -> Lines:
         """Return the evaluated rounds, ascending; of one written twice (before and after a resume) the later line."""
         found = self.lines("metrics.jsonl")
-        wanted = ("round", "seen", "unseen", "global", "communication")
-        whole = [line for line in found if all(key in line for key in wanted)]
+        whole = [line for line in found if _is_evaluation(line)]
         by_round = {line["round"]: line for line in whole}
         return Lines((by_round[number] for number in sorted(by_round)), found.unreadable + len(found) - len(whole))
 
     def training_loss(self) -> dict[int, float]:
         """Return the training loss of each round that is in the journal, ascending; none of methods without one."""
-        done = (a for a in self.objects("journal.jsonl") if a.get("outcome", "done") == "done")
-        found = {a["round"]: a["statistics"]["loss"] for a in done if "loss" in a.get("statistics", {})}
+        found: dict[int, float] = {}
+        for attempt in self.objects("journal.jsonl"):
+            match attempt:
+                case {"round": int(round), "statistics": {"loss": int() | float() as loss}}:
+                    if attempt.get("outcome", "done") == "done":
+                        found[round] = loss
         return dict(sorted(found.items()))
 
     def clients(self) -> list[dict[str, str]]:
         """Return the rows of ``clients.csv``; a last line that was cut short is dropped."""
         reader = csv.DictReader(io.StringIO(self.text("clients.csv")))
-        rows = [row for row in reader if None not in row and None not in row.values()]
+        try:
+            rows = [row for row in reader if None not in row and None not in row.values()]
+        except csv.Error as error:
+            raise DataError(f"{self.path / 'clients.csv'}: is no table ({error})") from error
         if not rows or "seen" not in rows[0]:
             raise DataError(f"{self.path / 'clients.csv'}: has no clients")
         return rows
@@ -270,7 +277,18 @@ def json_line(value: Mapping[str, Any]) -> str:
 def as_object(line: str | bytes) -> dict[str, Any] | None:
     """The object that a line is; None if it is none, as when a crash cut it short."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parsed_json(line)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line has what every reader of ``metrics.jsonl`` needs."""
+    match line:
+        case {
+            "round": int(round), "seen": dict() | None, "unseen": dict() | None, "global": dict() | None,
+            "communication": dict(),
+        }:  # fmt: skip
+            return round >= 0
+    return False

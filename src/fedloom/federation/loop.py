@@ -163,7 +163,7 @@ class Loop:
             return
         checkpoint = self.checkpoints.load("last")
         check_fits(checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
-        kept = [line for line in self.folder.lines("metrics.jsonl") if line["round"] <= checkpoint.round]
+        kept = [line for line in self.folder.metrics() if line["round"] <= checkpoint.round]
         # Killed after this round had been evaluated and before a checkpoint said that it is the best: with its line
         # gone it is evaluated again, and found to be the best again.
         highest = best_line(kept)

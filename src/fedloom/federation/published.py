@@ -39,10 +39,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import TypeAdapter
+
 from fedloom.errors import DataError, StorageError
 from fedloom.federation.folder import RunFolder
 from fedloom.storage import Absent, Store, Taken
+from fedloom.storage.base import parts_of
 from fedloom.storage.folder import PARTIAL, copy_atomically, opened, storing
+from fedloom.words import parsed_json
 
 log = logging.getLogger("fedloom.published")
 
@@ -89,6 +93,10 @@ class Record:
     round: int
     incarnation: str
     files: Mapping[str, Sequence[str]]
+
+
+_ADAPTER = TypeAdapter(Record)
+_BLOB = re.compile(rf"(\d{{8}}|{FOLDER})-[0-9a-f]{{64}}")
 
 
 class Published:
@@ -239,13 +247,16 @@ class Published:
     def _read(self, number: int) -> Record:
         where = f"{self._store.url}/{_name(number)}"
         try:
-            about: dict[str, Any] = json.loads(self._store.read(_name(number)))
+            about: dict[str, Any] = parsed_json(self._store.read(_name(number)))
             if about.pop("version") != VERSION:
                 raise DataError(f"{where}: published by another version of FedLoom", hint="resume with that version")
-            record = Record(**about)
-            for name, blobs in record.files.items():  # they are written to, so they must lie in the run's folder
-                if name.startswith("/") or ".." in name.split("/") or not isinstance(blobs, list):
-                    raise ValueError(name)
+            record = _ADAPTER.validate_python(about)
+            if record.number != number:
+                raise ValueError(f"it says that it is number {record.number}")
+            for name, blobs in record.files.items():
+                parts_of(name)  # it is written to, so it must lie in the run's folder
+                if not blobs or not all(_BLOB.fullmatch(blob) for blob in blobs):
+                    raise ValueError(f"the blobs of {name} are {blobs}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{where}: not a record of a published run ({error})") from error
         return record

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import DataError, ExperimentError, StorageError
+from fedloom.experiment.yaml_reader import parse
 from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.words import human_bytes, is_masked, method_title
 from fedloom.words import counted
@@ -234,12 +235,10 @@ def _title(method: str, dataset: str, seed: int) -> str:
 
 def _unfinished_title(run: RunFolder) -> str:
     """As :func:`_title`, from the experiment as far as it says so."""
-    import yaml
-
     try:
-        settings = yaml.safe_load(run.text(EXPERIMENT))
+        settings, _ = parse(run.text(EXPERIMENT), EXPERIMENT)
         return _title(settings["algorithm"]["name"], settings["data"]["dataset"], settings["seed"])
-    except (DataError, yaml.YAMLError, KeyError, TypeError):
+    except (DataError, ExperimentError, KeyError, TypeError):
         return run.path.resolve().name
 
 

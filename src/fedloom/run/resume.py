@@ -88,7 +88,8 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
     if folder.read("summary.json") is None or max(checkpoints.rounds(), default=None) != rounds:
         return None
     summary = folder.json("summary.json")
-    went_on = any(line.get("round", 0) > rounds for line in folder.objects("journal.jsonl"))  # resumed with more rounds
+    # Resumed with more rounds, it has gone on.
+    went_on = any(isinstance(t := line.get("round"), int) and t > rounds for line in folder.objects("journal.jsonl"))
     if summary.get("rounds") != rounds or went_on:
         return None
     checkpoints.load(rounds)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +35,7 @@ class FolderStore(Store):
         """Return a content."""
         path = self._path(name)
         with _reading(path):
-            return path.read_bytes()
+            return read_file(path)
 
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
         """Write a content, in place of what was there."""
@@ -176,11 +178,35 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         If it cannot be read.
     """
     try:
-        file = path.open("rb")
+        file = open_file(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
     with file:
         yield file
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, or is no regular file: a pipe would be waited for, and a device may never end.
+    """
+    with open_file(path) as file:
+        return file.read()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read it; as of :func:`read_file`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.ENXIO, "is a pipe or device, and no file", str(path))
 
 
 @contextmanager
