@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml Makefile
 		echo "make setup: $(PYTHON) is $$($(PYTHON) --version 2>&1 || true); allowed: Python 3.11 or newer." >&2; \
 		echo "  Name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@if $(BIN)/uv --version >/dev/null 2>&1 || $(BIN)/pip install --quiet --disable-pip-version-check uv; then \
+	@if $(BIN)/uv --version >/dev/null 2>&1 || $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement images/uv.txt; then \
 		echo "setup: installing FedLoom with uv"; \
 		$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
 	else \

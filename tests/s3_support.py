@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -22,10 +23,14 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ACTIONS = ("Admin", "Read", "Write", "List", "Tagging")
 READER = ("reader", "reader-secret")
 """Key and secret of an identity that may read and list, and not write."""
+
+WORKER = ("worker", "worker-secret")
+"""Key and secret of an identity that may what workers need, below ``team/`` of every bucket, as the docs have it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class S3Server:
     def reader_environment(self) -> dict[str, str]:
         """The same for the identity that may not write."""
         return self.environment_of(*READER)
+
+    @property
+    def worker_environment(self) -> dict[str, str]:
+        """The same for the identity of workers."""
+        return self.environment_of(*WORKER)
 
     def environment_of(self, access_key: str, secret_key: str) -> dict[str, str]:
         """The same for any identity."""
@@ -105,6 +115,7 @@ def serving(folder: Path) -> Iterator[S3Server]:
     identities = [
         {"name": "admin", "credentials": [_credentials(server.access_key, server.secret_key)], "actions": ACTIONS},
         {"name": "reader", "credentials": [_credentials(*READER)], "actions": ["Read", "List"]},
+        {**documented("actions", "bucket-*", "team"), "credentials": [_credentials(*WORKER)]},
     ]
     (folder / "s3.json").write_text(json.dumps({"identities": identities}))
     for attempt in range(3):
@@ -138,6 +149,14 @@ def serving(folder: Path) -> Iterator[S3Server]:
             process.wait()
             _remove_sockets({*ports, *(port + 10000 for port in ports)})
     raise RuntimeError(f"weed did not start:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def documented(key: str, bucket: str, prefix: str) -> dict[str, Any]:
+    """The JSON in docs/storage.md that has a key, for a bucket and a prefix."""
+    page = (Path(__file__).parents[1] / "docs" / "storage.md").read_text()
+    (found,) = (block for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if key in json.loads(block))
+    value: dict[str, Any] = json.loads(found.replace("BUCKET", bucket).replace("PREFIX", prefix))
+    return value
 
 
 def _credentials(access_key: str, secret_key: str) -> Mapping[str, str]:

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from s3_support import BreakingProxy, S3Server
+from s3_support import BreakingProxy, S3Server, documented
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.storage import Absent, Entry, Store, Taken, is_url, open_store, s3
@@ -542,3 +543,74 @@ def test_a_web_server_is_no_service(s3_server: S3Server) -> None:
         error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
         server.shutdown()
     assert "does not answer as an S3 service does" in str(error)
+
+
+# --- who may what -----------------------------------------------------------------------------------------------------
+
+STATE, OTHER = "runs/r/states/c0/1-1-0-0-7.safetensors", "runs/sweep/point/states/c0/1-1-0-0-7.safetensors"
+OF_OTHERS = ("runs/r/published/00000001.json", "runs/r/experiment.yaml", "runs/r/blobs/00000001-ff", "secret")
+
+
+def test_what_a_worker_may_is_what_it_needs(s3_server: S3Server) -> None:
+    """The identity that docs/storage.md gives it: it reads partitions, keeps states, and nothing besides."""
+    url = f"s3://{s3_server.new_bucket()}/team"
+    everything, worker = open_store(url, s3_server.environment), open_store(url, s3_server.worker_environment)
+    partition = ("partitions/ff/partition.json", "partitions/ff/shards/c0.safetensors")
+    for name in (*partition, STATE, OTHER, *OF_OTHERS):
+        everything.write(name, b"theirs")
+    assert [worker.read(name) for name in (*partition, STATE, OTHER)] == [b"theirs"] * 4
+    worker.write(STATE, b"its own")
+    assert [entry.name for entry in worker.entries("runs/r/states/c0/")] == [STATE]
+    worker.remove([STATE])
+    refusals: list[Callable[[], object]] = [
+        *(lambda name=name: worker.read(name) for name in OF_OTHERS),
+        *(lambda name=name: worker.write(name, b"bad") for name in (*OF_OTHERS, *partition)),
+        *(lambda name=name: worker.create(f"{name}.more", b"bad") for name in (*OF_OTHERS, *partition)),
+        *(lambda name=name: worker.remove([name]) for name in (*OF_OTHERS, *partition)),
+        lambda: list(worker.entries("runs/r/published/")),
+    ]
+    for refused in refusals:
+        with pytest.raises(RefusedError):
+            refused()
+    assert {everything.read(name) for name in (*partition, OTHER, *OF_OTHERS)} == {b"theirs"}
+
+
+@pytest.mark.parametrize(
+    ("action", "name", "allowed"),
+    [
+        ("s3:GetObject", "team/partitions/ff/shards/c0.safetensors", True),
+        ("s3:PutObject", "team/partitions/ff/shards/c0.safetensors", False),
+        ("s3:DeleteObject", "team/partitions/ff/partition.json", False),
+        *((action, f"team/{STATE}", True) for action in ("s3:GetObject", "s3:PutObject", "s3:DeleteObject")),
+        *((action, f"team/{name}", False) for action in ("s3:GetObject", "s3:PutObject") for name in OF_OTHERS),
+        ("s3:PutBucketPolicy", "team/partitions/ff", False),
+    ],
+)
+def test_the_policy_of_a_worker_says_the_same(action: str, name: str, allowed: bool) -> None:
+    """As S3 reads a policy: one statement that allows it, with stars for any text."""
+    statements = documented("Statement", "bucket", "team")["Statement"]
+    found = [
+        statement
+        for statement in statements
+        if action in (statement["Action"] if isinstance(statement["Action"], list) else [statement["Action"]])
+        and fnmatchcase(f"arn:aws:s3:::bucket/{name}", statement["Resource"])
+    ]
+    assert bool(found) is allowed
+
+
+def test_a_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    """Shards and what clients keep: whatever umask the process has."""
+    before = os.umask(0)
+    try:
+        store = open_store(tmp_path / "store")
+        store.write("c0/a", b"x", durably=False)
+        store.create("c0/b", b"x")
+        (tmp_path / "given").write_bytes(b"x")
+        store.upload("c1/c", tmp_path / "given")
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {
+        "given": 0o666, "store": 0o700, "store/c0": 0o700, "store/c1": 0o700,
+        "store/c0/a": 0o600, "store/c0/b": 0o600, "store/c1/c": 0o600,
+    }  # fmt: skip

@@ -42,6 +42,7 @@ class Place:
     partition: str
     experiment: str
     environment: dict[str, str]
+    worker_environment: dict[str, str]
     undisturbed: Path
     manifest: Manifest
 
@@ -75,6 +76,7 @@ def made(s3_server: S3Server, tmp: Path, root: Path, **sections: Any) -> Place:
         partition,
         f"{url}/experiments/small.yaml",
         s3_server.environment,
+        s3_server.worker_environment,
         tmp / "run",
         manifest,
     )
@@ -129,13 +131,14 @@ def watched(port: int) -> Iterator[list[Progress]]:
 def test_a_federation_that_shares_nothing_but_the_store(
     stateful: Place, elsewhere: Any, tmp_path: Path, port: int
 ) -> None:
-    """Each worker serves its block alone, and fetches no other shard."""
+    """Each worker serves its block alone, and fetches no other shard; its credentials allow what it needs."""
     ids = [entry.id for entry in stateful.manifest.clients]
     run = tmp_path / "a" / "run"
+    w0, w1 = ({**elsewhere(name), **stateful.worker_environment} for name in ("w0", "w1"))
     with (
         started(*stateful.aggregator("whole", run, port), "--report", environment=elsewhere("a")) as aggregator,
-        started(*stateful.worker("whole", "w0", port, "--part", "0/2"), environment=elsewhere("w0")) as first,
-        started(*stateful.worker("whole", "w1", port, "--part", "1/2"), environment=elsewhere("w1")) as second,
+        started(*stateful.worker("whole", "w0", port, "--part", "0/2"), environment=w0) as first,
+        started(*stateful.worker("whole", "w1", port, "--part", "1/2"), environment=w1) as second,
         watched(port) as told,
     ):
         until(lambda: rounds(run) >= 1, "the first round")

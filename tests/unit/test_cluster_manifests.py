@@ -181,6 +181,14 @@ def test_credentials_are_only_ever_references() -> None:
             assert found["FEDLOOM_S3_ENDPOINT"] == "http://s3:8333"
 
 
+def test_workers_have_a_secret_of_their_own() -> None:
+    settings = PLAIN.settings.model_copy(update={"worker_secret": "workers"})
+    federation = dataclasses.replace(PLAIN, settings=settings)
+    for job, secret in ((aggregator_job(federation), "store"), (worker_job(federation), "workers")):
+        names = {value["secretKeyRef"]["name"] for value in environment(job).values() if isinstance(value, dict)}
+        assert names == {secret}
+
+
 def test_commands() -> None:
     name = PLAIN.name
     assert " ".join(container(aggregator_job(PLAIN))["args"]) == (

@@ -202,3 +202,19 @@ def test_everything_that_is_installed_has_one_version() -> None:
 
 def _arguments() -> list[str]:
     return [rest for stage in stages()[1].values() for word, rest in stage.steps if word == "ARG"]
+
+
+def test_what_continuous_integration_runs_is_pinned_by_hash() -> None:
+    """A tag may be moved; a commit's hash and a file's are what they were."""
+    used = [
+        line.partition("uses:")[2].strip()
+        for path in (ROOT / ".github" / "workflows").iterdir()
+        for line in path.read_text().splitlines()
+        if "uses:" in line
+    ]
+    assert used
+    assert not [each for each in used if not re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40} # v[\d.]+", each)]
+    uv = (ROOT / "images" / "uv.txt").read_text()
+    assert re.search(r"^uv==[\d.]+ \\\n    --hash=sha256:[0-9a-f]{64}", uv, re.MULTILINE)
+    for installs in (DOCKERFILE, ROOT / "Makefile"):
+        assert "--require-hashes" in installs.read_text()

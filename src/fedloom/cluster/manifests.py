@@ -324,9 +324,10 @@ def _container(
     s = federation.settings
     plain = {"HOME": "/work", **federation.storage_environment, **s.env}
     env: list[Manifest] = [{"name": key, "value": value} for key, value in plain.items()]
-    if s.storage_secret is not None:
+    secret = s.worker_secret or s.storage_secret if name == WORKER else s.storage_secret
+    if secret is not None:
         env += [
-            {"name": key, "valueFrom": {"secretKeyRef": {"name": s.storage_secret, "key": in_secret}}}
+            {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": in_secret}}}
             for key, in_secret in s.storage_secret_keys.items()
         ]
     return {

@@ -120,10 +120,15 @@ class ClusterSettings(Settings):
     )
     priority_class: str | None = Field(default=None, description="Priority class of the pods.")
     storage_secret: str | None = Field(default=None, description="Secret with the credentials of `storage`.")
+    worker_secret: str | None = Field(
+        default=None,
+        description="Secret with the workers' credentials of `storage`, which need only read `partitions/` and write "
+        "`states/` (docs/storage.md); null is `storage_secret`.",
+    )
     storage_secret_keys: dict[str, str] = Field(
         default={"AWS_ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY": "AWS_SECRET_ACCESS_KEY"},
         min_length=1,
-        description="Environment variable to the key of that Secret which holds it.",
+        description="Environment variable to the key of those Secrets which holds it.",
     )
     s3_endpoint: str | None = Field(
         default=None,

@@ -31,7 +31,7 @@ from fedloom.data.means import draw_means
 from fedloom.data.schemes import MeansScheme, Scheme
 from fedloom.data.sources import Official, Pool, Source
 from fedloom.errors import DataError
-from fedloom.storage.folder import fill, sync
+from fedloom.storage.folder import PRIVATE_FOLDER, fill, sync
 
 log = logging.getLogger("fedloom.data")
 
@@ -162,7 +162,7 @@ def write(
         Sha256 of the source's files, hex, by name.
     """
     shards = folder / "shards"
-    shards.mkdir()
+    shards.mkdir(PRIVATE_FOLDER)
     width = max(4, len(str(len(assignment.seen) - 1)))
     entries = []
     for client, (is_seen, owner) in enumerate(zip(assignment.seen, assignment.owners, strict=True)):
@@ -178,7 +178,7 @@ def write(
         content = safetensors.numpy.save(tensors)
         name = f"client-{client:0{width}d}"
         # No wait for the disk: a shard that a power cut leaves short does not have its hash, and is found out.
-        shard_path(folder, name).write_bytes(content)
+        fill(shard_path(folder, name), content, durably=False, private=True)
         digest = hashlib.sha256(content).hexdigest()
         train_size, validation_size, test_size = (len(assignment.examples[split][client]) for split in SPLITS)
         entries.append(ClientEntry(name, bool(is_seen), train_size, validation_size, test_size, counts, digest, owner))

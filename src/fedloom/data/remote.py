@@ -10,7 +10,7 @@ from pathlib import Path
 from fedloom.data.manifest import ClientEntry, Manifest, check_shard, read_manifest, read_shard, shard_path
 from fedloom.errors import DataError
 from fedloom.storage import Absent, Store
-from fedloom.storage.folder import FolderStore, write_atomically
+from fedloom.storage.folder import FolderStore, make_private, write_atomically
 
 log = logging.getLogger("fedloom.data")
 
@@ -105,7 +105,7 @@ class Remote:
             cache = Path(self._temporary.name)
         folder = cache / manifest.fingerprint[:12]
         FolderStore(folder).write(MANIFEST, manifest.to_json().encode())
-        (folder / "shards").mkdir(exist_ok=True)
+        make_private(folder / "shards")
         return folder
 
     def shard(self, folder: Path, entry: ClientEntry) -> bytes:
@@ -135,7 +135,7 @@ class Remote:
         again = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"
         check_shard(content, entry, f"{self._store.url}/{name}", again)
         # Without waiting for the disk: what a power cut leaves short does not have its hash, and is fetched again.
-        write_atomically(path, content, durably=False)
+        write_atomically(path, content, durably=False, private=True)
         return content
 
 

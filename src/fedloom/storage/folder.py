@@ -20,8 +20,22 @@ PARTIAL = ".partial"
 """How the name of a file ends that is being written; it starts with a dot."""
 
 
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+"""Modes of what holds data of clients: their owner alone may look."""
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are not there, which only its owner may look into."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
+
+
 class FolderStore(Store):
-    """A store in a folder of this machine, or one that several machines have mounted."""
+    """A store in a folder of this machine, or one that several machines have mounted.
+
+    What it holds are data of clients, what they keep, and models: only the user who wrote them may read them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,7 +54,7 @@ class FolderStore(Store):
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
         """Write a content, in place of what was there."""
         path = self._path(name)
-        self._within(path, lambda: write_atomically(path, content, durably=durably))
+        self._within(path, lambda: write_atomically(path, content, durably=durably, private=True))
 
     def create(self, name: str, content: bytes) -> None:
         """Write a content that was not there before."""
@@ -49,7 +63,7 @@ class FolderStore(Store):
         def write() -> None:
             # A link, unlike a rename, never takes the place of what is there.
             with staged(path) as partial:
-                fill(partial, content)
+                fill(partial, content, private=True)
                 os.link(partial, path)
                 sync(path.parent)
 
@@ -64,7 +78,7 @@ class FolderStore(Store):
         """Write the content of a file, in place of what was there."""
         to = self._path(name)
         with opened(path):
-            self._within(to, lambda: copy_atomically(path, to))
+            self._within(to, lambda: copy_atomically(path, to, private=True))
 
     def download(self, name: str, path: Path) -> None:
         """Write a content to a file, which is whole or as it was."""
@@ -117,17 +131,19 @@ class FolderStore(Store):
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             with storing(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_private(path.parent)
             write()
 
 
-def write_atomically(path: Path, content: bytes, *, durably: bool = True) -> None:
+def write_atomically(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
     """Write a file so that it is whole or absent, whatever happens meanwhile.
 
     Parameters
     ----------
     durably
         Wait until the disk has it. Without, it outlives this process, not a power cut.
+    private
+        Only its owner may read it.
 
     Raises
     ------
@@ -135,13 +151,13 @@ def write_atomically(path: Path, content: bytes, *, durably: bool = True) -> Non
         If it cannot be written; a file of that name stays as it was.
     """
     with staged(path) as partial:
-        fill(partial, content, durably=durably)
+        fill(partial, content, durably=durably, private=private)
         partial.replace(path)
         if durably:
             sync(path.parent)
 
 
-def copy_atomically(source: Path, path: Path) -> None:
+def copy_atomically(source: Path, path: Path, *, private: bool = False) -> None:
     """Copy a file so that the copy is whole or absent.
 
     Raises
@@ -150,6 +166,8 @@ def copy_atomically(source: Path, path: Path) -> None:
         If it cannot be written; a file of that name stays as it was.
     """
     with staged(path) as partial:
+        if private:
+            partial.touch(PRIVATE_FILE)
         shutil.copyfile(source, partial)
         sync(partial)
         partial.replace(path)
@@ -226,9 +244,10 @@ def staged(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def fill(path: Path, content: bytes, *, durably: bool = True) -> None:
-    """Write a file where nobody looks yet, and wait until the disk has it if that is asked for."""
-    with path.open("wb") as file:
+def fill(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
+    """Write a file where nobody looks yet, for its owner alone or not, and wait for the disk if that is asked for."""
+    mode = PRIVATE_FILE if private else 0o666
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
         file.write(content)
         if durably:
             file.flush()
