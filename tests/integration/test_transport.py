@@ -585,6 +585,44 @@ def test_the_end_of_a_run_lets_workers_leave(aggregator, worker):
     assert served.error is None
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_who_is_dialling_while_a_run_ends_is_told_that_it_is_over(worker, background, monkeypatch, resumed):
+    """A worker that lost its connection, to this aggregator or to the one before, hears the end."""
+    monkeypatch.setattr("fedloom.transport.aggregator.LINGER_S", 3.0 if resumed else 60.0)
+    monkeypatch.setattr("fedloom.transport.worker.LAST_BACKOFF_S", 0.2)
+    aggregator = make_aggregator()
+    address = aggregator.start("127.0.0.1:0")
+    proxy = Proxy(address)
+    served = worker(address=proxy.address, reconnect_s=60)
+    aggregator.wait_for(set(CLIENTS), 5)
+    there, proxy.target = proxy.target, ("127.0.0.1", 1)
+    proxy.cut()
+    until(lambda: not aggregator.workers())
+    if resumed:
+        aggregator.stop()
+        aggregator = make_aggregator("a2")
+        aggregator.start(address)
+    aggregator.dismiss(finished=True)
+    waiting = background(aggregator.linger, resumed)
+    proxy.target = there
+    waiting.result(30)
+    aggregator.stop(finished=True)
+    served.thread.join(10)
+    assert served.over is True
+    proxy.close()
+
+
+def test_an_end_with_everyone_told_waits_for_nobody(aggregator, worker):
+    served = worker()
+    aggregator.wait_for(set(CLIENTS), 5)
+    began = time.monotonic()
+    aggregator.dismiss(finished=True)
+    served.thread.join(10)
+    aggregator.linger(resumed=False)
+    assert time.monotonic() - began < 5
+    assert served.over is True
+
+
 def test_stopping_ends_a_waiting_exchange(aggregator, background):
     answers = background(aggregator.exchange, start_call(CLIENTS, d=10, deadline_s=None))
     until(lambda: aggregator._board._conversations)

@@ -226,9 +226,13 @@ class Proxy:
         while True:
             try:
                 near, _ = self.listener.accept()
-                far = socket.create_connection(self.target)
             except OSError:
                 return
+            try:
+                far = socket.create_connection(self.target)
+            except OSError:
+                near.close()
+                continue
             self.open += [near, far]
             left = [self.random.expovariate(1 / self.cut_after) if self.cut_after else float("inf")]
             for source, sink in ((near, far), (far, near)):

@@ -28,9 +28,16 @@ class Serving:
 
 @contextmanager
 def serving(
-    parts: Parts, listen: str, incarnation: str, grace_s: float, say: Callable[[str], None]
+    parts: Parts,
+    listen: str,
+    incarnation: str,
+    grace_s: float,
+    say: Callable[[str], None],
+    *,
+    lingers: bool,
+    resumed: bool,
 ) -> Iterator[Serving]:
-    """Serve from before the first worker until those who watch have read how the run ended.
+    """Serve from before the first worker until those who watch have read how the run ended, and workers have, too.
 
     A run that was interrupted has not ended: whoever watches sees the connection break.
 
@@ -47,6 +54,8 @@ def serving(
         How long to wait for those who watch.
     say
         Shows a person a line, such as that clients have no worker.
+    lingers, resumed
+        Whether workers from elsewhere are waited for that have lost their connection, or that of an aggregator before.
 
     Raises
     ------
@@ -73,6 +82,8 @@ def serving(
         server.dismiss(finished=True)
         notices.tell("finished")
         notices.read_within(grace_s)
+        if lingers:
+            server.linger(resumed)
     except (InterruptedRun, KeyboardInterrupt):
         raise
     except BaseException as error:

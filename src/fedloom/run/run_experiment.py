@@ -133,7 +133,15 @@ def run_experiment(
         held.callback(observer.ended)
         if options.resume and not resume:
             observer.notice(f"nothing to resume at {kept}: starting at round 0")
-        serve = partial(serving, parts, incarnation=incarnation, grace_s=options.finished_grace_s, say=observer.notice)
+        serve = partial(
+            serving,
+            parts,
+            incarnation=incarnation,
+            grace_s=options.finished_grace_s,
+            say=observer.notice,
+            lingers=options.listen is not None,
+            resumed=bool(resume),
+        )
         if before is not None:
             if store is None:
                 held.enter_context(folder.held())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import stat
@@ -48,7 +49,7 @@ from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, Worker
 from fedloom.transport.gate import PEER, Gate, Peer, server_credentials
 from fedloom.transport.limits import Budget, Sparing, connections
 from fedloom.transport.notices import Notices
-from fedloom.transport.stream import METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
+from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust.access import Denied
 from fedloom.trust.audit import Audit
@@ -61,6 +62,7 @@ log.addFilter(Sparing())
 
 HELLO_TIMEOUT_S = 10.0
 NAME_CHARACTERS = 200
+LINGER_S = 2 * LAST_BACKOFF_S  # in which a worker that has lost its connection has dialled again
 HELLO_BYTES = 10_000  # that cost as much as another Hello
 CONNECTIONS_EVERY_S = 5.0  # how often it is looked whether they are as many as may be
 STATUS = {
@@ -155,6 +157,8 @@ class Aggregator:
         self._workers: dict[str, WorkerInfo] = {}  # guarded by _joined
         self._index = {client: i for i, client in enumerate(clients)}
         self._served = np.zeros(len(self._index), np.int32)  # by how many workers each may be; guarded by _joined
+        self._absent: dict[str, float] = {}  # who left, and when, and has not come back; guarded by _joined
+        self._started_at = time.monotonic()
         self._joins = Budget(1_000, 200)
         self._most = connections()
         self._board = Dispatcher(run, incarnation, vocabulary, dtype, self._publish, self._tell)
@@ -191,6 +195,27 @@ class Aggregator:
             for us to come back.
         """
         self._post(self._begin_dismissal, finished)
+
+    def linger(self, resumed: bool) -> None:
+        """Wait, after :meth:`dismiss`, for workers that have yet to hear that the run is over.
+
+        Whoever has lost its connection dials again within a few seconds: one that was here before is waited for until
+        it has come back, but no longer than that; those of an aggregator before, whom nobody here knows, as long as
+        that after the start.
+
+        Parameters
+        ----------
+        resumed
+            Whether there may be such.
+        """
+        with self._joined:
+            while True:
+                last = max(self._absent.values(), default=-math.inf)
+                since = max(last, self._started_at) if resumed else last
+                remaining = since + LINGER_S - time.monotonic()
+                if remaining <= 0:
+                    return
+                self._joined.wait(remaining)
 
     def stop(self, finished: bool = False) -> None:
         """Dismiss the workers, end all streams and free the port. Idempotent."""
@@ -427,6 +452,10 @@ class Aggregator:
             await context.abort(STATUS[Refusal.NAME], str(WireError(Refusal.NAME, f"worker {worker.name}")))
             return
         self._board.enter(link, hello.held if hello.held_of == self._incarnation else ())
+        with self._joined:
+            if self._stopped:  # it is told to go, and is not among the workers
+                self._absent.pop(worker.name, None)
+                self._joined.notify_all()
 
         async def write(frame: bytes) -> None:
             self._down += len(frame)
@@ -550,9 +579,12 @@ class Aggregator:
             if gone is not None:
                 self._served -= gone.clients.mask
                 del self._workers[gone.name]
+                if not self._stopped:
+                    self._absent[gone.name] = time.monotonic()
             if come is not None:
                 self._served += come.clients.mask
                 self._workers[come.name] = come
+                self._absent.pop(come.name, None)
             self._joined.notify_all()
             count, unserved = len(self._workers), int((self._served == 0).sum())
         if self._notices is not None:

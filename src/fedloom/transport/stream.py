@@ -12,6 +12,7 @@ from fedloom.transport.codec import FRAME_BYTES, SEAL_BYTES, Pieces, sealed
 from fedloom.transport.wire import federation_pb2 as wire
 
 PROTOCOL = 2
+LAST_BACKOFF_S = 5.0  # the most that a worker waits before it dials again
 HELD_CONVERSATIONS = 64  # how many a worker tells of when it joins; few are open at one time
 SERVICE = "fedloom.v1.Federation"
 METHOD = "Join"

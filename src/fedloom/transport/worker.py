@@ -49,6 +49,7 @@ from fedloom.transport.failures import COME_AGAIN, REFUSALS, described, hint
 from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
     HELD_CONVERSATIONS,
+    LAST_BACKOFF_S,
     METHOD,
     PROTOCOL,
     SERVICE,
@@ -65,7 +66,6 @@ log = logging.getLogger("fedloom.transport.worker")
 
 WELCOME_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S = 0.1
-LAST_BACKOFF_S = 5.0
 FIRST_NOTICE_S = 5.0  # when to say that we still dial; again each time after twice as long
 CHANGED_S = 1.0  # how often files of certificates and tokens are looked at
 NOTICE_S = 0.2  # how soon a stop event is noticed while there is nothing to do
