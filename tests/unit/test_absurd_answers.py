@@ -295,3 +295,22 @@ def test_a_state_that_was_poisoned_in_place_never_reaches_a_checkpoint(tmp_path:
     assert again.loop.best is not None
     assert again.loop.best.round <= 3
     again.run()
+
+
+def test_refusals_that_are_counted_while_an_attempt_is_written_down_harm_nothing(tmp_path: Path) -> None:
+    """The wire counts in a thread of its own: here, whenever a number is looked at."""
+
+    class Counted(int):
+        def __gt__(self, other: object) -> bool:
+            counts[f"refusal {len(counts)}"] = 1
+            return int(self) > int(other)  # type: ignore[call-overload]
+
+        def __sub__(self, other: int) -> int:
+            return int(self) - other
+
+    f = fedavg(tmp_path, instead, "nobody", rounds=1)
+    counts = f.loop.carrier.refusals.counts
+    counts["late"] = Counted(0)
+    f.run()
+    assert len(counts) > 1
+    assert f.loop.round == 1

@@ -369,7 +369,7 @@ class Loop:
             if up is not None and down is not None:
                 attempt.wire_up = (self.carrier.traffic.up or 0) - up
                 attempt.wire_down = (self.carrier.traffic.down or 0) - down
-            counts = self.carrier.refusals.counts.items()
+            counts = dict(self.carrier.refusals.counts).items()  # a copy: more may be counted meanwhile
             attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
             self.journal.append(attempt)
             if attempt.outcome == DONE:
