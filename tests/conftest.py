@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 from s3_support import S3Server, serving, weed
@@ -21,6 +22,9 @@ from fedloom.data.sources.base import Fetcher, Source, SourceFile
 from fedloom.data.sources.mnist import read
 from fedloom.errors import DataError
 from fedloom.storage import Store, open_store
+
+hypothesis.settings.register_profile("tests", deadline=None)  # time decides no test
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture

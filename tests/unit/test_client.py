@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from federations import CLASSES, IMAGE, client, clients, group
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -50,7 +49,6 @@ def starts(model: FlatModel, g: int) -> Tensor:
 
 
 @given(n=st.integers(1, 60), size=st.integers(1, 40), epochs=st.integers(1, 4), extra=st.integers(0, 5))
-@hypothesis_settings(deadline=None)
 def test_batches_are_fresh_permutations_with_the_remainder_dropped(n: int, size: int, epochs: int, extra: int) -> None:
     b = min(size, n)
     per_epoch = n // b

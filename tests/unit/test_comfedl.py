@@ -86,7 +86,7 @@ def composed(
 
 
 @given(f=st.lists(st.floats(0, 5), min_size=2, max_size=6), gamma=st.sampled_from([0.1, 0.2, 1.0, 5.0]))
-@hypothesis_settings(deadline=None, max_examples=10)
+@hypothesis_settings(max_examples=10)
 def test_lemma_1_the_weights_maximize_over_the_simplex(f: list[float], gamma: float) -> None:
     """By numerical optimization, which knows nothing of the closed form: r = softmax(z) for any z."""
     losses = torch.tensor(f, dtype=torch.float64)

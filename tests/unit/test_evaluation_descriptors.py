@@ -26,7 +26,7 @@ from fedloom.evaluation.descriptors import (
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(-1e3, 1e3)), min_size=2, max_size=40))
 def test_ranks_and_spearman_against_scipy(pairs: list[tuple[int, float]]) -> None:
     x, y = np.array([p[0] for p in pairs], dtype=float), np.array([p[1] for p in pairs])
@@ -112,7 +112,7 @@ def test_unequal_rows_are_refused() -> None:
         descriptor_correlation(torch.zeros(3, 2), torch.zeros(2, 2), torch.ones(3, dtype=torch.bool))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000))
 def test_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int) -> None:
     v = torch.randn(n, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -45,7 +45,7 @@ def random_split(n: int, classes: int, seed: int, labels: list[int] | None = Non
     return Split(x, allowed[torch.randint(len(allowed), (n,), generator=generator)])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10**6))
 def test_matches_numpy_in_both_readings_for_every_batch_size(n: int, batch_size: int, seed: int) -> None:
     test, validation = random_split(n, 4, seed, [1, 3]), random_split(n + 2, 4, seed + 1, [1, 3])
@@ -151,7 +151,7 @@ def test_calibration_against_a_hand_computation() -> None:
     assert statistics["mutual_information"] == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10**6))
 def test_calibration_matches_numpy_for_every_batch_size(n: int, batch_size: int, seed: int) -> None:
     test = random_split(n, 4, seed)

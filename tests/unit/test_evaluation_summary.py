@@ -72,7 +72,7 @@ counts = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(counts)
 def test_group_statistics_against_numpy(rows: list[tuple[int, int, float]]) -> None:
     given_ = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)

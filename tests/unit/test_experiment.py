@@ -74,7 +74,7 @@ def test_resolved_yaml_reads_back_to_the_same_experiment(write: Write, algorithm
     assert yaml.safe_load(experiment.resolved_yaml()) == experiment.model_dump(mode="json"), "other readers agree"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True), fraction=st.floats(0, 0.9))
 def test_any_name_and_number_survive_a_round_trip(
     tmp_path_factory: pytest.TempPathFactory, name: str, fraction: float

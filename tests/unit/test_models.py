@@ -44,7 +44,7 @@ shapes = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 
 @given(shapes)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_layout_splits_and_joins(found: list[tuple[int, ...]]) -> None:
     layout = Layout(tuple((f"p{i}", shape) for i, shape in enumerate(found)))
     theta = torch.arange(layout.size, dtype=torch.float64)
@@ -241,7 +241,7 @@ NETWORKS: list[FlatNetwork] = [LeNetEmbedding((1, 16, 16), 3, 5, labels=True), L
 
 @pytest.mark.parametrize("network", NETWORKS, ids=["lenet", "linear"])
 @given(n=st.integers(1, 6), seed=st.integers(0, 2**32))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_descriptor_is_the_mean_whatever_the_order(
     network: LeNetEmbedding | LinearEmbedding, n: int, seed: int
 ) -> None:

@@ -122,7 +122,7 @@ def dealt(train: list[int], test: list[int], how: PartitionSettings) -> Assignme
     ([30, 30, 68, 74, 83], [5] * 5, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.1))
 )  # 28.5 of 285
 @example(([30] * 3, [5] * 3, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.35)))  # 31.5 of 90
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(
     problem: tuple[list[int], list[int], PartitionSettings],
 ) -> None:
@@ -150,7 +150,7 @@ def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(
 
 
 @given(problems())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
     problem: tuple[list[int], list[int], PartitionSettings],
 ) -> None:
@@ -176,7 +176,7 @@ def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
 
 
 @given(problems())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_same_inputs_deal_the_same(problem: tuple[list[int], list[int], PartitionSettings]) -> None:
     train, test, how = problem
 
@@ -191,7 +191,7 @@ def test_the_same_inputs_deal_the_same(problem: tuple[list[int], list[int], Part
 
 
 @given(n=st.integers(1, 40), classes=st.integers(1, 12), k=st.integers(1, 12), seed=SEEDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_classes_are_dealt_distinct_and_evenly_for_every_seed(n: int, classes: int, k: int, seed: int) -> None:
     k = min(k, classes)
     held = deal_classes(n, classes, k, seed)
@@ -203,7 +203,7 @@ def test_classes_are_dealt_distinct_and_evenly_for_every_seed(n: int, classes: i
 
 
 @given(n=st.integers(1, 30), classes=st.integers(1, 8), k=st.integers(1, 8), seed=SEEDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_classes_never_fails_where_each_place_has_an_example(n: int, classes: int, k: int, seed: int) -> None:
     k = min(k, classes)
     # Two examples for each of the ⌈nk/C⌉ places of a class are enough in every split.
@@ -342,7 +342,7 @@ def test_largest_remainders_keep_the_sum() -> None:
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.floats(0, 1), SEEDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_stratified_draw_has_its_size_and_every_class_its_share(counts: list[int], part: float, seed: int) -> None:
     of = labels(counts)
     size = round(part * len(of))
@@ -367,7 +367,7 @@ def both(train: NDArray[np.generic], test: NDArray[np.generic]) -> Official:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 3), st.integers(1, 40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_normalization_of_pixels_is_that_of_numpy(seed: int, count: int, channels: int, chunk: int) -> None:
     images = np.random.default_rng(seed).integers(0, 256, (count, channels, 3, 3), dtype=np.uint8)
     pool = np.arange(0, count, 2)
@@ -379,7 +379,7 @@ def test_normalization_of_pixels_is_that_of_numpy(seed: int, count: int, channel
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 200), st.integers(1, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_normalization_of_features_is_that_of_numpy_and_knows_no_order(seed: int, count: int, width: int) -> None:
     rng = np.random.default_rng(seed)
     features = (rng.normal(3, 2, (count, width)) * 10.0 ** rng.integers(-3, 4, width)).astype(np.float32)

@@ -145,7 +145,7 @@ def test_which_clients_are_large_is_drawn_and_one_of_them_is_seen() -> None:
     part=st.floats(0, 1),
     seed=SEEDS,
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_sizes_are_met_exactly_or_refused(
     n: int, classes: int, large: int, sizes: tuple[int, int], mix: str, part: float, seed: int
 ) -> None:
@@ -248,7 +248,7 @@ def test_the_sizes_of_pfedbayes(
     fraction=st.floats(0.01, 0.9),
     seed=SEEDS,
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_fixed_counts_are_met_exactly_or_refused(
     n: int, classes: int, k: int, train: int, test: int, fraction: float, seed: int
 ) -> None:

@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn) -> tuple[Official, NaturalScheme, PartitionSetting
 
 
 @given(problems())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_every_client_has_examples_of_its_owner_alone(
     problem: tuple[Official, NaturalScheme, PartitionSettings],
 ) -> None:
@@ -110,7 +110,7 @@ def test_every_client_has_examples_of_its_owner_alone(
 
 
 @given(problems())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_same_inputs_deal_the_same(problem: tuple[Official, NaturalScheme, PartitionSettings]) -> None:
     whole, _, how = problem
 

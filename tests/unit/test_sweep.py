@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import ExperimentError
@@ -84,7 +84,6 @@ def test_what_is_refused(seeds: str | None, grid: list[str], said: str, tmp_path
     assert said in str(refused.value)
 
 
-@settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
 def test_any_value_survives_a_grid(value: object) -> None:
     key, values = grid_values(f"name={as_yaml(value)}")

@@ -90,7 +90,7 @@ def encode_bytes(tensor):
 
 
 @given(messages)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_round_trip_keeps_every_bit(message):
     for part in (wire.WorkerPart, wire.AggregatorPart):
         assert same(assemble(parts_of(message, part)).message(Everything), message)
@@ -306,7 +306,7 @@ def as_parsed(frame):
 
 
 @given(st.lists(messages, min_size=1, max_size=3))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_frame_is_read_as_protobuf_reads_it(sent):
     cutter = Cutter(wire.WorkerPart)
     pieces = [piece for message in sent for part in cutter.parts(wire.Envelope(), encode(message)) for piece in part]
@@ -364,7 +364,7 @@ def test_what_is_no_frame_is_refused(frame):
 
 
 @given(st.binary(max_size=60))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_bytes_are_refused_or_read_as_protobuf_would(data):
     data = sealed([data])
     try:
