@@ -229,6 +229,13 @@ def test_a_file_that_cannot_be_read_is_refused_before_torch_is_imported(
     assert not {"torch", "numpy", "grpc"} & loaded_by(f"{code}\n{end}")
 
 
+@pytest.mark.parametrize("arguments", [["evaluate", "nowhere"], ["personalize", "nowhere", "--out", "models"]])
+def test_a_run_that_is_not_there_is_refused_before_torch_is_imported(arguments: list[str]) -> None:
+    code = f"import sys\nfrom fedloom.cli.main import main\nsys.argv = {['fedloom', *arguments]!r}"
+    end = "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 3"
+    assert not {"torch", "grpc", "matplotlib"} & loaded_by(f"{code}\n{end}")
+
+
 def test_a_worker_needs_no_kubeflow_and_no_report() -> None:
     worker = (
         "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport, fedloom.run.worker\n"

@@ -29,7 +29,7 @@ ReplayRun = Annotated[
 ]
 Partition = Annotated[
     str | None,
-    typer.Option(help="Use this partition, and deal none: a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
+    typer.Option(help="Use this partition, and make none: a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
 ]
 OwnFolders = Annotated[
     list[Path] | None,

@@ -36,6 +36,9 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
 ) -> None:
     """Measure a trained model again on every client, or on the clients of another partition."""
+    from fedloom.federation.folder import RunFolder
+
+    RunFolder.open(run)  # before torch is imported
     from fedloom.cli.tables import print_results
     from fedloom.run import trained
 
@@ -61,6 +64,9 @@ def personalize(
 ) -> None:
     """Give clients, seen or never seen, their own models, and save them."""
     from fedloom.errors import QuorumError
+    from fedloom.federation.folder import RunFolder
+
+    RunFolder.open(run)  # before torch is imported
     from fedloom.run.trained import personalize
 
     made = personalize(run, out, checkpoint, partition, clients, data or ())

@@ -2,7 +2,7 @@
 
 Six schemes assign examples to clients by class. Such a scheme says one row π_i per client, the fractions of its
 examples that come from each class; the shared rule of ``fedloom.data.assignment`` does the rest. A scheme may also say
-how large clients are (``imbalanced``) or which examples make the pools (``fixed``). The seventh, ``natural``, deals
+how large clients are (``imbalanced``) or which examples make the pools (``fixed``). The seventh, ``natural``, assigns
 nothing: whose the examples are is known (``fedloom.data.natural``). The last, ``means``, draws examples
 (``fedloom.data.means``).
 """
@@ -50,7 +50,7 @@ class _Scheme(BaseModel):
 
 
 class MixScheme(_Scheme):
-    """A scheme that deals pools of examples out by class, and what it may decide of that."""
+    """A scheme that assigns pools of examples by class, and what it may decide of that."""
 
     clients: int = Field(ge=1, description=_CLIENTS)
 
@@ -457,7 +457,7 @@ def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDAr
     random order. With R clients still to choose, a class that has R places left must go to every one of them; the
     rest are drawn at random, in proportion to the places left. Then no class has more than R - 1 places left for the
     R - 1 clients that remain and the places add up to k(R - 1): so there are always k distinct classes to choose from,
-    and the deal ends, whatever the seed.
+    and the draw ends, whatever the seed.
     """
     generator = keyed_generator(seed, "classes")
     places = np.full(classes, clients * per_client // classes)

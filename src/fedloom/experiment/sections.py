@@ -61,7 +61,7 @@ def _place(text: str) -> str:
 
 
 class Data(Section):
-    """Which data, and how they are dealt out to clients."""
+    """Which data, and how they are assigned to clients."""
 
     dataset: Annotated[str, AfterValidator(_known_dataset)] = Field(
         description="Which data set.", json_schema_extra={"enum": [*sorted(SOURCES)]}
@@ -71,7 +71,7 @@ class Data(Section):
         min_length=1,
         description="Folder for data sets and partitions; null is $FEDLOOM_DATA, else ~/.cache/fedloom.",
     )
-    partition: Scheme = Field(description="How the data are dealt out to clients.")
+    partition: Scheme = Field(description="How the data are assigned to clients.")
     unseen_fraction: float = Field(
         default=0.1, ge=0, lt=1, description="Part of the clients that takes no part in training."
     )
@@ -217,7 +217,7 @@ class Experiment(Section):
     data: Annotated[
         Annotated[Data, Tag("dealt")] | Annotated[OwnData, Tag("brought")],
         Discriminator(_data_way),
-    ] = Field(description="Which data, and how they are dealt out to clients; or what clients bring themselves.")
+    ] = Field(description="Which data, and how they are assigned to clients; or what clients bring themselves.")
     model: ModelSettings = Field(discriminator="name", description="The clients' model.")
     algorithm: Annotated[AlgorithmChoice, PlainValidator(_choose_algorithm), PlainSerializer(_dump_algorithm)] = Field(
         description="The method, and its settings."
