@@ -50,7 +50,7 @@ class DataError(FedloomError):
 
 
 class RefusedError(FedloomError):
-    """The other side refused us: protocol, version, authentication."""
+    """One side refused the other: protocol, version, authentication."""
 
     exit_code = ExitCode.REFUSED
 

@@ -189,11 +189,21 @@ def test_workers_have_a_secret_of_their_own() -> None:
         assert names == {secret}
 
 
+def test_a_token_comes_from_a_secret() -> None:
+    settings = PLAIN.settings.model_copy(update={"token_secret": "federation"})
+    for job in (aggregator_job, worker_job):
+        found = job(dataclasses.replace(PLAIN, settings=settings))
+        assert environment(found)["FEDLOOM_TOKEN"] == {"secretKeyRef": {"name": "federation", "key": "token"}}
+        assert "--insecure" in container(found)["args"]
+        assert "FEDLOOM_TOKEN" not in environment(job(PLAIN))
+
+
 def test_commands() -> None:
     name = PLAIN.name
     assert " ".join(container(aggregator_job(PLAIN))["args"]) == (
         "aggregator s3://bucket/runs/small-1/experiment.yaml --partition s3://bucket/partitions/ff --out /work/run "
-        "--publish s3://bucket/runs/small-1 --resume --listen 0.0.0.0:7733 --wait 86400 --orphan-after 600"
+        "--publish s3://bucket/runs/small-1 --resume --listen 0.0.0.0:7733 --wait 86400 --insecure "
+        "--orphan-after 600"
     )
     assert " ".join(container(worker_job(PLAIN))["args"]) == (
         f"worker --aggregator {name}.team-a.svc:7733 --name worker-$(JOB_COMPLETION_INDEX) "

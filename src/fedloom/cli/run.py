@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli import trusted
+
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
     from fedloom.run.options import RunOptions
@@ -127,13 +129,22 @@ def aggregator(
     finished_grace: Annotated[
         float, typer.Option(help="Seconds to wait at the end until watchers have been told.", min=0, metavar="S")
     ] = 5.0,
+    tls_certificate: trusted.Certificate = None,
+    tls_key: trusted.Key = None,
+    tls_ca: trusted.CaOfPeers = None,
+    tokens: trusted.Tokens = None,
+    identities: trusted.Identities = None,
+    insecure: trusted.InsecureServer = False,
 ) -> None:
     """Run an experiment's rounds with workers that connect (`fedloom worker`)."""
     from fedloom import experiment as experiments
     from fedloom.run.options import RunOptions
     from fedloom.transport.address import split_address
+    from fedloom.trust.options import Protection, ServerOptions, token_of
 
-    split_address(listen, what="--listen", lowest=0)
+    host, _ = split_address(listen, what="--listen", lowest=0)
+    protection = ServerOptions(tls_certificate, tls_key, tls_ca, tokens, identities, token_of(), insecure)
+    Protection(protection).check(host)  # before anything is read or made
     options = RunOptions(
         out,
         resume,
@@ -141,6 +152,7 @@ def aggregator(
         partition,
         publish=publish,
         listen=listen,
+        protection=protection,
         wait_s=wait,
         orphan_after_s=orphan_after,
         finished_grace_s=finished_grace,

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from fedloom.cli import trusted
+
 
 class Device(StrEnum):
     """What a worker computes on."""
@@ -75,6 +77,11 @@ def worker(
             metavar="DIR|URL",
         ),
     ] = None,
+    tls_ca: trusted.CaOfAggregator = None,
+    tls_certificate: trusted.Certificate = None,
+    tls_key: trusted.Key = None,
+    token_file: trusted.TokenFile = None,
+    insecure: trusted.InsecureClient = False,
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Leave when standard input ends.")] = False,
 ) -> None:
@@ -84,6 +91,7 @@ def worker(
     from fedloom.errors import ExperimentError, InterruptedRun
     from fedloom.run.log_file import logged_to
     from fedloom.run.worker import Worker, WorkerOptions
+    from fedloom.trust.options import ClientOptions, token_of
 
     options = WorkerOptions(
         partition,
@@ -99,6 +107,7 @@ def worker(
         observe=tuple(observe or ()),
         class_counts=class_counts,
         verify=not until_eof,
+        trust=ClientOptions(tls_ca, tls_certificate, tls_key, token_file, token_of(), insecure),
     )
     if dry_run:
         from fedloom.cli.leaving import show_leaving

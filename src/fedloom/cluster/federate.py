@@ -18,6 +18,7 @@ from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_po
 from fedloom.cluster.manifests import INSTANCE, RUN_ID, Federation, Manifest, identity, label, owners_of_pod
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError
+from fedloom.trust.options import TOKEN
 from fedloom.words import counted
 
 if TYPE_CHECKING:
@@ -258,6 +259,12 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
             f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and a launcher outside of the cluster that "
             f"cannot show the aggregator that it is there: these credentials do not allow: {', '.join(missing)}",
             hint=f"leave it out, or: {rights_hint(api.namespace)}",
+        )
+    watched = cluster.orphan_after_s is not None or (in_cluster() and not step.unattended)
+    if cluster.token_secret is not None and watched and not own.get(TOKEN):
+        raise ExperimentError(
+            f"cluster.token_secret: found {cluster.token_secret}, and no {TOKEN} in this environment; allowed: both, "
+            "as an aggregator that its launcher cannot watch would end",
         )
     shards = store.under(f"partitions/{manifest.fingerprint}")
     orphan_after_s = ORPHAN_AFTER_S if in_cluster() and not step.unattended else None

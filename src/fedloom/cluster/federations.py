@@ -24,6 +24,7 @@ from fedloom.cluster.manifests import (
     label,
 )
 from fedloom.cluster.pod_diagnosis import diagnose, diagnose_events
+from fedloom.cluster.progress_client import launchers_credentials
 from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import ExperimentError, RefusedError
 from fedloom.transport.progress import Progress, follow
@@ -109,7 +110,7 @@ def progress(api: Api, status: Status) -> Progress | None:
     pod = lambda: aggregator_pod(api.select("Pod", f"{INSTANCE}={status.name}")[0])  # noqa: E731
     with Tunnel(api, pod, PORT) as tunnel:
         try:
-            return next(follow(tunnel.address, connect_s=ANSWERS_S), None)
+            return next(follow(tunnel.address, connect_s=ANSWERS_S, credentials=launchers_credentials()), None)
         except (ConnectionError, RefusedError):
             return None
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from fedloom.cluster.settings import DEFAULT_REQUESTS, OWN, AggregatorPod, ClusterSettings, Resources, TaskConfig
 from fedloom.errors import ExitCode
+from fedloom.trust.options import TOKEN
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -134,6 +135,7 @@ def aggregator_job(federation: Federation) -> Manifest:
     f, s = federation, federation.settings
     command = ["aggregator", f"{f.run_url}/experiment.yaml", "--partition", f.partition_url, "--out", "/work/run"]
     command += ["--publish", f.run_url, "--resume", "--listen", f"0.0.0.0:{PORT}", "--wait", _seconds(s.deadline_s)]
+    command += ["--insecure"]  # what reaches it is up to the cluster's network policies
     if f.orphan_after_s is not None:
         command += ["--orphan-after", _seconds(f.orphan_after_s)]
     container = _container(f, AGGREGATOR, s.image, command, resources(s.aggregator))
@@ -162,6 +164,8 @@ def worker_job(federation: Federation) -> Manifest:
     command += ["--name", "worker-$(JOB_COMPLETION_INDEX)", "--partition", f.partition_url]
     command += ["--states", f"{f.run_url}/states", "--reconnect", _seconds(s.pending_timeout_s)]
     command += ["--device", f.device, "--threads", str(f.threads), "--clients-at-once", str(f.clients_at_once)]
+    if s.token_secret is not None:
+        command += ["--insecure"]
     if s.clients_per_worker is not None:
         command += ["--part", f"$(JOB_COMPLETION_INDEX)/{f.workers}"]
     gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
@@ -330,6 +334,8 @@ def _container(
             {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": in_secret}}}
             for key, in_secret in s.storage_secret_keys.items()
         ]
+    if s.token_secret is not None:
+        env.append({"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": s.token_secret, "key": "token"}}})
     return {
         "name": name,
         "image": image,

@@ -6,15 +6,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from fedloom.errors import RefusedError
+from fedloom.errors import ExperimentError, RefusedError
 from fedloom.transport.progress import Progress, follow
+from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.words import counted
 
 LINE_EVERY_S = 10.0
 CONNECT_S = 10.0
 AGAIN_S = 1.0
 DOUBT_AFTER_S = 60.0
+
+
+def launchers_credentials() -> Credentials:
+    """What a launcher dials an aggregator with: its environment says, as of a worker; pods' networks are plaintext.
+
+    Raises
+    ------
+    RefusedError, ExperimentError
+        If the environment has something else in a token's or a certificate's place.
+    """
+    return Credentials(replace(ClientOptions.from_environment(), insecure=True))
 
 
 class ProgressClient:
@@ -64,7 +77,7 @@ class ProgressClient:
     def _follow(self) -> None:
         while not self._stopping.is_set():
             try:
-                for progress in follow(self._address, connect_s=CONNECT_S):
+                for progress in follow(self._address, connect_s=CONNECT_S, credentials=launchers_credentials()):
                     if self._stopping.is_set():
                         return
                     self._heard_at, self._doubted = time.monotonic(), False
@@ -72,7 +85,7 @@ class ProgressClient:
                     self.latest = progress
                 if self.latest is not None and self.latest.state == "finished":
                     return
-            except RefusedError as error:
+            except (RefusedError, ExperimentError) as error:
                 self._say(f"progress is not shown: {error}{self._warning()}")
                 return
             except ConnectionError as error:  # not there yet, or about to be replaced

@@ -130,6 +130,11 @@ class ClusterSettings(Settings):
         min_length=1,
         description="Environment variable to the key of those Secrets which holds it.",
     )
+    token_secret: str | None = Field(
+        default=None,
+        description="Secret whose key `token` holds a token (`fedloom token new`): whoever has it may be a worker, or "
+        "watch; null lets in whoever reaches the aggregator.",
+    )
     s3_endpoint: str | None = Field(
         default=None,
         description="Where pods reach the object store; null is the launcher's own $FEDLOOM_S3_ENDPOINT, which the "

@@ -15,6 +15,8 @@ from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.notices import Notices
+from fedloom.trust.audit import Audit
+from fedloom.trust.options import Protection
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Serving:
 def serving(
     parts: Parts,
     listen: str,
+    protection: Protection,
+    audit: Audit,
     incarnation: str,
     grace_s: float,
     say: Callable[[str], None],
@@ -48,6 +52,8 @@ def serving(
     ----------
     listen
         ``host:port``.
+    protection, audit
+        Who is let in, and where that is written.
     incarnation
         Of this process.
     grace_s
@@ -75,6 +81,9 @@ def serving(
         version=parts.algorithm.version,
         notices=notices,
         say=say,
+        protection=protection,
+        audit=audit,
+        roster=parts.manifest.roster,
     )
     address = server.start(listen)
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedloom.trust.options import ServerOptions
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -29,6 +31,8 @@ class RunOptions:
         What the run is called there; None: as its folder.
     listen
         ``host:port`` where workers may come; None: the run has workers of its own.
+    protection
+        How an aggregator that listens is protected; None: not at all, and only this machine is served.
     wait_s
         Seconds until every client must be served.
     orphan_after_s
@@ -50,6 +54,7 @@ class RunOptions:
     publish: str | None = None
     name: str | None = None
     listen: str | None = None
+    protection: ServerOptions | None = None
     wait_s: float = 60.0
     orphan_after_s: float | None = None
     finished_grace_s: float = 5.0

@@ -31,6 +31,9 @@ from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
+from fedloom.trust.audit import Audit
+from fedloom.trust.options import Protection, ServerOptions
+from fedloom.trust.tokens import make_token
 
 log = logging.getLogger("fedloom.run")
 
@@ -77,6 +80,10 @@ def run_experiment(
     e, options, observer = experiment, options or RunOptions(), observer or RunObserver()
     folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
     resume = check_folder(folder, e, options.resume)
+    # Workers of our own are let in by a token that nobody else has; others by what the options say.
+    token = make_token()
+    protection = Protection(ServerOptions(token=token) if options.listen is None else options.protection)
+    audit = Audit()
     assemble.use_device(e.runtime.device if options.listen is None else "cpu", e.runtime.threads)
     repeated = Replay(_existing(options.replay)) if options.replay is not None else None
     if repeated is not None and e.federation.rounds:
@@ -121,6 +128,8 @@ def run_experiment(
             held.enter_context(logged_to(folder.logs / "aggregator.jsonl", alone=True))
             folder.write("partition.json", dataset.manifest.to_json())
             folder.write_json("environment.json", assemble.fingerprint(e))
+            if options.listen is not None and protection.access is not None:
+                audit.keep(folder.logs / "audit.jsonl")
             if url is not None:
                 folder.write_json("published.json", {"url": url})
             else:  # it may have been published before
@@ -136,6 +145,8 @@ def run_experiment(
         serve = partial(
             serving,
             parts,
+            protection=protection,
+            audit=audit,
             incarnation=incarnation,
             grace_s=options.finished_grace_s,
             say=observer.notice,
@@ -167,7 +178,7 @@ def run_experiment(
                 workers = None
                 if options.listen is None:
                     whose = options.serves or ["--partition", where]
-                    workers = partial(Workers, e.runtime, whose, assemble.states_of(folder), folder.logs)
+                    workers = partial(Workers, e.runtime, whose, assemble.states_of(folder), folder.logs, token)
                 else:
                     states = assemble.states_of(folder) if stateful and url is not None else None
                     observer.waiting_for_workers(at.address, where, states)

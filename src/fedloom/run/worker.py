@@ -22,6 +22,7 @@ from fedloom.run import assemble
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
 from fedloom.transport.worker import Identity, Joined, serve
+from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.words import shortened
 
 
@@ -51,6 +52,8 @@ class WorkerOptions:
         Tell the aggregator how many training examples of each class the packed clients have.
     verify
         Check the shards before serving, of a folder or of clients whom nobody else serves.
+    trust
+        What the aggregator is dialled with; None: in plaintext, as nobody.
     """
 
     partition: str | None
@@ -65,6 +68,7 @@ class WorkerOptions:
     observe: tuple[Path, ...] = ()
     class_counts: bool = False
     verify: bool = True
+    trust: ClientOptions | None = None
 
 
 class Worker:
@@ -83,6 +87,8 @@ class Worker:
     ------
     ExperimentError
         If an option is not allowed.
+    RefusedError
+        If its certificate is not valid now.
     DataError
         If the partition, or a shard of it, is missing or damaged.
     """
@@ -90,7 +96,9 @@ class Worker:
     def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
         if options.device == "cpu" and options.clients_at_once > 1:
             raise ExperimentError(f"--clients-at-once: found {options.clients_at_once} on cpu, allowed: 1")
-        split_address(aggregator, what="--aggregator", lowest=1)
+        host, _ = split_address(aggregator, what="--aggregator", lowest=1)
+        self._credentials = Credentials(options.trust)
+        self._credentials.show(host)
         self._aggregator = aggregator
         self._options = options
         self._serves = serves(options)
@@ -121,6 +129,7 @@ class Worker:
             make_session=self._session,
             stop=stop,
             reconnect_s=self._options.reconnect_s,
+            credentials=self._credentials,
         )
 
     def _session(self, joined: Joined) -> ClientSide:

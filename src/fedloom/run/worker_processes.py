@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -10,7 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import SecretStr
+
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError, RefusedError, WorkerLostError
+from fedloom.trust.options import FILES, TOKEN
 
 if TYPE_CHECKING:
     from fedloom.experiment import Runtime
@@ -41,6 +45,8 @@ class Workers:
         Folder or URL of the clients' states.
     logs
         Folder for what they say.
+    token
+        Lets them in; it is in their environment, which no other user of the machine can read.
     address
         The aggregator's.
     on_failure
@@ -53,11 +59,15 @@ class Workers:
         serves: Sequence[str],
         states: str,
         logs: Path,
+        token: SecretStr,
         address: str,
         on_failure: Callable[[], None],
     ) -> None:
         self.failure: FedloomError | None = None
         self._address = address
+        others = {*FILES.values(), TOKEN}  # what the environment says of another aggregator is not for ours
+        self._environment = {name: value for name, value in os.environ.items() if name not in others}
+        self._environment[TOKEN] = token.get_secret_value()
         self._serves = serves
         self._logs = logs
         self._states = states
@@ -111,7 +121,12 @@ class Workers:
         # A session of its own, so that Ctrl-C reaches us alone and the round at hand can end.
         with (self._logs / f"{name}.stderr").open("ab") as stderr:
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+                env=self._environment,
             )
 
     def _watch(self, i: int) -> None:

@@ -138,7 +138,7 @@ class Aggregator:
         self._notices = notices
         self._say = say
         self._protection = protection or Protection()
-        self._audit = audit or Audit(None)
+        self._audit = audit or Audit()
         access = self._protection.access
         self._gate = None if access is None else Gate(access, self._audit)
         self._roster = frozenset(roster)
@@ -448,7 +448,7 @@ class Aggregator:
         device = printable(hello.device, NAME_CHARACTERS)
         worker = WorkerInfo(hello.worker, hello.incarnation, Clients(self._index, hello.clients), device)
         link = Link(worker, owner=_owner())
-        if link.owner is None and self._board.taken(worker.name, worker.incarnation):  # since it was let in
+        if self._board.taken(worker.name, worker.incarnation, link.owner):  # since it was let in
             await context.abort(STATUS[Refusal.NAME], str(WireError(Refusal.NAME, f"worker {worker.name}")))
             return
         self._board.enter(link, hello.held if hello.held_of == self._incarnation else ())
@@ -501,7 +501,7 @@ class Aggregator:
                 raise WireError(Refusal.JOINS, "come again")
             hello = _hello(data)
             if peer is not None:
-                self._authenticate(peer, hello)
+                self._authorize(peer, hello)
             code, reason = self._judge(hello)
         except TimeoutError:
             reason = f"no Hello within {HELLO_TIMEOUT_S:g} s"
@@ -518,13 +518,13 @@ class Aggregator:
             return None
         if peer is not None:
             peer.join(worker=hello.worker, incarnation=hello.incarnation, clients=len(hello.clients))
-        elif self._board.taken(hello.worker, hello.incarnation):
+        elif self._board.taken(hello.worker, hello.incarnation, None):
             raise WireError(Refusal.NAME, f"worker {hello.worker}")
         self._down += len(self._welcome)
         await context.write(self._welcome)
         return hello
 
-    def _authenticate(self, peer: Peer, hello: wire.Hello) -> None:
+    def _authorize(self, peer: Peer, hello: wire.Hello) -> None:
         """Make sure that a peer may be this worker.
 
         Raises
@@ -533,12 +533,11 @@ class Aggregator:
             If not.
         """
         identity, kind, reason = peer.identity, "clients", ""
-        named = self._board.link(hello.worker)
         if foreign := identity.foreign(hello.clients):
             reason = f"may not speak for {_some(foreign)}"
         elif not identity.may(Action.TRAIN) and (training := self._roster.intersection(hello.clients)):
             reason = f"is an observer, and may not speak for clients that train: {_some(sorted(training))}"
-        elif named is not None and named.owner != identity.name:
+        elif self._board.taken(hello.worker, hello.incarnation, identity.name):
             kind, reason = "name", f"may not be worker {hello.worker!r}, which is connected and somebody else's"
         if reason:
             peer.refuse(kind, reason)

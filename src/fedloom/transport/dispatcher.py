@@ -86,10 +86,6 @@ class Dispatcher:
 
     # ---- workers
 
-    def link(self, name: str) -> Link | None:
-        """Return the stream of the worker of a name, if it is connected."""
-        return self._links.get(name)
-
     def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
         """A worker has joined: it replaces an older stream of its own, and gets rows that wait for it.
 
@@ -118,10 +114,15 @@ class Dispatcher:
         self._publish(link.worker, None if old is None else old.worker)
         self._dispatch_all()
 
-    def taken(self, name: str, incarnation: str) -> bool:
-        """Whether another process is connected under a worker's name; one that is gone is noticed by keepalive."""
+    def taken(self, name: str, incarnation: str, owner: str | None) -> bool:
+        """Whether a worker's name is another's: another identity's, or another process's where there are none.
+
+        A process that is gone is noticed by keepalive.
+        """
         link = self._links.get(name)
-        return link is not None and link.worker.incarnation != incarnation and not self._stopping
+        if link is None or self._stopping:
+            return False
+        return link.worker.incarnation != incarnation if owner is None else link.owner != owner
 
     def _believe(self, link: Link, told: wire.Held) -> None:
         """Note what a worker says that it has; it is told of a conversation that was closed while it was away."""

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,9 @@ REPEATED_S = 10.0
 
 KINDS = 1000
 """Kinds of refusals that are told apart; those beyond share one."""
+
+WAITING = 1000
+"""Lines that wait for a file at most."""
 
 LONGEST = 500
 """Characters of a text that a peer may have chosen."""
@@ -40,14 +44,28 @@ class Audit:
     Parameters
     ----------
     path
-        The file; its folder is there. None: nothing is kept.
+        The file; its folder is there. Without, lines wait for :meth:`keep`, the last :data:`WAITING` of them.
     """
 
-    def __init__(self, path: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
+        self._waiting: deque[str] = deque(maxlen=WAITING)
         self._refused: dict[tuple[str, str], tuple[float, int]] = {}  # kind and host: written when, counted since
+
+    def keep(self, path: Path) -> None:
+        """Say where lines go, and write those that wait.
+
+        Raises
+        ------
+        StorageError
+            If it cannot be written to.
+        """
+        with self._lock:
+            self._path = path
+            self._put("".join(self._waiting))
+            self._waiting.clear()
 
     def write(self, event: Event, **told: Value) -> None:
         """Write a line.
@@ -88,14 +106,19 @@ class Audit:
             self._append("refused", {"host": host, "kind": kind, **told} | ({"repeated": repeated} if repeated else {}))
 
     def _append(self, event: Event, told: Mapping[str, Value]) -> None:
-        if self._path is None:
-            return
         cut = {key: value[:LONGEST] if isinstance(value, str) else value for key, value in told.items()}
         when = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": when, "event": event, **cut}) + "\n"  # ASCII: no line ends but ours
+        if self._path is None:
+            self._waiting.append(line)
+        else:
+            self._put(line)
+
+    def _put(self, text: str) -> None:
+        assert self._path is not None
         with storing(self._path):
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.write(file, line.encode())
+                os.write(file, text.encode())
             finally:
                 os.close(file)

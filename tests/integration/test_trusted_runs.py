@@ -1,0 +1,173 @@
+"""Whole runs whose aggregator knows who comes: processes with certificates and tokens, as a person starts them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from facts import tells
+from run_processes import ENVIRONMENT, ended, experiment, fedloom, final, started, until, worker
+
+from fedloom.errors import ExitCode
+from fedloom.transport.progress import follow
+from fedloom.trust.certificates import make_ca, make_certificate
+from fedloom.trust.options import ClientOptions, Credentials
+from fedloom.trust.tokens import add_token, make_token, revoke_tokens
+
+TINY = {
+    "federation": {"rounds": 2, "clients_per_round": 3},
+    "model": {"name": "logistic"},
+    "algorithm": {"name": "fedavg"},
+}
+
+TABLE = """\
+version: 1
+identities:
+  - {name: north, certificate: "URI:urn:fedloom:north", token: north, roles: [worker], clients: ["*"]}
+  - {name: eye, certificate: "URI:urn:fedloom:eye", token: eye, roles: [watch]}
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(pair.decode().partition("=")[::2] for pair in pairs if pair)
+
+
+def test_a_federation_over_mutual_tls_with_tokens_gives_the_same_numbers(
+    tmp_path: Path, fashion_mnist_root: Path
+) -> None:
+    path = experiment(tmp_path, fashion_mnist_root, **TINY)
+    fedloom("run", path, "--out", tmp_path / "alone")
+    make_ca(tmp_path / "ca")
+    make_certificate("server", tmp_path, tmp_path / "ca", hosts=["127.0.0.1"])
+    make_certificate("eye", tmp_path, tmp_path / "ca")
+    make_certificate("north", tmp_path, tmp_path / "ca")
+    secrets = {name: add_token(tmp_path / "tokens.json", name)[0] for name in ("north", "eye")}
+    (tmp_path / "north.token").write_text(secrets["north"].get_secret_value())
+    (tmp_path / "identities.yaml").write_text(TABLE)
+    fedloom("partition", path, "--out", tmp_path / "partition")
+    address = f"127.0.0.1:{free_port()}"
+    files = {"--tls-certificate": "server.crt", "--tls-key": "server.key", "--tls-ca": "ca/ca.crt"}
+    files |= {"--tokens": "tokens.json", "--identities": "identities.yaml"}
+    serve = [word for option, name in files.items() for word in (option, tmp_path / name)]
+    out = tmp_path / "run"
+    mine = {"FEDLOOM_TLS_CA": str(tmp_path / "ca/ca.crt"), "FEDLOOM_TLS_CERTIFICATE": str(tmp_path / "north.crt")}
+    mine |= {"FEDLOOM_TLS_KEY": str(tmp_path / "north.key"), "FEDLOOM_TOKEN_FILE": str(tmp_path / "north.token")}
+    dials = ["worker", "--aggregator", address, "--partition", tmp_path / "partition"]
+    with started("aggregator", path, "--listen", address, "--out", out, "--wait", "120", *serve) as aggregator:
+        eye = ClientOptions(tmp_path / "ca/ca.crt", tmp_path / "eye.crt", tmp_path / "eye.key", token=secrets["eye"])
+        watched = follow(address, connect_s=120, credentials=Credentials(eye))
+        assert next(watched).workers == 0
+        stranger = {**mine, "FEDLOOM_TOKEN_FILE": "", "FEDLOOM_TOKEN": make_token().get_secret_value()}
+        said = fedloom(*dials, environment=stranger, code=ExitCode.REFUSED)
+        assert tells(said, "error:", address, "not known")
+        fedloom(*dials, environment=mine)
+        states = [progress.state for progress in watched]
+        assert states[-1] == "finished"
+        ended(aggregator, 0)
+    assert final(out) == final(tmp_path / "alone")
+    audit = out / "logs" / "audit.jsonl"
+    assert stat.S_IMODE(audit.stat().st_mode) == 0o600
+    events = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert [(event["event"], event["identity"]) for event in events if event["event"] != "leave"] == [
+        ("join", "eye"), ("refused", None), ("join", "north"),
+    ]  # fmt: skip
+    kept = b"".join(file.read_bytes() for file in out.rglob("*") if file.is_file())
+    for token in (*secrets.values(), stranger["FEDLOOM_TOKEN"]):
+        text = token if isinstance(token, str) else token.get_secret_value()
+        assert text.rpartition("_")[2].encode() not in kept
+        assert text not in said
+
+
+def test_the_workers_of_a_run_are_let_in_by_a_token_that_nobody_else_has(
+    tmp_path: Path, fashion_mnist_root: Path
+) -> None:
+    path = experiment(tmp_path, fashion_mnist_root, **TINY, runtime={"workers": 1})
+    elsewhere = {"FEDLOOM_TLS_CA": "/absent/ca.crt", "FEDLOOM_TOKEN": make_token().get_secret_value()}
+    endless = ["--set", "federation.rounds=100000"]
+    with started("run", path, "--out", tmp_path / "run", *endless, environment=elsewhere) as run:
+        until(lambda: worker(run, "worker-0"), "a worker")
+        pid = worker(run, "worker-0")
+        assert pid is not None
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        address = words[words.index(b"--aggregator") + 1].decode()
+        journal = tmp_path / "run" / "journal.jsonl"
+        until(lambda: journal.exists() and journal.read_text().count("\n") > 2, "rounds")
+        partition = words[words.index(b"--partition") + 1].decode()
+        said = fedloom("worker", "--aggregator", address, "--partition", partition, code=ExitCode.REFUSED)
+        assert tells(said, "error:", address, "neither a certificate nor a token")
+        assert not any(b"fedloom_" in word for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "facts"),
+    [
+        (
+            ("aggregator", "{e}", "--listen", "0.0.0.0:0"),
+            {},
+            2,
+            ("--listen", "0.0.0.0", "--tls-certificate", "--insecure"),
+        ),
+        (("aggregator", "{e}", "--tls-key", "absent"), {}, 2, ("--tls-key", "--tls-certificate")),
+        (("aggregator", "{e}", "--tokens", "absent"), {}, 2, ("absent", "no such file")),
+        (("aggregator", "{e}"), {"FEDLOOM_TOKEN": "secret"}, 4, ("FEDLOOM_TOKEN", "6 characters")),
+        (
+            ("worker", "--aggregator", "h:1", "--partition", "p"),
+            {"FEDLOOM_TOKEN": "{t}"},
+            2,
+            ("h", "plaintext", "--insecure"),
+        ),
+        (("worker", "--aggregator", "h:1", "--partition", "p", "--tls-ca", "absent"), {}, 2, ("--tls-ca", "absent")),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_read_or_made(
+    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], code: int, facts: tuple[str, ...]
+) -> None:
+    token = make_token().get_secret_value()
+    given = {name: value.format(t=token) for name, value in environment.items()}
+    said = fedloom(*(word.format(e=tmp_path / "absent.yaml") for word in arguments), environment=given, code=code)
+    assert tells(said, "error:", *facts)
+    assert token not in said
+    assert "secret" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_member_that_is_revoked_is_out_and_the_run_waits_for_another(
+    tmp_path: Path, fashion_mnist_root: Path
+) -> None:
+    path = experiment(tmp_path, fashion_mnist_root, **TINY)
+    fedloom("partition", path, "--out", tmp_path / "partition")
+    tokens, address = tmp_path / "tokens.json", f"127.0.0.1:{free_port()}"
+    first, second = (add_token(tokens, name)[0].get_secret_value() for name in ("first", "second"))
+    dials = ["worker", "--aggregator", address, "--partition", tmp_path / "partition", "--reconnect", "120"]
+    serve = ["--listen", address, "--out", tmp_path / "run", "--tokens", tokens]
+    more = [
+        "--set",
+        "federation.rounds=100",
+        "--set",
+        "evaluation.every=100",
+        "--set",
+        "federation.checkpoint_every_s=30",
+    ]
+    with (
+        started("aggregator", path, *serve, *more) as aggregator,
+        started(*dials, environment={"FEDLOOM_TOKEN": first}) as gone,
+    ):
+        journal = tmp_path / "run" / "journal.jsonl"
+        until(lambda: journal.exists() and journal.read_text().count("\n") > 2, "rounds")
+        revoke_tokens(tokens, "first")
+        assert tells(ended(gone, ExitCode.REFUSED), "first", "revoked at")
+        with started(*dials, environment={"FEDLOOM_TOKEN": second}) as other:
+            ended(aggregator, 0)
+            ended(other, 0)
+    fedloom("run", path, *more, "--out", tmp_path / "alone")
+    assert final(tmp_path / "run") == final(tmp_path / "alone")
+    assert ENVIRONMENT.get("FEDLOOM_TOKEN") is None
