@@ -4,6 +4,8 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -297,6 +299,52 @@ def test_a_flood_of_what_is_of_no_use_ends_its_stream_soon(aggregator, honest, h
     successor = Worker(aggregator.address, "successor", ["mallory"])
     assert all(isinstance(answer, Sum) for answer in answers.result(10))
     successor.leave()
+
+
+def test_rows_that_silent_joiners_sit_on_are_asked_of_others_and_they_are_dealt_less(aggregator):
+    """Five who join and say nothing cost seconds, once, and not a deadline each round."""
+    everyone = ("anna", "bo", "carla", "dai", "emil", "honest")
+    silent = [Hostile(aggregator.address, name=f"a{i}", clients=everyone) for i in range(5)]
+    for each in silent:
+        each.join()
+    worker = Worker(aggregator.address, "w", everyone)
+    aggregator.wait_for(everyone, 5, workers=6)
+    calls = [start_call(everyone, deadline_s=60, d=10), step_call(everyone, 1, deadline_s=60, d=10)]
+    began = time.monotonic()
+    for i in (1, 2):
+        answers = aggregator.exchange(calls[i - 1])
+        assert all(torch.equal(answer.x, expected(calls[:i], row)) for row, answer in enumerate(answers))
+    aggregator.close(key())
+    took = aggregator.traffic.down
+    again = start_call(everyone, deadline_s=60, d=10, the_key=key(round=2))
+    assert all(isinstance(answer, Sum) for answer in aggregator.exchange(again))
+    assert time.monotonic() - began < 30
+    assert worker.session.computed == 18
+    assert aggregator.traffic.down > took
+    worker.leave()
+    for each in silent:
+        each.leave()
+
+
+def test_a_second_who_refuses_a_row_loses_it_for_nobody(aggregator, monkeypatch, background):
+    """The first is slow; the second gives the row up, or sends what is refused: the first is waited for."""
+    slow = Worker(aggregator.address, "slow", ["mallory"])
+    aggregator.wait_for(["mallory"], 5)
+    go_on = threading.Event()
+    slow.before = lambda client, exchange: go_on.wait(20) and None
+    call = start_call(("mallory",), deadline_s=8, d=10)
+    answers = background(aggregator.exchange, call)
+    until(lambda: slow.sessions)
+    hostile = Hostile(aggregator.address)
+    hostile.join()
+    request = hostile.request()
+    lost = wire.RowLost(conversation=request.conversation, exchange=0, row=0, reason="no")
+    hostile.part(wire.WorkerPart(row_lost=lost))
+    assert not answers.done()
+    go_on.set()
+    assert torch.equal(answers.result(10)[0].x, expected([call], 0))
+    slow.leave()
+    hostile.leave()
 
 
 def test_refusals_that_nobody_reads_are_few():

@@ -62,6 +62,7 @@ log.addFilter(Sparing())
 
 HELLO_TIMEOUT_S = 10.0
 NAME_CHARACTERS = 200
+ROWS_EVERY_S = 0.25  # how often rows are looked for of which there is no sign
 LINGER_S = 2 * LAST_BACKOFF_S  # in which a worker that has lost its connection has dialled again
 HELLO_BYTES = 10_000  # that cost as much as another Hello
 CONNECTIONS_EVERY_S = 5.0  # how often it is looked whether they are as many as may be
@@ -400,7 +401,7 @@ class Aggregator:
             await state.set(service, health_pb2.HealthCheckResponse.SERVING)
         started.set_result(f"{host}:{bound}")
         log.debug("serving on %s:%d", host, bound)
-        watching = [asyncio.create_task(self._watch_connections())]
+        watching = [asyncio.create_task(self._watch_connections()), asyncio.create_task(self._watch_rows())]
         if self._gate is not None:
             watching.append(asyncio.create_task(self._gate.watch()))
         await self._stopping.wait()
@@ -414,6 +415,12 @@ class Aggregator:
             self._stopped = True
             self._joined.notify_all()
         self._board.stop(finished)
+
+    async def _watch_rows(self) -> None:
+        """Look for rows of which there is no sign."""
+        while True:
+            await asyncio.sleep(ROWS_EVERY_S)
+            self._board.ask_others()
 
     async def _watch_connections(self) -> None:
         """Say when there is no room for more connections, which gRPC itself keeps to itself."""
@@ -460,6 +467,7 @@ class Aggregator:
         async def write(frame: bytes) -> None:
             self._down += len(frame)
             await context.write(frame)
+            link.sign_at = time.monotonic()
 
         reader = asyncio.create_task(self._read(link, context))
         writer = asyncio.create_task(link.outbox.drain(write))

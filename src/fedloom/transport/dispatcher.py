@@ -146,12 +146,14 @@ class Dispatcher:
     def _release(self, link: Link) -> None:
         """Take back the rows that were awaited from this stream."""
         for arrival in link.arrivals.values():
-            del arrival.exchange.arriving[arrival.row]
+            del arrival.exchange.arriving[arrival.row, link]
         link.arrivals.clear()
         for conversation in self._conversations.values():
             exchange = conversation.current
             if exchange is not None:
-                exchange.sent = {row: sent for row, sent in exchange.sent.items() if sent is not link}
+                for row in exchange.outstanding:
+                    if not exchange.let_go(link, row) and exchange.sent.get(row) is link:
+                        del exchange.sent[row]
 
     def stop(self, finished: bool) -> None:
         """End all streams, with a goodbye if the run is over, and lose what is awaited. Idempotent."""
@@ -218,6 +220,35 @@ class Dispatcher:
             arrival.link.ignored.add(arrival.number)
             self.count(Refusal.LATE)
         exchange.arriving.clear()
+        now, patience = time.monotonic(), exchange.patience_s()
+        for link, since in exchange.asked.items():
+            if link not in exchange.answered and patience is not None and now - since > patience:
+                link.silent += 1
+                link.rests_until = now + min(300.0, 5.0 * 2**link.silent)
+
+    def ask_others(self) -> None:
+        """Ask those who have nothing to do for rows of which there has been no sign for long, once for each row."""
+        busy = {
+            link
+            for conversation in self._conversations.values()
+            if conversation.current is not None
+            for link in (*conversation.current.sent.values(), *conversation.current.second.values())
+        }
+        idle = {name: link.worker.clients for name, link in self._links.items() if link not in busy and not link.silent}
+        for conversation in self._conversations.values() if idle else ():
+            exchange = conversation.current
+            patience = None if exchange is None else exchange.patience_s()
+            if exchange is None or patience is None:
+                continue
+            before = time.monotonic() - patience
+            rows = [
+                row
+                for row, link in sorted(exchange.sent.items())
+                if row not in exchange.second and max(link.sign_at, exchange.asked.get(link, 0.0)) < before
+            ]
+            for name, positions in deal([exchange.client[row] for row in rows], idle).items():
+                self._send(conversation, exchange, self._links[name], [rows[i] for i in positions], exchange.second)
+                del idle[name]
 
     def close(self, key: ConversationKey) -> None:
         """Forget a conversation, and tell the workers that hold rows of it."""
@@ -225,6 +256,8 @@ class Dispatcher:
         if conversation is None:
             return
         if conversation.current is not None:
+            for row, link in list(conversation.current.arriving):
+                self._drop_arrival(conversation.current, row, link)
             self._lose(conversation.current, "the conversation was closed")
         for link in self._links.values():
             if link.held.pop(key, None) is not None:
@@ -256,9 +289,18 @@ class Dispatcher:
                 free.append(row)
         loads = Counter(link.name for link in exchange.sent.values())
         loads.update({name: len(rows) for name, rows in shares.items()})
-        candidates = {name: link.worker.clients for name, link in self._links.items()}
-        for name, positions in deal([exchange.client[row] for row in free], candidates, loads).items():
-            shares.setdefault(name, []).extend(free[position] for position in positions)
+        now = time.monotonic()
+        for rested in (True, False):  # who has let deadlines pass is dealt what nobody else may serve
+            candidates = {
+                name: link.worker.clients for name, link in self._links.items() if not rested or link.rests_until <= now
+            }
+            dealt = deal([exchange.client[row] for row in free], candidates, loads)
+            for name, positions in dealt.items():
+                shares.setdefault(name, []).extend(free[position] for position in positions)
+            given = {free[position] for positions in dealt.values() for position in positions}
+            free = [row for row in free if row not in given]
+            if not free:
+                break
         for name, rows in shares.items():
             self._send(conversation, exchange, self._links[name], sorted(rows))
         self._say_unserved(exchange, because)
@@ -283,7 +325,14 @@ class Dispatcher:
         who = f"{len(exchange.unserved)} of {counted(asked, 'client')} ({names}{more})"
         self._say(f"{because}{when}: no worker for {who}; {until}")
 
-    def _send(self, conversation: OpenConversation, exchange: Exchange, link: Link, rows: list[int]) -> None:
+    def _send(
+        self,
+        conversation: OpenConversation,
+        exchange: Exchange,
+        link: Link,
+        rows: list[int],
+        whom: dict[int, Link] | None = None,
+    ) -> None:
         """Ask a worker for these rows; before that, tell it what was said so far, if it lacks that."""
         reached = conversation.moves_to(link, rows)
         asked = reached.pop(exchange.call.exchange, [])
@@ -301,8 +350,9 @@ class Dispatcher:
         if asked:
             again = wire.Again(conversation=key_to_wire(call.key), exchange=call.exchange, rows=asked)
             link.outbox.put(call.key, _one(wire.AggregatorPart(again=again)))
+        exchange.asked[link] = time.monotonic()
         for row in rows:
-            exchange.sent[row] = link
+            (exchange.sent if whom is None else whom)[row] = link
 
     def _put(self, link: Link, call: Call, rows: Sequence[int], replay: bool, remaining_s: float | None) -> None:
         position = {row: i for i, row in enumerate(call.rows)}
@@ -329,6 +379,7 @@ class Dispatcher:
         WireError
             If its stream has to end.
         """
+        link.sign_at = time.monotonic()
         for kind, part in read(wire.WorkerFrame, data):
             match kind:
                 case "begin":
@@ -355,9 +406,11 @@ class Dispatcher:
             self._refuse_transfer(link, number, error)
             return
         try:
-            link.arrivals[number] = exchange.arriving[row] = self._accept(link, begin, exchange, row)
+            link.arrivals[number] = exchange.arriving[row, link] = self._accept(link, begin, exchange, row)
         except WireError as error:
-            exchange.settle(row, Lost(self.refuse(error, exchange, row, link.name)))
+            reason = self.refuse(error, exchange, row, link.name)
+            if not self._let_go(exchange, row, link):
+                self._settle(link, exchange, row, Lost(reason))
             self._ignore(link, number, error)
 
     def _awaited(self, link: Link, envelope: wire.Envelope) -> tuple[Exchange, int]:
@@ -381,9 +434,9 @@ class Dispatcher:
             raise WireError(Refusal.LATE if old else Refusal.CONVERSATION, f"{_name(key)}, exchange {number}")
         if row not in exchange.client:
             raise WireError(Refusal.CLIENT, f"row {row} is not in exchange {number} of {_name(key)}")
-        if row not in exchange.outstanding or exchange.sent.get(row) is not link:
+        if not exchange.awaits(row, link):
             raise WireError(Refusal.LATE, f"row {row} of {_name(key)}, exchange {number}")
-        if row in exchange.arriving:
+        if (row, link) in exchange.arriving:
             raise WireError(Refusal.LATE, f"row {row} of {_name(key)}, exchange {number} is arriving already")
         return exchange, row
 
@@ -402,9 +455,9 @@ class Dispatcher:
         if wrong is not None:
             raise WireError(Refusal.SHAPE, wrong[:REASON_CHARACTERS])
         limit = sum(spec.nbytes for spec in specs)
-        return Arrival(
-            link, begin.transfer, exchange, row, cls, Assembler(begin, specs, limit, exchange.storage(cls, row))
-        )
+        alone = all((row, other) not in exchange.arriving for other in (exchange.sent[row], exchange.second.get(row)))
+        memory = exchange.storage(cls, row) if alone else None  # never that of an answer that may be the one
+        return Arrival(link, begin.transfer, exchange, row, cls, Assembler(begin, specs, limit, memory))
 
     def _continue(self, link: Link, number: int, part: wire.Chunk | Data | wire.End) -> None:
         """Take in a chunk or the end of a transfer."""
@@ -427,16 +480,46 @@ class Dispatcher:
             if isinstance(part, wire.End):
                 link.ignored.discard(number)
             return
-        del link.arrivals[number], arrival.exchange.arriving[arrival.row]
-        arrival.exchange.settle(arrival.row, Arrived(link.name, arrival.cls, arrival.assembler))
+        del link.arrivals[number], arrival.exchange.arriving[arrival.row, link]
+        self._settle(link, arrival.exchange, arrival.row, Arrived(link.name, arrival.cls, arrival.assembler))
+
+    def _settle(self, link: Link, exchange: Exchange, row: int, outcome: Arrived | Lost) -> None:
+        """Hand on what a stream said of a row; it goes on there, and what another one says of it comes late."""
+        now = time.monotonic()
+        exchange.longest_s = max(exchange.longest_s, now - exchange.asked[link])
+        exchange.asked[link] = now
+        exchange.answered.add(link)
+        link.silent, link.rests_until = 0, 0.0
+        self._conversations[exchange.call.key].holders[row] = link.name
+        for other in (exchange.sent.get(row), exchange.second.get(row)):
+            if other is not None:
+                self._drop_arrival(exchange, row, other)
+        exchange.settle(row, outcome)
+
+    def _drop_arrival(self, exchange: Exchange, row: int, link: Link) -> None:
+        """Take in no more of what a stream is sending for a row: its memory may be another answer's."""
+        arrival = exchange.arriving.pop((row, link), None)
+        if arrival is not None:
+            del link.arrivals[arrival.number]
+            link.ignored.add(arrival.number)
+            self.count(Refusal.LATE)
+
+    def _let_go(self, exchange: Exchange, row: int, link: Link) -> bool:
+        """Expect nothing of a stream for a row any more, if another one is asked for it, too."""
+        other = exchange.let_go(link, row)
+        if other:
+            self._drop_arrival(exchange, row, link)
+        return other
 
     def _refuse_transfer(self, link: Link, number: int, error: WireError) -> None:
         """Refuse a transfer; the row that was arriving by it is lost, the stream lives on."""
         arrival = link.arrivals.pop(number, None)
         if arrival is not None:
-            del arrival.exchange.arriving[arrival.row]
-            reason = self.refuse(error, arrival.exchange, arrival.row, link.name)
-            arrival.exchange.settle(arrival.row, Lost(reason))
+            exchange, row = arrival.exchange, arrival.row
+            del exchange.arriving[row, link]
+            reason = self.refuse(error, exchange, row, link.name)
+            if not self._let_go(exchange, row, link):
+                self._settle(link, exchange, row, Lost(reason))
         else:
             self.count(error.refusal)
             log.log(
@@ -480,8 +563,10 @@ class Dispatcher:
             exchange.missing[link, row] += 1
             if exchange.missing[link, row] > REPLAYS:
                 raise WireError(Refusal.LACKING, f"row {row} of {_name(exchange.call.key)}, sent {REPLAYS} times")
-            exchange.sent.pop(row)
-            asked.append(row)
+            if not self._let_go(exchange, row, link):
+                self._drop_arrival(exchange, row, link)
+                exchange.sent.pop(row)
+                asked.append(row)
         if asked:
             conversation = self._conversations[key_from_wire(missing.conversation)]
             for row in asked:
@@ -495,7 +580,11 @@ class Dispatcher:
             self.count(error.refusal)
             self._spend(link)
             return
-        exchange.settle(row, Lost(printable(lost.reason, REASON_CHARACTERS) or "the worker gave no reason"))
+        if self._let_go(exchange, row, link):
+            return  # the other one will say what it is
+        self._settle(
+            link, exchange, row, Lost(printable(lost.reason, REASON_CHARACTERS) or "the worker gave no reason")
+        )
 
 
 def _one(part: wire.AggregatorPart) -> Iterator[Pieces]:

@@ -65,6 +65,9 @@ class Clients(Collection[str]):
         return self._count
 
 
+LEAST_PATIENCE_S = 2.0
+
+
 @dataclass(frozen=True)
 class WorkerInfo:
     """A connected worker, as it introduced itself."""
@@ -100,6 +103,9 @@ class Link:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ignored: set[int] = field(default_factory=set)  # transfers that were refused and have not ended yet
     allowance: int = 64  # of parts that are refused or late; each row that the worker is asked for adds to it
+    sign_at: float = field(default_factory=time.monotonic)  # when something last went either way
+    silent: int = 0  # exchanges in a row that it answered nothing of
+    rests_until: float = 0.0  # till then others are dealt rows before it
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fault: WireError | None = None
 
@@ -133,7 +139,11 @@ class Exchange:
         self.client = dict(zip(call.rows, call.clients, strict=True))
         self.outstanding = set(call.rows)
         self.sent: dict[int, Link] = {}  # whom each outstanding row was sent to and is awaited from
-        self.arriving: dict[int, Arrival] = {}
+        self.second: dict[int, Link] = {}  # who was asked, too, since the first had done nothing for long
+        self.arriving: dict[tuple[int, Link], Arrival] = {}
+        self.asked: dict[Link, float] = {}  # since when each is awaited: it was asked, or answered a row
+        self.answered: set[Link] = set()
+        self.longest_s = 0.0  # that anybody took for an answer
         self.missing: Counter[tuple[Link, int]] = Counter()  # how often a stream said that it lacks a row
         self.unserved: tuple[str, ...] = ()  # clients that were last said to have no worker
         self._position = {row: i for i, row in enumerate(call.rows)}
@@ -159,6 +169,26 @@ class Exchange:
         """Seconds left, not below zero; None without a deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
+    def awaits(self, row: int, link: Link) -> bool:
+        """Whether an answer of a row is awaited from this stream."""
+        return row in self.outstanding and (self.sent.get(row) is link or self.second.get(row) is link)
+
+    def patience_s(self) -> float | None:
+        """After how long without a sign others are asked, too; None where nothing says how long is long."""
+        if self.longest_s:
+            return max(LEAST_PATIENCE_S, 4 * self.longest_s)
+        return None if self.call.deadline_s is None else self.call.deadline_s / 4
+
+    def let_go(self, link: Link, row: int) -> bool:
+        """Expect nothing of this stream for a row any more; whether another one is asked for it."""
+        if self.second.get(row) is link:
+            del self.second[row]
+        elif self.sent.get(row) is link and row in self.second:
+            self.sent[row] = self.second.pop(row)
+        else:
+            return False
+        return True
+
     def waiting(self) -> tuple[str, ...]:
         """Return the clients that are awaited and that nobody works for, each once, in order."""
         rows = sorted(row for row in self.outstanding if row not in self.sent)
@@ -168,6 +198,7 @@ class Exchange:
         """Hand a row's outcome to the calling thread; whatever else comes for it is late."""
         self.outstanding.discard(row)
         self.sent.pop(row, None)
+        self.second.pop(row, None)
         self.inbox.put((row, outcome))
 
 
