@@ -29,7 +29,7 @@ from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
 from fedloom.reporting.runs import read_run
-from fedloom.run import assemble
+from fedloom.run import assemble, results
 
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
@@ -130,7 +130,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     folder.write_json("environment.json", {"a": 1})
 
     loop = assemble.loop(parts, assemble.in_process(parts, dataset, folder), folder, Silent(), threading.Event())
-    summary = assemble.conclude(parts, loop, loop.run(), 1.0)
+    summary = results.conclude(parts, loop, loop.run(), 1.0)
     text = json.dumps(summary, allow_nan=False)
     assert json.loads(text)["seen"]["accuracy_mean"] is None
     lines = list(folder.lines("metrics.jsonl"))

@@ -174,6 +174,10 @@ class RunFolder:
             raise DataError(f"{self.path / name}: found a {type(value).__name__}, expected an object")
         return value
 
+    def json_or_none(self, name: str) -> dict[str, Any] | None:
+        """Return the object of a JSON file; None if it is not there."""
+        return None if self.read(name) is None else self.json(name)
+
     def lines(self, name: str) -> Lines:
         """Return the objects of a JSON-lines file; none if it is not there. Lines that are no object are counted."""
         found = [line.object for line in self.placed(name)]

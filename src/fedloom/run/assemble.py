@@ -19,17 +19,7 @@ from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import partition
 from fedloom.errors import DataError, ExperimentError
-from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.summary import (
-    Evaluation,
-    calibration_document,
-    client_rows,
-    confusion_document,
-    predictor_statistics,
-    summary,
-)
-from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.client_side import ClientSide
@@ -41,8 +31,9 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
+from fedloom.run.results import what_else
 from fedloom.storage import is_url, open_store
-from fedloom.words import as_csv, counted
+from fedloom.words import counted
 
 DTYPE = torch.float32
 
@@ -295,22 +286,11 @@ def states_of(folder: RunFolder) -> str:
     DataError
         If ``published.json`` does not say where.
     """
-    if folder.states.is_dir() or (published := _kept(folder, "published.json")) is None:
+    if folder.states.is_dir() or (published := folder.json_or_none("published.json")) is None:
         return str(folder.states)
     if not isinstance(published.get("url"), str):
         raise DataError(f"{folder.path / 'published.json'}: has no key 'url'")
     return f"{published['url']}/states"
-
-
-def _kept(folder: RunFolder, name: str) -> dict[str, Any] | None:
-    """The object in a JSON file that the run wrote before; None without one.
-
-    Raises
-    ------
-    DataError
-        If the file is damaged.
-    """
-    return folder.json(name) if (folder.path / name).exists() else None
 
 
 def welcome(parts: Parts) -> str:
@@ -352,111 +332,20 @@ def loop(
         label_mask=e.evaluation.label_mask,
         seed=e.seed,
     )
-    half, mask = parts.client_half(), e.evaluation.label_mask
-    pi = parts.manifest.class_proportions()
-
-    def extra(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
-        if keep_descriptors:
-            _keep_uncertainty(folder, evaluation)
-        if "user" in evaluation.records:
-            users = evaluation.records["user"][:, 0] > 0
-            return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
-        if "descriptor" not in evaluation.records:
-            return {}
-        v = evaluation.records["descriptor"]
-        correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
-        if keep_descriptors:
-            document = descriptor_document(
-                _kept(folder, "descriptors.json"),
-                evaluation.round,
-                correlation,
-                v=v,
-                pi=pi,
-                clients=evaluation.clients,
-                seen=evaluation.seen,
-                present=evaluation.present,
-            )
-            folder.write_json("descriptors.json", document)
-        return {e.algorithm.name: {"spearman": correlation.as_json()}}
-
     return Loop(
         schedule,
         parts.manifest,
         parts.algorithm,
         parts.server_half(),
-        half,
+        parts.client_half(),
         carrier,
         folder,
         observer,
         stop,
-        extra,
+        what_else(e, parts.manifest, folder, keep=keep_descriptors),
         replay,
         after,
     )
-
-
-def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
-    """Add a round to ``uncertainty.json``, of methods whose personal predictors are distributions over networks."""
-    p = evaluation.predictors.index("personal")
-    uncertainty = evaluation.uncertainty[:, p]
-    if not bool(uncertainty[:, INFORMATION].any()):
-        return
-    document = client_document(
-        _kept(folder, "uncertainty.json"),
-        evaluation.round,
-        clients=evaluation.clients,
-        seen=evaluation.seen,
-        calibration=evaluation.calibration[:, p],
-        uncertainty=uncertainty,
-    )
-    folder.write_json("uncertainty.json", document)
-
-
-def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
-    """Write what a run ends with: ``clients.csv`` and ``summary.json``, which is returned."""
-    e = parts.experiment
-    folder = run.folder
-    history = list(folder.lines("metrics.jsonl"))
-    last = history[-1] if history else {}
-    extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
-    steps = run.client_steps()
-    folder.write("clients.csv", as_csv(client_rows(final, parts.manifest.clients)))
-    folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
-    folder.write_json("calibration.json", calibration_document(final))
-    result = summary(
-        final,
-        history,
-        label_mask=e.evaluation.label_mask,
-        name=e.name,
-        algorithm=e.algorithm.name,
-        dataset=e.data.dataset,
-        model=e.model.name,
-        seed=e.seed,
-        rounds=run.round,
-        clients_per_round=e.federation.clients_per_round if parts.algorithm.trains else None,
-        communication=run.communication(),
-        duration_s=duration_s,
-        client_steps=steps,
-        training_s=run.training_seconds(),
-        titles=parts.algorithm.titles(parts.settings),
-        extra=extra,
-    )
-    folder.write_json("summary.json", result)
-    return result
-
-
-def _new_client(parts: Parts, run: Loop) -> dict[str, Any]:
-    """What it costs a client that has just come to get each predictor: SGD steps (mean over clients), tensor bytes."""
-    half = parts.client_half()
-    entries = parts.manifest.clients
-    return {
-        name: {
-            "client_steps": sum(half.personalization_steps(name, entry.train) for entry in entries) / len(entries),
-            "payload_up": run.personalization_payload[0],
-            "payload_down": run.personalization_payload[1],
-        }
-        for name in half.predictors
-    }
 
 
 def fingerprint(experiment: Experiment) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
-from fedloom.run import assemble
+from fedloom.run import assemble, results
 from fedloom.run.distributed import serving, with_workers
 from fedloom.run.log_file import logged_to
 from fedloom.run.observer import Observers, RunObserver
@@ -198,7 +198,7 @@ def run_experiment(
                 log.info("ready to train after %.2f s", time.perf_counter() - started)
                 final = loop.run()
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
-            summary = assemble.conclude(parts, loop, final, earlier_s + time.perf_counter() - started)
+            summary = results.conclude(parts, loop, final, earlier_s + time.perf_counter() - started)
             reported = options.report and _report(folder, observer)
             folder.tidy()
             if published is not None:

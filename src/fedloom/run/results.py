@@ -1,0 +1,125 @@
+"""What a run finds, written to its folder: beside each evaluation, and at its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedloom.data.manifest import Manifest
+from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
+from fedloom.evaluation.summary import (
+    Evaluation,
+    calibration_document,
+    client_rows,
+    confusion_document,
+    predictor_statistics,
+    summary,
+)
+from fedloom.evaluation.uncertainty import INFORMATION, client_document
+from fedloom.experiment import Experiment
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.loop import Extra, Loop
+from fedloom.words import as_csv
+
+if TYPE_CHECKING:
+    from fedloom.run.assemble import Parts
+
+
+def what_else(e: Experiment, manifest: Manifest, folder: RunFolder, *, keep: bool) -> Extra:
+    """What a method's own records add to a line of ``metrics.jsonl``.
+
+    Parameters
+    ----------
+    keep
+        Write ``descriptors.json`` and ``uncertainty.json``, too.
+    """
+    mask, pi = e.evaluation.label_mask, manifest.class_proportions()
+
+    def extra(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
+        if keep:
+            _keep_uncertainty(folder, evaluation)
+        if "user" in evaluation.records:
+            users = evaluation.records["user"][:, 0] > 0
+            return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
+        if "descriptor" not in evaluation.records:
+            return {}
+        v = evaluation.records["descriptor"]
+        correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
+        if keep:
+            document = descriptor_document(
+                folder.json_or_none("descriptors.json"),
+                evaluation.round,
+                correlation,
+                v=v,
+                pi=pi,
+                clients=evaluation.clients,
+                seen=evaluation.seen,
+                present=evaluation.present,
+            )
+            folder.write_json("descriptors.json", document)
+        return {e.algorithm.name: {"spearman": correlation.as_json()}}
+
+    return extra
+
+
+def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
+    """Add a round to ``uncertainty.json``, of methods whose personal predictors are distributions over networks."""
+    p = evaluation.predictors.index("personal")
+    uncertainty = evaluation.uncertainty[:, p]
+    if not bool(uncertainty[:, INFORMATION].any()):
+        return
+    document = client_document(
+        folder.json_or_none("uncertainty.json"),
+        evaluation.round,
+        clients=evaluation.clients,
+        seen=evaluation.seen,
+        calibration=evaluation.calibration[:, p],
+        uncertainty=uncertainty,
+    )
+    folder.write_json("uncertainty.json", document)
+
+
+def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
+    """Write what a run ends with: ``clients.csv`` and ``summary.json``, which is returned."""
+    e = parts.experiment
+    folder = run.folder
+    history = list(folder.lines("metrics.jsonl"))
+    last = history[-1] if history else {}
+    extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
+    steps = run.client_steps()
+    folder.write("clients.csv", as_csv(client_rows(final, parts.manifest.clients)))
+    folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
+    folder.write_json("calibration.json", calibration_document(final))
+    result = summary(
+        final,
+        history,
+        label_mask=e.evaluation.label_mask,
+        name=e.name,
+        algorithm=e.algorithm.name,
+        dataset=e.data.dataset,
+        model=e.model.name,
+        seed=e.seed,
+        rounds=run.round,
+        clients_per_round=e.federation.clients_per_round if parts.algorithm.trains else None,
+        communication=run.communication(),
+        duration_s=duration_s,
+        client_steps=steps,
+        training_s=run.training_seconds(),
+        titles=parts.algorithm.titles(parts.settings),
+        extra=extra,
+    )
+    folder.write_json("summary.json", result)
+    return result
+
+
+def _new_client(parts: Parts, run: Loop) -> dict[str, Any]:
+    """What it costs a client that has just come to get each predictor: SGD steps (mean over clients), tensor bytes."""
+    half = parts.client_half()
+    entries = parts.manifest.clients
+    return {
+        name: {
+            "client_steps": sum(half.personalization_steps(name, entry.train) for entry in entries) / len(entries),
+            "payload_up": run.personalization_payload[0],
+            "payload_down": run.personalization_payload[1],
+        }
+        for name in half.predictors
+    }
