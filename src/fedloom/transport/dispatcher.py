@@ -82,6 +82,7 @@ class Dispatcher:
         self._links: dict[str, Link] = {}
         self._conversations: dict[ConversationKey, OpenConversation] = {}
         self._newest: tuple[int, int, int] = (-1, -1, -1)
+        self._longest_s: dict[tuple[str, int], float] = {}  # that an answer took, by purpose and exchange
         self._useless = Budget(20_000, 1_000)  # refused and late parts of all streams together
 
     # ---- workers
@@ -199,6 +200,8 @@ class Dispatcher:
             if key not in self._conversations:
                 raise ValueError(f"{key}: exchange {exchange.call.exchange} of a conversation that is not open")
             self._conversations[key].post(exchange)
+            longest = self._longest_s.get((key.purpose, exchange.call.exchange))
+            exchange.usual_s = max(self._longest_s.values(), default=0.0) if longest is None else longest
             if self._stopping:
                 self._lose(exchange, STOPPED)
             self._dispatch(self._conversations[key])
@@ -220,6 +223,8 @@ class Dispatcher:
             arrival.link.ignored.add(arrival.number)
             self.count(Refusal.LATE)
         exchange.arriving.clear()
+        if exchange.longest_s:
+            self._longest_s[exchange.call.key.purpose, exchange.call.exchange] = exchange.longest_s
         now, patience = time.monotonic(), exchange.patience_s()
         for link, since in exchange.asked.items():
             if link not in exchange.answered and patience is not None and now - since > patience:
@@ -234,7 +239,9 @@ class Dispatcher:
             if conversation.current is not None
             for link in (*conversation.current.sent.values(), *conversation.current.second.values())
         }
-        idle = {name: link.worker.clients for name, link in self._links.items() if link not in busy and not link.silent}
+        free = [link for link in self._links.values() if link not in busy and not link.silent]
+        proven = [link for link in free if link.proven]  # rather than another one who joined to say nothing
+        idle = {link.name: link.worker.clients for link in proven or free}
         for conversation in self._conversations.values() if idle else ():
             exchange = conversation.current
             patience = None if exchange is None else exchange.patience_s()
@@ -489,7 +496,7 @@ class Dispatcher:
         exchange.longest_s = max(exchange.longest_s, now - exchange.asked[link])
         exchange.asked[link] = now
         exchange.answered.add(link)
-        link.silent, link.rests_until = 0, 0.0
+        link.proven, link.silent, link.rests_until = True, 0, 0.0
         self._conversations[exchange.call.key].holders[row] = link.name
         for other in (exchange.sent.get(row), exchange.second.get(row)):
             if other is not None:

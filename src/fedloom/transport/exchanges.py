@@ -104,6 +104,7 @@ class Link:
     ignored: set[int] = field(default_factory=set)  # transfers that were refused and have not ended yet
     allowance: int = 64  # of parts that are refused or late; each row that the worker is asked for adds to it
     sign_at: float = field(default_factory=time.monotonic)  # when something last went either way
+    proven: bool = False  # it has answered something
     silent: int = 0  # exchanges in a row that it answered nothing of
     rests_until: float = 0.0  # till then others are dealt rows before it
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -144,6 +145,7 @@ class Exchange:
         self.asked: dict[Link, float] = {}  # since when each is awaited: it was asked, or answered a row
         self.answered: set[Link] = set()
         self.longest_s = 0.0  # that anybody took for an answer
+        self.usual_s = 0.0  # that was the longest before
         self.missing: Counter[tuple[Link, int]] = Counter()  # how often a stream said that it lacks a row
         self.unserved: tuple[str, ...] = ()  # clients that were last said to have no worker
         self._position = {row: i for i, row in enumerate(call.rows)}
@@ -175,8 +177,8 @@ class Exchange:
 
     def patience_s(self) -> float | None:
         """After how long without a sign others are asked, too; None where nothing says how long is long."""
-        if self.longest_s:
-            return max(LEAST_PATIENCE_S, 4 * self.longest_s)
+        if longest_s := self.longest_s or self.usual_s:
+            return max(LEAST_PATIENCE_S, 4 * longest_s)
         return None if self.call.deadline_s is None else self.call.deadline_s / 4
 
     def let_go(self, link: Link, row: int) -> bool:
