@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,12 +37,19 @@ def parsed_json(text: str | bytes) -> Any:
     Raises
     ------
     ValueError
-        If it is none, or nested deeper than Python goes.
+        If it is none, nested deeper than Python goes, or has a number that is not finite.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("lists and objects inside one another, too deep") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"found {text}, no finite number")
+    return value
 
 
 def as_csv(rows: Sequence[Mapping[str, str]]) -> str:

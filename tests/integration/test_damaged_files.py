@@ -246,6 +246,25 @@ def test_no_damage_breaks_a_command(finished: Path, tmp_path: Path, file: str) -
         assert answer(finished, tmp_path, command, file, damage) in ANSWERS, (command, name)
 
 
+@pytest.mark.parametrize(
+    ("command", "file", "wrong", "code"),
+    [
+        ("evaluate", "partition.json", {"scheme": {"scheme": "iid", "clients": float("nan")}}, 3),
+        ("more", "metrics.jsonl", {"client_steps": float("inf")}, 0),
+        ("resume", "summary.json", {"seed": None}, 0),
+        ("more", "descriptors.json", {"maps": [{}]}, 3),
+    ],
+)
+def test_what_chance_has_found(
+    finished: Path, tmp_path: Path, command: str, file: str, wrong: dict[str, Any], code: int
+) -> None:
+    def damage(path: Path) -> None:
+        first, *rest = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        path.write_text("\n".join([json.dumps({**json.loads(first), **wrong}), *rest]) + "\n")
+
+    assert answer(finished, tmp_path, command, file, damage) == code
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if not file.endswith(".safetensors")])
 def test_no_wrong_value_breaks_a_command(finished: Path, tmp_path: Path, file: str) -> None:
     for seed in range(8):

@@ -49,6 +49,7 @@ def test_states_have_one_place(run: RunFolder, published: str | None, url: str |
 
 
 def test_a_run_is_complete_when_all_of_it_is_there(run: RunFolder) -> None:
+    run.write("experiment.yaml", EXPERIMENT.resolved_yaml())
     run.checkpoints.mkdir()
     checkpoints = Checkpoints(run.checkpoints)
     checkpoints.save(Checkpoint("fedavg", 1, 400, None, {"theta": torch.zeros(1)}))

@@ -192,6 +192,10 @@ class Manifest:
             key = ".".join(str(part) for part in first["loc"]) or "the whole text"
             raise DataError(f"{where} is damaged: {key}: {first['msg']}", hint=FIX) from error
         fault = _contradiction(manifest)
+        try:
+            manifest.fingerprint  # noqa: B018 - kept, and asked for by everyone
+        except ValueError as error:
+            fault = fault or f"scheme: {error}"
         if fault is not None:
             raise DataError(f"{where} is damaged: {fault}", hint=FIX)
         return manifest

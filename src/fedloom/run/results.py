@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fedloom.data.manifest import Manifest
+from fedloom.errors import DataError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.summary import (
     Evaluation,
@@ -45,20 +48,36 @@ def what_else(e: Experiment, manifest: Manifest, folder: RunFolder, *, keep: boo
         v = evaluation.records["descriptor"]
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
         if keep:
-            document = descriptor_document(
-                folder.json_or_none("descriptors.json"),
-                evaluation.round,
-                correlation,
-                v=v,
-                pi=pi,
-                clients=evaluation.clients,
-                seen=evaluation.seen,
-                present=evaluation.present,
-            )
+            with _earlier(folder, "descriptors.json") as before:
+                document = descriptor_document(
+                    before,
+                    evaluation.round,
+                    correlation,
+                    v=v,
+                    pi=pi,
+                    clients=evaluation.clients,
+                    seen=evaluation.seen,
+                    present=evaluation.present,
+                )
             folder.write_json("descriptors.json", document)
         return {e.algorithm.name: {"spearman": correlation.as_json()}}
 
     return extra
+
+
+@contextmanager
+def _earlier(folder: RunFolder, name: str) -> Iterator[dict[str, Any] | None]:
+    """Give what a file of the run has so far, to be gone on with.
+
+    Raises
+    ------
+    DataError
+        If it is not what was written.
+    """
+    try:
+        yield folder.json_or_none(name)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder.path / name}: not what FedLoom writes ({error!r})") from error
 
 
 def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
@@ -67,14 +86,15 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
     uncertainty = evaluation.uncertainty[:, p]
     if not bool(uncertainty[:, INFORMATION].any()):
         return
-    document = client_document(
-        folder.json_or_none("uncertainty.json"),
-        evaluation.round,
-        clients=evaluation.clients,
-        seen=evaluation.seen,
-        calibration=evaluation.calibration[:, p],
-        uncertainty=uncertainty,
-    )
+    with _earlier(folder, "uncertainty.json") as before:
+        document = client_document(
+            before,
+            evaluation.round,
+            clients=evaluation.clients,
+            seen=evaluation.seen,
+            calibration=evaluation.calibration[:, p],
+            uncertainty=uncertainty,
+        )
     folder.write_json("uncertainty.json", document)
 
 

@@ -11,6 +11,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
+from fedloom.reporting.runs import read_run
 from fedloom.run import assemble
 
 FREE_ON_RESUME = (
@@ -79,18 +80,24 @@ def check_folder(folder: RunFolder, e: Experiment, resume: bool, where: str | No
 def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
     """Return the summary of a run that has come to the end of its rounds; None of one that has not.
 
+    None, too, if its results cannot be read: they are made anew from its last checkpoint.
+
     Raises
     ------
     DataError
-        If its summary, or its last checkpoint, is damaged.
+        If its last checkpoint is damaged.
     """
     rounds, checkpoints = e.federation.rounds, Checkpoints(folder.checkpoints)
     if folder.read("summary.json") is None or max(checkpoints.rounds(), default=None) != rounds:
         return None
-    summary = folder.json("summary.json")
+    try:
+        read_run(folder.path)
+        summary = folder.json("summary.json")
+    except DataError:
+        return None
     # Resumed with more rounds, it has gone on.
     went_on = any(isinstance(t := line.get("round"), int) and t > rounds for line in folder.objects("journal.jsonl"))
-    if summary.get("rounds") != rounds or went_on:
+    if summary.get("rounds") != rounds or not isinstance(summary.get("name"), str) or went_on:
         return None
     checkpoints.load(rounds)
     return summary
