@@ -58,9 +58,11 @@ ROOT = Path(__file__).parent.parent
 IMAGE, CLASSES, TOKENS = (3, 32, 32), 10, 80
 METHODS: dict[str, dict[str, Any]] = {
     "pefll": {"local": {"steps": 5}, "embedding": {"network": "mlp"}},
+    "ditto": {"local": {"steps": 3}, "personal": {"steps": 3}},
     "fedavg": {"local": {"steps": 5}},
     "fedprox": {"local": {"steps": 5}, "mu": 0.1},
     "fedrep": {"head": {"steps": 3}, "local": {"steps": 3}},
+    "per-fedavg": {"local": {"steps": 3}, "hessian": "exact"},
     "pfedme": {"steps": 3, "inner_steps": 2},
     "pfedbayes": {"steps": 3, "optimizer": "adam"},
     "comfedl": {"local": {"steps": 3}},

@@ -34,6 +34,12 @@ TINY: dict[str, dict[str, Any]] = {
         "descriptor": {"standardize": "first"},
         "server": {"rule": "adam", "lr": 0.01},
     },
+    "ditto": {
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "personal": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "proximity": 0.5,
+        "personalize_steps": 2,
+    },
     "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fedprox": {
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
@@ -45,6 +51,12 @@ TINY: dict[str, dict[str, Any]] = {
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
         "head": {"epochs": 1, "batch_size": 4, "lr": 0.05},
         "personalize_epochs": 1,
+    },
+    "per-fedavg": {
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "inner_lr": 0.05,
+        "hessian": "finite_difference",
+        "personalize_steps": 2,
     },
     "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 4, "lr": 0.02, "personalize_epochs": 1},
     "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},

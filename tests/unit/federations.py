@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ def client(id: str, train: int, seed: int = 0, shape: tuple[int, ...] = IMAGE, c
 def clients(sizes: Sequence[int], **kwargs: Any) -> list[ClientData]:
     """Clients ``c0, c1, ...`` of these sizes."""
     return [client(f"c{i}", n, seed=i, **kwargs) for i, n in enumerate(sizes)]
+
+
+def held_out_elsewhere(data: Sequence[ClientData]) -> list[ClientData]:
+    """The same clients with other examples to be evaluated on: no model may be another by them."""
+    return [replace(c, validation=other.test, test=other.validation) for c, other in zip(data, data[::-1], strict=True)]
 
 
 def group(members: Sequence[ClientData], seed: int = 0, round: int = 1) -> Group:

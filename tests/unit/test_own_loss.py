@@ -43,9 +43,11 @@ OWN, PLAIN = Smoothed(IMAGE, [5], CLASSES), MLP(IMAGE, [5], CLASSES)
 LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
 
 METHODS: dict[str, dict[str, Any]] = {
+    "ditto": {"local": LOCAL, "personal": LOCAL},
     "fedavg": {"local": LOCAL, "personalize_steps": 2},
     "fedprox": {"local": LOCAL, "mu": 0.5},
     "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
+    "per-fedavg": {"local": LOCAL, "hessian": "exact"},
     "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 3, "personalize_epochs": 1},
     "local": {"local": LOCAL},
     "pefll": {"local": LOCAL, "embedding": {"network": "linear"}},

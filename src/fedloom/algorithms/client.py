@@ -412,10 +412,13 @@ def train(
     return local.trained(local.join(w), losses, counts, key, s.lr)
 
 
-def proximal(strength: float) -> Correction:
-    """The gradient of strength/2 ‖w - start‖², added."""
+def proximal(strength: float, to: str | None = None) -> Correction:
+    """The gradient of strength/2 ‖w - w̄‖² added, w̄ being where training starts or what is ``given`` by this name."""
 
-    def correct(gradients: list[Tensor], w: list[Tensor], start: list[Tensor], _: object) -> list[Tensor]:
-        return list(torch._foreach_add(gradients, torch._foreach_sub(w, start), alpha=strength))
+    def correct(
+        gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: Mapping[str, list[Tensor]]
+    ) -> list[Tensor]:
+        centre = start if to is None else given[to]
+        return list(torch._foreach_add(gradients, torch._foreach_sub(w, centre), alpha=strength))
 
     return correct

@@ -1,0 +1,77 @@
+"""Ditto: a personal model of each client's, kept near a shared one that knows nothing of it.
+
+T. Li, S. Hu, A. Beirami, V. Smith, Ditto: fair and robust federated learning through personalization, ICML 2021,
+arXiv 2012.04221, Algorithm 1. The shared w is trained by FedAvg. A client that is drawn also makes steps of its v_i on
+f_i(v) + λ/2 ‖v - w_t‖², w_t as it was received; v_i is its state between rounds. One that has none yet, in training or
+afterwards, starts at w. Lines are those of docs/algorithms/ditto.md.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import LocalSGD, Trained, proximal, train
+from fedloom.algorithms.recipe import Averaging, local_sgd, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def shared_and_personal(model: FlatModel, group: Group, w: Tensor, s: DittoSettings) -> Trained:
+    """A client in Algorithm 1: w's training is FedAvg's (line 3), v_i's is beside it (lines 4-5)."""
+    shared = local_sgd(model, group, w, s)
+    own = near(model, group, group.recall("v", w), w, s, s.personal)
+    group.keep(v=own.theta)
+    return Trained(shared.theta, shared.steps + own.steps, shared.loss)
+
+
+def near(
+    model: FlatModel, group: Group, v: Tensor, w: Tensor, s: DittoSettings, sgd: LocalSGD, who: list[int] | None = None
+) -> Trained:
+    """SGD on f_i(v) + λ/2 ‖v - w‖² from v (line 5), of all clients of the group or of some."""
+    pull = proximal(s.proximity, "w") if s.proximity else None
+    key = "personal.lr"
+    return train(model, group, v, sgd, correct=pull, given={"w": w}, members=who, purpose="personal", key=key)
+
+
+def own_model(model: FlatModel, group: Group, w: Tensor, s: DittoSettings) -> dict[str, Tensor]:
+    """``personal`` is v_i, which who has none makes from w (line 7); ``global`` is w."""
+    v, new = group.recall("v", w), group.new
+    if new and s.personalize_steps:
+        v[new] = near(model, group, w[new], w[new], s, s.personal.lasting(steps=s.personalize_steps), new).theta
+    return {"personal": v, "global": w}
+
+
+class DittoSettings(Averaging):
+    """Keys of ``algorithm`` for Ditto."""
+
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="the shared model's training in a round")
+    personal: LocalSGD = Field(default=LocalSGD(steps=50), description="v_i's training whenever its client is drawn")
+    proximity: float = Field(default=0.1, ge=0, description="λ of λ/2 ‖v_i - w‖²; 0 is local training from w")
+    personalize_steps: int = Field(
+        default=50, ge=0, description="steps as in personal by which a client that has no v_i makes one from w"
+    )
+
+    @model_validator(mode="after")
+    def _contracting(self) -> Self:
+        if self.personal.lr * self.proximity >= 1:
+            raise ValueError(
+                f"proximity: found {self.proximity:g} with personal.lr {self.personal.lr:g}; allowed: personal.lr · "
+                "proximity below 1, from where on steps on the proximal term overshoot"
+            )
+        return self
+
+
+DITTO = shared_model(
+    "ditto",
+    DittoSettings,
+    local=shared_and_personal,
+    personalize=own_model,
+    limits=lambda s, examples: (
+        s.local.limits(examples) | {"steps": s.local.count(examples) + s.personal.count(examples)}
+    ),
+    stateful=True,
+    titles={"personal": "Ditto", "global": "Ditto, shared model"},
+)

@@ -1,0 +1,123 @@
+"""Per-FedAvg: a shared model that is good after one step of SGD on a client's data (MAML).
+
+A. Fallah, A. Mokhtari, A. Ozdaglar, Personalized federated learning with theoretical guarantees: a model-agnostic
+meta-learning approach, NeurIPS 2020, arXiv 2002.07948, Algorithm 1. Clients minimize F_i(w) = f_i(w - α∇f_i(w)) by
+SGD, whose gradient is (I - α∇²f_i(w)) ∇f_i(w - α∇f_i(w)), each of its three parts on a batch of its own (§5: first
+order leaves the Hessian out, HF has its product with a vector by a finite difference). The lines cited are those of
+docs/algorithms/per-fedavg.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, Trained, train
+from fedloom.algorithms.recipe import FineTuning, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def meta_sgd(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings) -> Trained:
+    """A client in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
+    local = Local(model, group, mask_absent=s.local.mask_absent)
+    w = local.parameters(theta)
+    leaves, counts, losses = list(w.values()), [s.local.count(n) for n in local.sizes], []
+    step, purposes = local.sgd(leaves, s.local), ("train", "inner", "hessian")[: 2 if s.hessian == "none" else 3]
+    drawn = [local.batches(s.local.batch_size, counts, purpose) for purpose in purposes]
+    for outer, inner, *third in zip(*drawn, strict=True):
+        gradients, loss = meta_gradient(local, w, s, inner, outer, *third)
+        losses.append(loss)
+        with torch.no_grad():
+            if s.local.lambda_theta:
+                gradients = list(torch._foreach_add(gradients, leaves, alpha=2 * s.local.lambda_theta))
+            step(gradients, outer.active)  # line 7
+    also = "a smaller algorithm.inner_lr"
+    return local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also)
+
+
+def meta_gradient(
+    local: Local, w: Parameters, s: PerFedAvgSettings, inner: Batch, outer: Batch, third: Batch | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """∇F_i(w_i), of first order without a third batch, and F_i(w_i) ``[g]``."""
+    slope, _ = local.gradient(w, inner)
+    q, loss = local.gradient(along(w, slope, -s.inner_lr), outer)  # lines 4-5
+    if third is not None:
+        q = list(torch._foreach_add(q, hessian_product(local, w, q, third, s.step), alpha=-s.inner_lr))  # line 6
+    return q, loss
+
+
+def hessian_product(local: Local, w: Parameters, q: list[Tensor], batch: Batch, delta: float | None) -> list[Tensor]:
+    """∇²f_i(w_i) q: (∇f_i(w_i + δq) - ∇f_i(w_i - δq)) / 2δ, or exactly without a δ."""
+    if delta is not None:
+        ahead, behind = (local.gradient(along(w, q, by), batch)[0] for by in (delta, -delta))
+        return [(a - b) / (2 * delta) for a, b in zip(ahead, behind, strict=True)]
+    slope, _ = local.gradient(w, batch, differentiable=True)
+    with torch.enable_grad():
+        product = torch.stack([(a * b).sum() for a, b in zip(slope, q, strict=True)]).sum()
+    return list(torch.autograd.grad(product, list(w.values()), materialize_grads=True))
+
+
+def along(w: Parameters, direction: list[Tensor], by: float) -> Parameters:
+    """The parameters w + by · direction."""
+    with torch.no_grad():
+        return {name: (leaf + by * d).requires_grad_() for (name, leaf), d in zip(w.items(), direction, strict=True)}
+
+
+def adapted(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings) -> dict[str, Tensor]:
+    """``personal`` is w after steps of SGD by α (line 9), ``global`` is w."""
+    personal = theta
+    if s.adaptation is not None:
+        personal = train(model, group, theta, s.adaptation, purpose="fine-tune", key="inner_lr").theta
+    return {"personal": personal, "global": theta}
+
+
+class PerFedAvgSettings(FineTuning):
+    """Keys of ``algorithm`` for Per-FedAvg; ``local.lr`` is the paper's β."""
+
+    inner_lr: float = Field(
+        default=0.01, ge=0, description="α, rate of the inner step and of personalization; 0 is FedAvg"
+    )
+    hessian: Literal["none", "finite_difference", "exact"] = Field(
+        default="none",
+        description="∇²f(w) q in the gradient: left out (first order), by a finite difference (HF), or exact",
+    )
+    delta: float | None = Field(default=None, gt=0, description="δ of finite_difference, times q; null is 0.001 there")
+    local: LocalSGD = Field(
+        default=LocalSGD(epochs=1), description="SGD on F_i; epochs count one of the batches of a step"
+    )
+    personalize_steps: int = Field(default=1, ge=0, description="steps by inner_lr from the shared model to personal")
+
+    @model_validator(mode="after")
+    def _delta_where_it_is_used(self) -> Self:
+        if self.delta is not None and self.hessian != "finite_difference":
+            raise ValueError(
+                f"delta: found {self.delta:g} with hessian {self.hessian}; allowed: with finite_difference"
+            )
+        return self
+
+    @property
+    def step(self) -> float | None:
+        """δ of the finite difference; None where there is none."""
+        return (self.delta or 1e-3) if self.hessian == "finite_difference" else None
+
+    @property
+    def adaptation(self) -> LocalSGD | None:
+        """How ``personal`` is made of the shared model; None if they are one."""
+        if not self.personalize_steps or not self.inner_lr:
+            return None
+        plain = {"lr": self.inner_lr, "momentum": 0.0, "lambda_theta": 0.0, "clip": None}
+        return self.local.lasting(steps=self.personalize_steps).model_copy(update=plain)
+
+
+PER_FEDAVG = shared_model(
+    "per-fedavg",
+    PerFedAvgSettings,
+    local=meta_sgd,
+    personalize=adapted,
+    steps=lambda s, examples: 0 if s.adaptation is None else s.personalize_steps,
+    titles={"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"},
+)

@@ -1,0 +1,185 @@
+"""Ditto against FedAvg, training alone, and Algorithm 1 written out (Li et al., ICML 2021)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import Federation, clients, federation, group, held_out_elsewhere, task
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import LocalSGD, batches, train
+from fedloom.algorithms.ditto import DITTO, DittoSettings, near
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.data.federated import ClientData, Split
+from fedloom.federation.randomness import generator
+from fedloom.models.quadratic import Quadratic
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05, "momentum": 0.9}
+PERSONAL = {"steps": 3, "batch_size": 2, "lr": 0.1, "momentum": 0.5}
+MODEL = task().model
+
+
+def made(**changes: Any) -> DittoSettings:
+    base = {"local": LOCAL, "personal": PERSONAL, "proximity": 2.0, "personalize_steps": 2}
+    return DittoSettings.model_validate(base | changes)
+
+
+def run(folder: Path, s: DittoSettings, **keys: Any) -> Federation:
+    data = keys.pop("data", None) or clients(SIZES)
+    f = federation(folder, DITTO, s, task(), data, **keys)
+    f.run()
+    return f
+
+
+def theta_of(f: Federation, round: int, client: str, name: str = "personal") -> Tensor:
+    theta: Tensor = f.predictors[round, client][name].tensors()["theta"]
+    return theta
+
+
+def visit(s: DittoSettings, v: Tensor, w: Tensor, c: ClientData, steps: int, random: torch.Generator) -> Tensor:
+    """torch.optim.SGD on f_i(v) + λ/2 ‖v - w‖², the term in the loss."""
+    p = v.clone().requires_grad_()
+    optimizer = torch.optim.SGD([p], lr=s.personal.lr, momentum=s.personal.momentum)
+    assert c.train.y is not None
+    for index in batches(len(c.train), s.personal.batch_size, steps, random):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(MODEL.logits(p, c.train.x[index]), c.train.y[index])
+        (loss + s.proximity / 2 * (p - w).square().sum()).backward()
+        optimizer.step()
+    return p.detach()
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("proximity", [0.0, 5.0])
+def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, proximity: float) -> None:
+    mine = run(tmp_path / "ditto", made(proximity=proximity), rounds=3, cohort=2)
+    s = FedAvgSettings.model_validate({"local": LOCAL})
+    average = federation(tmp_path / "avg", FEDAVG, s, task(), clients(SIZES), rounds=3, cohort=2)
+    average.run()
+    assert torch.equal(mine.state["theta"], average.state["theta"])
+    for c in ("c0", "c1", "c2"):
+        assert torch.equal(theta_of(mine, 3, c, "global"), theta_of(average, 3, c, "global"))
+    losses = [[a.statistics["loss"] for a in f.loop.journal.counted()] for f in (mine, average)]
+    assert losses[0] == losses[1]
+
+
+def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
+    """v starts at the w of the client's first visit and goes on from there, near the w of each round."""
+    s, data = made(), clients(SIZES)
+    f = federation(tmp_path, DITTO, s, task(), data, rounds=2, unseen=["c2"])
+    v = {c.id: f.state["theta"] for c in data}
+    received = []
+    send = f.loop._train_round
+    for t in (1, 2):
+        received.append(f.state["theta"])
+        send()
+        for c in data[:2]:
+            v[c.id] = visit(s, v[c.id], received[-1], c, 3, generator(SEED, "train/personal", c.id, t))
+    f.run()
+    for c in data[:2]:
+        close(theta_of(f, 2, c.id), v[c.id])
+    w, c = f.state["theta"], data[2]  # an unseen client starts at w
+    close(theta_of(f, 2, c.id), visit(s, w, w, c, 2, generator(SEED, "evaluate/personal", c.id, 2)))
+    steps = sum(s.local.count(n) + 3 for n in SIZES[:2])
+    assert [a.statistics["client_steps"] for a in f.loop.journal.counted()] == [steps, steps]
+    half = DITTO.client(s, task())
+    assert [half.personalization_steps(name, 6) for name in ("personal", "global")] == [2, 0]
+
+
+def test_without_the_term_it_is_training_alone_to_the_bit(tmp_path: Path) -> None:
+    """v of λ = 0 has nothing of w but its start: it is the same whatever the shared model does."""
+    one, other = (
+        run(tmp_path / str(lr), made(proximity=0.0, local=LOCAL | {"lr": lr}), rounds=2) for lr in (0.05, 0.4)
+    )
+    assert not torch.equal(one.state["theta"], other.state["theta"])
+    data = clients(SIZES)
+    start = federation(tmp_path / "start", DITTO, made(), task(), data).state["theta"]
+    for c in data:
+        assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
+        v = start[None]
+        for t in (1, 2):
+            alone = Group([c], lambda id, purpose, t=t: generator(SEED, f"train/{purpose}", id, t))
+            v = train(MODEL, alone, v, LocalSGD.model_validate(PERSONAL), purpose="personal").theta
+        assert torch.equal(theta_of(one, 2, c.id), v[0])
+
+
+def test_on_a_quadratic_v_is_the_proximal_point() -> None:
+    """(h c + λ w)/(h + λ), so that a large λ gives w."""
+    c, w = torch.tensor([-1.0, 5.0]).double(), torch.tensor([3.0, -1.0]).double()
+    h, split = torch.tensor([2.0, 0.5]).double(), Split(c.repeat(4, 1), None)
+    members = group([ClientData("c0", split, split, split, 0)])
+    for strength in (0.5, 9.0, 1e5):
+        s = made(proximity=strength, personal={"steps": 2000, "lr": 0.5 / (2 + strength), "momentum": 0.0})
+        found = near(Quadratic(2, (2.0, 0.5)), members, torch.zeros(1, 2).double(), w[None], s, s.personal)
+        close(found.theta[0], (h * c + strength * w) / (h + strength), atol=1e-9)
+
+
+def test_v_is_that_of_the_last_counted_round(tmp_path: Path) -> None:
+    """A client that is lost in every round has none, and is served as an unseen one; the others keep theirs."""
+    f = run(tmp_path, made(), rounds=2, lost={0: 1})
+    assert not list((tmp_path / "states" / "c1").glob("2-*"))
+    w, c = f.state["theta"], clients(SIZES)[1]
+    close(theta_of(f, 2, "c1"), visit(made(), w, w, c, 2, generator(SEED, "evaluate/personal", "c1", 2)))
+    (path,) = (tmp_path / "states" / "c0").glob("2-*.safetensors")
+    assert torch.equal(theta_of(f, 2, "c0"), load_file(path)["v"])
+
+
+def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
+    data = clients(SIZES)
+    one, other = (
+        run(tmp_path / name, made(), rounds=2, unseen=["c2"], data=those)
+        for name, those in (("one", data), ("other", held_out_elsewhere(data)))
+    )
+    assert torch.equal(one.state["theta"], other.state["theta"])
+    for c in data:
+        assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
+
+
+def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
+    made(proximity=9.9)
+    for proximity in (10.0, 30.0):
+        with pytest.raises(ValidationError, match=rf"proximity: found {proximity:g} with personal.lr 0\.1\b"):
+            made(proximity=proximity)
+    with pytest.raises(ValidationError, match="proximity"):
+        made(proximity=-1.0)
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    """One of them has a v, the others have none."""
+    data, half = clients((9, 4, 6)), DITTO.client(made(), task())
+    random = torch.Generator().manual_seed(3)
+    opening, _, ask = DITTO.messages
+    w = MODEL.init(random, torch.float64)
+    states = [None, {"v": w + torch.randn(len(w), generator=random, dtype=torch.float64)}, None]
+
+    def members(rows: slice, may_keep: bool) -> Group:
+        return Group(data[rows], group(data)._generator, states[rows], may_keep=may_keep)
+
+    def personal(found: Group) -> list[Tensor]:
+        with pytest.raises(StopIteration) as end:
+            next(half.open(found, ask(w)))
+        return [named["personal"].tensors()["theta"] for named in end.value.value]
+
+    whole = members(slice(0, 3), True)
+    together = next(half.open(whole, opening(w))).tensors()
+    predictors = personal(members(slice(0, 3), False))
+    for i in range(3):
+        one = members(slice(i, i + 1), True)
+        for name, value in next(half.open(one, opening(w))).tensors().items():
+            close(together[name][i : i + 1], value)
+        close(whole.kept[i]["v"], one.kept[0]["v"])
+        close(predictors[i], personal(members(slice(i, i + 1), False))[0])
+    assert states[1] is not None
+    assert torch.equal(predictors[1], states[1]["v"])
