@@ -1,11 +1,15 @@
 """What a round costs when clients answer at once, against moving its bytes over a bare gRPC stream.
 
     .venv/bin/python benchmarks/aggregator_overhead.py [--json FILE]
+    .venv/bin/python benchmarks/aggregator_overhead.py --tls [--json FILE]
 
 A round is FedLoom's own (``Attempting`` with a ``ServerHalf``, over ``Aggregator`` to worker processes, and a line of
 the journal): sampling, dealing, encoding, frames, checksums, validation, decoding, stacking. Each client is sent a
 model of its own and answers with as much (``echo.py``). The bare stream (``bare.py``) moves the same bytes to as many
 processes and back. The two take turns, so that both see the same machine; the figure is the median of their ratios.
+
+With ``--tls`` rounds over mutual TLS take turns with rounds in plaintext instead, and the bytes of their sockets are
+counted (without the headers of TCP and IP).
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
@@ -25,16 +30,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from bare import IN_TURN, PIPELINED, Bare
-from common import MIB, describe, machine, spread, table, write_json
+from common import MIB, describe, machine, socket_bytes, spread, table, write_json
 from echo import ECHO, EchoServer, federation, names
 
 from fedloom.federation.cohort import Attempting, Rules
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Attempt, Journal
-from fedloom.messages import answer_shapes
+from fedloom.federation.validation import absurd
+from fedloom.messages import Message, answer_shapes
 from fedloom.transport.aggregator import Aggregator
 
 GOAL = (100, 100, 85_822)  # clients, cohort, d: what docs/benchmarks.md holds against 1.5
+
+
+def judge(client: str, answer: Message) -> str | None:
+    """What makes no sense in an answer, as the loop asks of each."""
+    return absurd(answer, {})
 
 
 class Rounds:
@@ -48,7 +59,7 @@ class Rounds:
         self._sizes = dict.fromkeys(self._roster, 100)
         self._aggregator = aggregator
         self._rules = Rules(
-            1, cohort, 60.0, cohort, answer_shapes(ECHO.messages, self._server.sizes), threading.Event()
+            1, cohort, 60.0, cohort, answer_shapes(ECHO.messages, self._server.sizes), threading.Event(), judge
         )
         self._helper = ThreadPoolExecutor(1)
         self._journal = Journal(RunFolder(folder))
@@ -90,6 +101,47 @@ def measure(
     return {"clients": clients, "cohort": cohort, "d": d, "bytes": size, "seconds": figures, "ratios": ratios}
 
 
+def measure_tls(
+    both: Mapping[str, Aggregator], case: tuple[int, int, int], seconds: float, numbers: Iterator[int]
+) -> dict[str, Any]:
+    """Rounds in plaintext and over TLS in turn, for so many seconds but at least five times."""
+    clients, cohort, d = case
+    taken: dict[str, list[float]] = {name: [] for name in both}
+    moved: dict[str, list[int]] = {name: [] for name in both}
+    with ExitStack() as held:
+        rounds = {
+            name: Rounds(aggregator, clients, cohort, d, Path(held.enter_context(tempfile.TemporaryDirectory())))
+            for name, aggregator in both.items()
+        }
+        ends = time.perf_counter() + seconds
+        while time.perf_counter() < ends or min(map(len, taken.values())) < 6:
+            for name, each in rounds.items():
+                before = socket_bytes()
+                taken[name].append(each.make(next(numbers)))
+                moved[name].append(socket_bytes() - before)
+        size = rounds["plaintext"].bytes
+    ratios = [a / b for a, b in zip(taken["TLS"][1:], taken["plaintext"][1:], strict=True)]
+    bytes_ = {name: sorted(values)[len(values) // 2] for name, values in moved.items()}
+    figures = {name: values[1:] for name, values in taken.items()}
+    return {"case": case, "bytes": size, "moved": bytes_, "seconds": figures, "ratios": ratios}
+
+
+def compare_tls(chosen: Sequence[tuple[int, int, int]], workers: int, seconds: float) -> list[dict[str, Any]]:
+    """Measure what TLS costs, in all of the cases."""
+    results, numbers = [], count(1)
+    for clients, some in groupby(sorted(chosen, key=lambda case: case[0]), key=lambda case: case[0]):
+        with ExitStack() as held:
+            files = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            both = {
+                "plaintext": held.enter_context(federation(ECHO, clients, workers)),
+                "TLS": held.enter_context(federation(ECHO, clients, workers, files)),
+            }
+            for case in some:
+                results.append({"workers": workers, **measure_tls(both, case, seconds, numbers)})
+                print(".", end="", flush=True)
+    return results
+
+
 def cases() -> list[tuple[int, int, int]]:
     """The goal's case, then each of clients, cohort and d varied alone, then the corners."""
     varied = [(10, 5, 7_850), (100, 5, 7_850), (1000, 5, 7_850)]
@@ -107,12 +159,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each case")
     parser.add_argument("--goal-only", action="store_true", help="measure 100 clients of 85,822 parameters alone")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="worker processes")
+    parser.add_argument("--tls", action="store_true", help="compare rounds over TLS with rounds in plaintext")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = machine()
     print(describe(about))
     chosen = [GOAL] if options.goal_only else cases()
+    if options.tls:
+        results = [result for n in options.workers for result in compare_tls(chosen, n, options.seconds)]
+        head = ["workers", "clients", "cohort", "d", "MiB each way", "plaintext, ms", "TLS, ms", "ratio", "bytes"]
+        print("\n\n" + table(head, [_tls_line(result) for result in results]))
+        print("\nmedian (lowest-highest); bytes: of TLS's sockets, more than of plaintext's")
+        write_json(options.json, about, results)
+        return
     results = []
     for workers in options.workers:
         numbers = count(1)
@@ -128,6 +188,18 @@ def main() -> None:
     print(table(head, [_line(result) for result in results]))
     print("\nmedian (lowest-highest); bare: both directions at once")
     write_json(options.json, about, results)
+
+
+def _tls_line(result: dict[str, Any]) -> list[str]:
+    seconds, moved = result["seconds"], result["moved"]
+    return [
+        f"{result['workers']}",
+        *(f"{number:,}" for number in result["case"]),
+        f"{result['bytes'] / MIB:.1f}",
+        *(spread([1e3 * s for s in seconds[name]], "{:.1f}") for name in ("plaintext", "TLS")),
+        spread(result["ratios"]),
+        f"{100 * (moved['TLS'] / moved['plaintext'] - 1):+.2f} %",
+    ]
 
 
 def _line(result: dict[str, Any]) -> list[str]:

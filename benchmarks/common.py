@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -56,6 +58,22 @@ def resident_bytes(process: int, peak: bool = False) -> int:
     key = "VmHWM:" if peak else "VmRSS:"
     found = [line for line in _lines(f"/proc/{process}/status") if line.startswith(key)]
     return int(found[0].split()[1]) * 1024 if found else 0
+
+
+def socket_bytes() -> int:
+    """Bytes that the TCP connections of this process have carried so far, both ways, without the headers of TCP."""
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                    about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += sum(struct.unpack_from("=QQ", about, 120))  # tcpi_bytes_acked, tcpi_bytes_received
+        except OSError:  # it was closed meanwhile
+            continue
+    return total
 
 
 def descendants(process: int) -> list[int]:

@@ -9,11 +9,13 @@ at hand and only take in the model that the hypernetwork makes of it.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.worker import Identity, serve
+from fedloom.trust.certificates import make_ca, make_certificate
+from fedloom.trust.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 
 LENET = LeNet((1, 28, 28), 10)  # d = 85,822
 DESCRIPTOR_SIZE = 32
@@ -145,14 +149,29 @@ def vocabulary(method: Algorithm) -> dict[str, type[Message]]:
 
 
 @contextmanager
-def federation(method: Algorithm, clients: int, workers: int) -> Iterator[Aggregator]:
-    """An aggregator, and worker processes that serve all clients."""
+def federation(method: Algorithm, clients: int, workers: int, tls: Path | None = None) -> Iterator[Aggregator]:
+    """An aggregator, and worker processes that serve all clients; over mutual TLS, with its files in a folder."""
+    protection, environment = None, dict(os.environ)
+    if tls is not None:
+        ca = make_ca(tls).certificate
+        server, member = make_certificate("server", tls, tls, hosts=["127.0.0.1"]), make_certificate("member", tls, tls)
+        protection = Protection(ServerOptions(server.certificate, server.key, ca))
+        files = {"ca": ca, "certificate": member.certificate, "key": member.key}
+        environment |= {FILES[name]: str(path) for name, path in files.items()}
     aggregator = Aggregator(
-        "bench", "a1", "{}", vocabulary(method), torch.float32, names(clients), method.name, method.version
+        "bench",
+        "a1",
+        "{}",
+        vocabulary(method),
+        torch.float32,
+        names(clients),
+        method.name,
+        method.version,
+        protection=protection,
     )
     address = aggregator.start("127.0.0.1:0")
     command = [sys.executable, __file__, method.name, address]
-    processes = [subprocess.Popen([*command, f"worker-{i}", str(clients)]) for i in range(workers)]
+    processes = [subprocess.Popen([*command, f"worker-{i}", str(clients)], env=environment) for i in range(workers)]
     try:
         aggregator.wait_for(names(clients), 60, workers=workers)
         yield aggregator
@@ -183,6 +202,7 @@ def main() -> None:
         make_session=lambda joined: ClientSide(half, vocabulary(method), _without_data, 1, _received),
         stop=threading.Event(),
         reconnect_s=5.0,
+        credentials=Credentials(ClientOptions.from_environment()),
     )
 
 

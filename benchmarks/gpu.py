@@ -45,6 +45,7 @@ from fedloom.federation.journal import Attempt
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates, Versions
+from fedloom.federation.validation import absurd
 from fedloom.messages import answer_shapes
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
@@ -173,11 +174,12 @@ def one_round(
             at_once,
             StoredStates(open_store(states)) if half.stateful else None,
         )
+        sizes = {name: len(client.train) for name, client in there.items()}
         rules = Rules(
             1, count, 60.0, count, answer_shapes(algorithm.messages, server.sizes), threading.Event(),
+            lambda client, answer: absurd(answer, server.limits(sizes[client])),
             (lambda ids: tuple(Versions(None, frozenset(), 0) for _ in ids)) if half.stateful else None,
         )  # fmt: skip
-        sizes = {name: len(client.train) for name, client in there.items()}
         session = Attempting(Attempt(1, 1), "train", tuple(there), sizes, InProcess(held, torch.float32), rules, helper)
         server.train_round(session)
         session.close()

@@ -28,7 +28,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from aggregator_overhead import Rounds
+from aggregator_overhead import Rounds, judge
 from common import MIB, describe, machine, percentile, resident_bytes, table, write_json
 from echo import ECHO, INSTANT_PEFLL, federation, names
 
@@ -108,7 +108,7 @@ def measure(clients: int, seconds: float) -> dict[str, float]:
 
 
 def _session(aggregator: Aggregator, roster: Any, sizes: Any, shapes: Any, number: int) -> Attempting:
-    rules = Rules(1, 20, 60.0, 1, shapes, threading.Event())
+    rules = Rules(1, 20, 60.0, 1, shapes, threading.Event(), judge)
     return Attempting(Attempt(number, 0), "evaluate", roster, sizes, aggregator, rules, _HELPER)
 
 

@@ -46,7 +46,7 @@ from fedloom.transport.codec import (
 )
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo
-from fedloom.transport.gate import PEER, Gate, Peer, server_credentials
+from fedloom.transport.gate import PEER, Gate, Peer, server_credentials, watch_certificate
 from fedloom.transport.limits import Budget, Sparing, connections
 from fedloom.transport.notices import Notices
 from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
@@ -404,6 +404,8 @@ class Aggregator:
         watching = [asyncio.create_task(self._watch_connections()), asyncio.create_task(self._watch_rows())]
         if self._gate is not None:
             watching.append(asyncio.create_task(self._gate.watch()))
+        if tls is not None:
+            watching.append(asyncio.create_task(watch_certificate(tls, self._tell)))
         await self._stopping.wait()
         for task in watching:
             task.cancel()

@@ -30,6 +30,12 @@ log = logging.getLogger("fedloom.transport.aggregator")
 CHECK_S = 1.0
 """How often files are looked at, and streams whose time is over or whose identity is revoked are ended."""
 
+SOON = timedelta(days=3)
+"""How long before its end a server's certificate is spoken of, if it lives for long."""
+
+CERTIFICATE_S = 60.0
+"""How often that is looked at."""
+
 LONGEST_S = 86_400.0
 """The most that a stream lives, less up to a tenth, so that not all come again at the same time."""
 
@@ -113,6 +119,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._access = access
         self._audit = audit
         self._peers: set[Peer] = set()
+        self._versions = access.refresh()  # of the files, when streams were reviewed last
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Put the gate before a call's handler."""
@@ -137,7 +144,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def check(self) -> None:
         """Read files again that have changed; end the streams of those who would not be let in any more."""
-        changed = await asyncio.to_thread(self._access.refresh)
+        before, self._versions = self._versions, await asyncio.to_thread(self._access.refresh)
+        changed = [path for path, version in self._versions.items() if version != before[path]]
         for path in changed:
             log.info("%s has changed", path)
             self._write("settings", file=str(path))
@@ -173,6 +181,9 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     await asyncio.wait((task,))
                     await context.abort(*peer.ended.result())
                 return task.result()
+            except FedloomError as error:  # the audit log: whom nobody would know of is not let in
+                log.error("%s was not let in: %s", peer.identity.name, error)
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the aggregator cannot write its audit log")
             finally:
                 self._peers.discard(peer)
                 task.cancel()
@@ -190,12 +201,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if action is None:
                 raise Denied(f"{call} is for nobody here")
             presented = presented_by(context)
-            try:
-                admitted = self._access.admit(presented, action)
-            except Denied:
-                if not self._access.refresh():  # a token may have been made a moment ago
-                    raise
-                admitted = self._access.admit(presented, action)
+            self._access.refresh()  # a token may have been made, or revoked, a moment ago
+            admitted = self._access.admit(presented, action)
         except Denied as denied:
             known = denied.identity
             kind = "unauthenticated" if known is None else "forbidden"
@@ -262,9 +269,13 @@ def server_credentials(files: Reread[ServerFiles]) -> grpc.ServerCredentials:
         found = files.value
         return grpc.ssl_server_certificate_configuration([(found.pair.key, found.pair.chain)], found.ca)
 
+    given = files.version
+
     def changed() -> Any:
+        nonlocal given
         try:
-            return configuration() if files.refresh() else None
+            before, given = given, files.refresh()
+            return None if given == before else configuration()
         except Exception:  # gRPC would end the handshake
             log.exception("the server's certificate")
             return None
@@ -272,3 +283,16 @@ def server_credentials(files: Reread[ServerFiles]) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         configuration(), changed, require_client_authentication=files.value.ca is not None
     )
+
+
+async def watch_certificate(files: Reread[ServerFiles], say: Callable[[str], None]) -> None:
+    """Say, for ever, when a server's certificate is about to end; once for each."""
+    said = None
+    while True:
+        files.refresh()
+        certificate = files.value.pair.certificate
+        soon = min(SOON, (certificate.ends - certificate.starts) / 4)
+        if certificate != said and datetime.now(UTC) > certificate.ends - soon:
+            said = certificate
+            say(f"this aggregator's certificate ends at {certificate.ends:%Y-%m-%d %H:%M:%S} UTC: renew its files")
+        await asyncio.sleep(CERTIFICATE_S)

@@ -106,11 +106,10 @@ class Access:
         self._table = Reread([identities], lambda: read_identities(identities)) if identities is not None else None
         self._shared = Tokens(() if shared is None else (keep_token(SHARED.name, shared),))
 
-    def refresh(self) -> list[Path]:
-        """Read files again that have changed; return those that say something else now."""
-        return [
-            path for each in (self._tokens, self._table) if each is not None and each.refresh() for path in each.paths
-        ]
+    def refresh(self) -> dict[Path, int]:
+        """Read files again that have changed; return how often each has said something else so far."""
+        files = [file for file in (self._tokens, self._table) if file is not None]
+        return {path: file.refresh() for file in files for path in file.paths}
 
     def admit(self, presented: Presented, action: Action) -> Admitted:
         """Return who a peer is, if it may do this.

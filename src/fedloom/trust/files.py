@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -103,6 +104,11 @@ class Reread(Generic[_T]):
     read
         Reads them all.
 
+    Attributes
+    ----------
+    version
+        How often there was another value.
+
     Raises
     ------
     FedloomError
@@ -111,6 +117,8 @@ class Reread(Generic[_T]):
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], _T]) -> None:
         self.paths = tuple(paths)
+        self.version = 0
+        self._lock = threading.Lock()  # a slow reader must not put an older value in the place of a newer one
         self._read = read
         self._state = self._found()  # before they are read: what changes meanwhile is read again
         self._value = read()
@@ -120,20 +128,22 @@ class Reread(Generic[_T]):
         """What they said when they were last read."""
         return self._value
 
-    def refresh(self) -> bool:
-        """Look whether a file has changed, and read them if so; return whether there is another value now."""
-        state = self._found()
-        if state == self._state:
-            return False
-        self._state = state
-        try:
-            value = self._read()
-        except FedloomError as error:
-            log.warning("what was read before stays in force: %s", error)
-            return False
-        changed = value != self._value
-        self._value = value
-        return changed
+    def refresh(self) -> int:
+        """Look whether a file has changed, and read them if so; return how often there was another value so far."""
+        with self._lock:
+            state = self._found()
+            if state == self._state:
+                return self.version
+            self._state = state
+            try:
+                value = self._read()
+            except FedloomError as error:
+                log.warning("what was read before stays in force: %s", error)
+                return self.version
+            if value != self._value:
+                self._value = value
+                self.version += 1
+            return self.version
 
     def _found(self) -> tuple[_State, ...]:
         return tuple(map(_state, self.paths))
