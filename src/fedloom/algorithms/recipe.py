@@ -20,7 +20,7 @@ from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, co
 from fedloom.algorithms.client import LocalSGD, Trained, train
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.flat import FlatModel
+from fedloom.models.flat import FlatModel, Layout
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 
@@ -32,8 +32,8 @@ Train: TypeAlias = Callable[[FlatModel, Group, Tensor, Any], Trained]
 Aggregate: TypeAlias = Callable[[Tensor, Replies[Any], Any], Tensor]
 """``(shared [s], updates, settings) -> shared [s]``."""
 
-Personalize: TypeAlias = Callable[[FlatModel, Group, Tensor, Any], Mapping[str, Tensor]]
-"""``(model, group, shared [g, s], settings) -> {predictor: θ [g, d]}``."""
+Personalize: TypeAlias = Callable[[FlatModel, Group, Tensor, Any], Mapping[str, Tensor] | Predictors]
+"""``(model, group, shared [g, s], settings) -> {predictor: θ [g, d]}``, or the predictors where they are no vectors."""
 
 
 class Averaging(Settings):
@@ -68,6 +68,11 @@ def fine_tune(model: FlatModel, group: Group, theta: Tensor, s: Any) -> dict[str
     if s.personalize_steps:
         personal = train(model, group, theta, s.local.lasting(steps=s.personalize_steps), purpose="fine-tune").theta
     return {"personal": personal, "global": theta}
+
+
+def part_of(layout: Layout, shared: str) -> slice:
+    """Where ``all``, the ``body`` or the ``head`` lies in θ."""
+    return {"all": slice(None), "body": slice(layout.body_size), "head": slice(layout.body_size, None)}[shared]
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
@@ -106,7 +111,8 @@ def shared_model(
     personalize: Personalize = fine_tune,
     steps: Callable[[Any, int], int] = lambda s, examples: s.personalize_steps,
     limits: Callable[[Any, int], Mapping[str, float]] = lambda s, examples: s.local.limits(examples),
-    shared: Literal["all", "body"] = "all",
+    shared: Literal["all", "body", "head"] = "all",
+    whole: bool = False,
     stateful: bool = False,
     needs_classes: bool = False,
     version: int = 1,
@@ -125,6 +131,10 @@ def shared_model(
         ``(settings, train examples) -> bounds`` of an update (:meth:`ServerHalf.limits`).
     shared
         ``body``: all but the last linear layer is sent, averaged and checkpointed; the head stays with the client.
+        ``head``: the other way round.
+    whole
+        The server keeps and sends all of θ, the part that is not shared as it was drawn at first: ``local`` and
+        ``personalize`` get θ ``[g, d]``, and the former returns the shared part.
     stateful
         Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
     """
@@ -132,16 +142,19 @@ def shared_model(
     class Server(base.ServerHalf):
         def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
             super().__init__(settings, task)
-            layout = task.model.layout
-            self.sizes["s"] = layout.size if shared == "all" else layout.body_size
-            self.state["theta"] = task.model.init(generator, task.dtype)[: self.sizes["s"]].clone()
+            theta, part = task.model.init(generator, task.dtype), part_of(task.model.layout, shared)
+            self.sizes["s"] = len(theta[part])
+            self.state["theta"] = theta if whole else theta[part].clone()
+            self._part = part if whole else slice(None)  # of what is kept
 
         def limits(self, examples: int) -> Mapping[str, float]:
             return limits(self.settings, examples)
 
         def train_round(self, round: Round) -> base.Statistics:
             updates = round.sample().send(SharedModel(self.state["theta"]), Update)
-            self.state["theta"] = aggregate(self.state["theta"], updates, self.settings)
+            theta = self.state["theta"].clone()
+            theta[self._part] = aggregate(theta[self._part], updates, self.settings)
+            self.state["theta"] = theta
             return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 
         def personalize(self, cohort: Cohort) -> Replies[Any]:
@@ -150,23 +163,25 @@ def shared_model(
     class Client(base.ClientHalf):
         def __init__(self, settings: Any, task: Task) -> None:
             super().__init__(settings, task)
-            if shared == "body" and not task.model.layout.head:
+            if shared != "all" and not task.model.layout.head:
                 raise ExperimentError(
-                    f"model.name: found a model of one layer, with {name}, which shares all but the last; "
-                    "allowed: a model with more layers"
+                    f"model.name: found a model of one layer, with {name}, which shares "
+                    f"{'all but the last' if shared == 'body' else 'the last alone'}; allowed: a model with more layers"
                 )
+            self._part = part_of(task.model.layout, shared) if whole else slice(None)  # of what is sent
 
         @conversation
         def train(self, clients: Group, opening: SharedModel) -> Conversation:
             start = opening.theta.expand(len(clients), -1)
             trained = local(self.task.model, clients, start, self.settings)
-            yield Update(trained.theta - start, trained.steps, trained.loss)
+            yield Update(trained.theta - start[:, self._part], trained.steps, trained.loss)
             return None
 
         @conversation
         def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
             start = opening.theta.expand(len(clients), -1)
-            return predictors_of(self.task.model, **personalize(self.task.model, clients, start, self.settings))
+            made = personalize(self.task.model, clients, start, self.settings)
+            return predictors_of(self.task.model, **made) if isinstance(made, Mapping) else made
 
         def personalization_steps(self, predictor: str, examples: int) -> int:
             return steps(self.settings, examples) if predictor == "personal" else 0
