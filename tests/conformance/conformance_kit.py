@@ -41,6 +41,7 @@ TINY: dict[str, dict[str, Any]] = {
         "personalize_steps": 2,
     },
     "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "fedper": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
     "fedprox": {
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
         "mu": 0.5,

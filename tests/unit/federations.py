@@ -60,6 +60,15 @@ def held_out_elsewhere(data: Sequence[ClientData]) -> list[ClientData]:
     return [replace(c, validation=other.test, test=other.validation) for c, other in zip(data, data[::-1], strict=True)]
 
 
+def made_by(federation: Federation) -> dict[str, Tensor]:
+    """All that a run made: the server's state and the tensors of the clients' predictors."""
+    found = federation.state
+    for (_, name), named in federation.predictors.items():
+        for which, predictor in named.items():
+            found |= {f"{name}.{which}.{key}": tensor for key, tensor in predictor.tensors().items()}
+    return found
+
+
 def group(members: Sequence[ClientData], seed: int = 0, round: int = 1) -> Group:
     """A group whose generators are keyed as in a run."""
     return Group(members, lambda client, purpose: generator(seed, purpose, client, round))

@@ -45,6 +45,7 @@ LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
 METHODS: dict[str, dict[str, Any]] = {
     "ditto": {"local": LOCAL, "personal": LOCAL},
     "fedavg": {"local": LOCAL, "personalize_steps": 2},
+    "fedper": {"local": LOCAL, "personalize_epochs": 1},
     "fedprox": {"local": LOCAL, "mu": 0.5},
     "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
     "per-fedavg": {"local": LOCAL, "hessian": "exact"},

@@ -8,7 +8,7 @@ A client that has none yet, in training or afterwards, starts from one drawn by 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Group
 from fedloom.algorithms.client import LocalSGD, Trained, train
-from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.algorithms.recipe import Averaging, Personalize, shared_model
 from fedloom.models.flat import FlatModel
 
 
@@ -29,14 +29,20 @@ def head_then_body(model: FlatModel, group: Group, body: Tensor, s: FedRepSettin
     return Trained(both.theta[:, : body.shape[1]], head.steps + both.steps, both.loss)
 
 
-def with_own_head(model: FlatModel, group: Group, body: Tensor, s: FedRepSettings) -> dict[str, Tensor]:
-    """The shared body with the client's head; who has none trains one, the body frozen."""
-    theta, new = with_heads(model, group, body), group.new
-    if new and s.personalize_epochs:
-        sgd = s.head.lasting(epochs=s.personalize_epochs)
-        made = train(model, group, theta[new], sgd, members=new, only="head", purpose="personalize", key="head.lr")
-        theta[new] = made.theta
-    return {"personal": theta}
+def with_own_head(key: str) -> Personalize:
+    """The shared body with the client's head; who has none trains one by the SGD of a key, the body frozen."""
+
+    def personalize(model: FlatModel, group: Group, body: Tensor, s: Any) -> dict[str, Tensor]:
+        theta, new, sgd = with_heads(model, group, body), group.new, getattr(s, key)
+        if new and s.personalize_epochs:
+            sgd = sgd.lasting(epochs=s.personalize_epochs)
+            made = train(
+                model, group, theta[new], sgd, members=new, only="head", purpose="personalize", key=f"{key}.lr"
+            )
+            theta[new] = made.theta
+        return {"personal": theta}
+
+    return personalize
 
 
 def with_heads(model: FlatModel, group: Group, body: Tensor) -> Tensor:
@@ -58,10 +64,8 @@ FEDREP = shared_model(
     "fedrep",
     FedRepSettings,
     local=head_then_body,
-    personalize=with_own_head,
-    steps=lambda s, examples: (
-        s.head.lasting(epochs=s.personalize_epochs).count(examples) if s.personalize_epochs else 0
-    ),
+    personalize=with_own_head("head"),
+    steps=lambda s, examples: s.head.lasting(epochs=s.personalize_epochs).count(examples),
     limits=lambda s, examples: s.local.limits(examples) | {"steps": s.head.count(examples) + s.local.count(examples)},
     shared="body",
     stateful=True,

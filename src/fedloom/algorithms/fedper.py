@@ -1,0 +1,45 @@
+"""FedPer: a shared body, and a head of each client's own, trained together.
+
+M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary, Federated learning with personalization layers, 2019,
+arXiv 1912.00818, Algorithms 1 and 2. It is FedRep without alternation: a client trains body and head at once, and only
+the body travels. The personalization layers are one here, the last linear layer. A client that has no head yet, in
+training or afterwards, starts from one drawn by its own generator.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import LocalSGD, Trained, train
+from fedloom.algorithms.fedrep import with_heads, with_own_head
+from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def body_and_head(model: FlatModel, group: Group, body: Tensor, s: FedPerSettings) -> Trained:
+    """A client in Algorithm 1: SGD on φ and h_i at once."""
+    size = body.shape[1]
+    trained = train(model, group, with_heads(model, group, body), s.local)  # lines 1-2
+    group.keep(head=trained.theta[:, size:])  # line 3
+    return Trained(trained.theta[:, :size], trained.steps, trained.loss)
+
+
+class FedPerSettings(Averaging):
+    """Keys of ``algorithm`` for FedPer."""
+
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="training in a round, of body and head together")
+    personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a head makes one")
+
+
+FEDPER = shared_model(
+    "fedper",
+    FedPerSettings,
+    local=body_and_head,
+    personalize=with_own_head("local"),
+    steps=lambda s, examples: s.local.lasting(epochs=s.personalize_epochs).count(examples),
+    shared="body",
+    stateful=True,
+    titles={"personal": "FedPer"},
+)

@@ -1,0 +1,137 @@
+"""FedPer against FedAvg and against SGD on body and head at once (Arivazhagan et al., 2019)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, task
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import LocalSGD, batches
+from fedloom.algorithms.fedper import FEDPER, FedPerSettings, body_and_head
+from fedloom.algorithms.recipe import local_sgd
+from fedloom.data.federated import ClientData
+from fedloom.errors import ExperimentError
+from fedloom.federation.randomness import generator
+from fedloom.models.mlp import MLP
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+SMALL = MLP(IMAGE, [5], CLASSES)
+BODY = SMALL.layout.body_size
+
+
+def made(**changes: Any) -> FedPerSettings:
+    base: dict[str, Any] = {"local": {"epochs": 2, "batch_size": 3, "lr": 0.05}, "personalize_epochs": 2}
+    return FedPerSettings.model_validate(base | changes)
+
+
+def run(folder: Path, s: FedPerSettings, **keys: Any) -> Federation:
+    keys = {"rounds": 2, "unseen": ["c2"]} | keys
+    f = federation(folder, FEDPER, s, task(), keys.pop("data", clients(SIZES)), **keys)
+    f.run()
+    return f
+
+
+def sgd(theta: Tensor, c: ClientData, s: LocalSGD, moved: slice, random: torch.Generator) -> Tensor:
+    """torch.optim.SGD on a part of θ."""
+    p = theta[moved].clone().requires_grad_()
+    optimizer = torch.optim.SGD([p], lr=s.lr, momentum=s.momentum)
+    assert c.train.y is not None
+    for index in batches(len(c.train), s.batch_size, s.count(len(c.train)), random):
+        optimizer.zero_grad()
+        whole = theta.index_put((torch.arange(len(theta))[moved],), p)
+        F.cross_entropy(SMALL.logits(whole, c.train.x[index]), c.train.y[index]).backward()
+        optimizer.step()
+    return theta.index_put((torch.arange(len(theta))[moved],), p.detach())
+
+
+def drawn_head(client: str, where: str, round: int) -> Tensor:
+    return SMALL.init(generator(SEED, f"{where}/own-head", client, round), torch.float64)[BODY:]
+
+
+def test_rounds_are_sgd_on_both_and_the_mean_of_the_bodies(tmp_path: Path) -> None:
+    """Of the seen clients; the unseen one trains a head, and the body stays as it is."""
+    s, data = made(), clients(SIZES)
+    body = federation(tmp_path / "start", FEDPER, s, task(), data).state["theta"]
+    heads = {c.id: drawn_head(c.id, "train", 1) for c in data[:2]}
+    weights = torch.tensor(SIZES[:2], dtype=torch.float64)
+    for t in (1, 2):
+        bodies = []
+        for c in data[:2]:
+            start = torch.cat([body, heads[c.id]])
+            theta = sgd(start, c, s.local, slice(None), generator(SEED, "train/train", c.id, t))
+            heads[c.id] = theta[BODY:]
+            bodies.append(theta[:BODY])
+        body = (weights[:, None] * torch.stack(bodies)).sum(0) / weights.sum()
+    start = torch.cat([body, drawn_head("c2", "evaluate", 2)])
+    new = sgd(start, data[2], s.local, slice(BODY, None), generator(SEED, "evaluate/personalize", "c2", 2))
+    f = run(tmp_path / "run", s)
+    torch.testing.assert_close(f.state["theta"], body, rtol=0, atol=1e-12)
+    expected = {c: torch.cat([body, head]) for c, head in heads.items()} | {"c2": new}
+    for c, theta in expected.items():
+        found = f.predictors[2, c]["personal"].tensors()["theta"]
+        torch.testing.assert_close(found, theta, rtol=0, atol=1e-12)
+        assert torch.equal(found[:BODY], f.state["theta"])
+    assert FEDPER.client(s, task()).personalization_steps("personal", 6) == 4
+    assert FEDPER.client(made(personalize_epochs=0), task()).personalization_steps("personal", 6) == 0
+
+
+def test_with_one_head_for_all_a_round_is_fedavgs_to_the_bit() -> None:
+    s, data = made(), clients(SIZES)
+    theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
+    for members in ([data[0]], [data[2]], data):
+        mine = Group(members, group(members)._generator, [{"head": theta[BODY:]}] * len(members))
+        found = body_and_head(SMALL, mine, theta[:BODY].expand(len(members), -1), s)
+        expected = local_sgd(SMALL, group(members), theta.expand(len(members), -1), s)
+        assert torch.equal(found.theta, expected.theta[:, :BODY])
+        assert torch.equal(found.loss, expected.loss)
+        assert torch.equal(torch.stack([kept["head"] for kept in mine.kept.values()]), expected.theta[:, BODY:])
+
+
+def test_the_body_alone_travels_and_heads_stay_apart(tmp_path: Path) -> None:
+    f = run(tmp_path, made(), rounds=1)
+    (attempt,) = f.loop.journal.counted()
+    assert (attempt.payload_down, attempt.payload_up) == (8 * 2 * BODY, 8 * 2 * (BODY + 2))
+    assert {name: tuple(t.shape) for name, t in f.state.items()} == {"theta": (BODY,)}
+    heads = [f.predictors[1, c]["personal"].tensors()["theta"][BODY:] for c in ("c0", "c1", "c2")]
+    assert not any(torch.equal(heads[i], heads[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
+    found, other = (
+        made_by(run(tmp_path / str(i), made(), data=data))
+        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
+    )
+    assert found.keys() == other.keys()
+    assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    """One of them has a head, the others have none."""
+    data, half, (opening, _, ask) = clients((9, 4, 6)), FEDPER.client(made(), task()), FEDPER.messages
+    theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
+    states = [None, {"head": theta[BODY:]}, None]
+
+    def answers(rows: slice) -> list[Tensor]:
+        members = Group(data[rows], group(data)._generator, states[rows])
+        update = next(half.open(members, opening(theta[:BODY])))
+        with pytest.raises(StopIteration) as end:
+            next(half.open(Group(data[rows], group(data)._generator, states[rows]), ask(theta[:BODY])))
+        own = [named["personal"].tensors()["theta"] for named in end.value.value]
+        heads = [members.kept[i]["head"] for i in range(len(members))]
+        return [*update.tensors().values(), torch.stack(own), torch.stack(heads)]
+
+    alone = zip(*(answers(slice(i, i + 1)) for i in range(3)), strict=True)
+    for together, apart in zip(answers(slice(0, 3)), alone, strict=True):
+        torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-12)
+
+
+def test_a_model_of_one_layer_has_no_body_to_share() -> None:
+    with pytest.raises(ExperimentError, match=r"^model\.name: "):
+        FEDPER.client(made(), task(MLP(IMAGE, [], CLASSES)))
