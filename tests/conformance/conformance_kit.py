@@ -59,6 +59,12 @@ TINY: dict[str, dict[str, Any]] = {
         "hessian": "finite_difference",
         "personalize_steps": 2,
     },
+    "knnper": {
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "neighbours": [1, 3],
+        "mixing": [0.0, 0.3, 1.0],
+        "scale": 1.0,
+    },
     "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 4, "lr": 0.02, "personalize_epochs": 1},
     "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
     "comfedl": {

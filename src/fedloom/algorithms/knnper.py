@@ -1,0 +1,123 @@
+"""kNN-Per: FedAvg, and on each client a vote of the training examples that are nearest in the model's features.
+
+O. Marfoq, G. Neglia, L. Kameni, R. Vidal, Personalized federated learning through local memorization, ICML 2022,
+arXiv 2111.09360, §3. Training is FedAvg's. A client's predictor is λ kNN(x) + (1 - λ) softmax(logits): the datastore of
+the k-nearest-neighbour estimate has the features and labels of its training examples, each neighbour counts
+exp(-distance²/(D s)), D being the features' length. k and λ are chosen by leaving one out of the datastore.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import PIECE, LocalSGD, examples
+from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.models.flat import FlatModel
+from fedloom.models.predictors import ModelPredictor, Predictors
+
+
+class Neighbours(ModelPredictor):
+    """The shared model θ and a datastore, mixed: ``features`` [n, D] and ``labels`` [n] of the client's train split."""
+
+    def __init__(self, model: FlatModel, theta: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
+        super().__init__(model, theta)
+        self.features, self.labels, self.scale = self._features(x), y, scale
+        self.k, self.mixing = 1, 0.0
+
+    def choose(self, x: Tensor, ks: list[int], mixings: list[float]) -> None:
+        """Set k and λ so that most of the datastore's own examples, each left out of it, are predicted right.
+
+        Ties go to the likelier labels, then to the smaller k, then to the smaller λ. One example leaves nothing behind
+        when it is left out, so that there is no vote: λ is 0.
+        """
+        if len(x) == 1:
+            return
+        own, best = super().log_probabilities(x), (-1, -math.inf)
+        distances, nearest = self._nearest(self.features, max(ks), left_out=True)
+        for k in sorted(ks):
+            vote = self._vote(distances[:, :k], nearest[:, :k], own)
+            for mixing in sorted(mixings):
+                log_p = mixed(vote, own, mixing)
+                right = int((log_p.argmax(1) == self.labels).sum())
+                likelihood = float(log_p.gather(1, self.labels[:, None]).double().sum())
+                if (right, likelihood) > best:
+                    best, self.k, self.mixing = (right, likelihood), k, mixing
+
+    @torch.no_grad()
+    def log_probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``."""
+        own = super().log_probabilities(x)
+        return mixed(self._vote(*self._nearest(self._features(x), self.k), own), own, self.mixing)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """θ, the datastore, and what was chosen."""
+        chosen = {"k": self.k, "mixing": self.mixing, "scale": self.scale}
+        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in chosen.items()}
+        return {"theta": self.theta, "features": self.features, "labels": self.labels, **numbers}
+
+    @torch.no_grad()
+    def _features(self, x: Tensor) -> Tensor:
+        return torch.cat([self.model.features(self.parameters, piece) for piece in torch.split(x, PIECE)])
+
+    def _nearest(self, queries: Tensor, k: int, *, left_out: bool = False) -> tuple[Tensor, Tensor]:
+        """Squared distances and positions ``[b, k]`` of the k nearest, or of all; ``left_out``: of all but itself."""
+        # Not by matrix products, which round: an example is at distance 0 of itself, whatever else is asked for.
+        squared = torch.cdist(queries, self.features, compute_mode="donot_use_mm_for_euclid_dist").square()
+        if left_out:
+            squared.fill_diagonal_(math.inf)
+        distances, nearest = squared.sort(dim=1, stable=True)
+        k = min(k, squared.shape[1] - left_out)
+        return distances[:, :k], nearest[:, :k]
+
+    def _vote(self, squared: Tensor, nearest: Tensor, like: Tensor) -> Tensor:
+        """Log-probabilities of the estimate, ``[b, C]``; softmax divides by the sum of the weights."""
+        weights = F.softmax(-squared / (self.features.shape[1] * self.scale), dim=1).to(like)
+        return torch.zeros_like(like).scatter_add_(1, self.labels[nearest], weights).log()
+
+
+def mixed(vote: Tensor, own: Tensor, mixing: float) -> Tensor:
+    """log(λ vote + (1 - λ) own) of log-probabilities ``[b, C]``; with λ = 0 it is ``own`` to the bit."""
+    first, second = (math.log(share) if share > 0 else -math.inf for share in (mixing, 1 - mixing))
+    return torch.logaddexp(vote + first, own + second)
+
+
+def memorize(model: FlatModel, group: Group, theta: Tensor, s: KNNPerSettings) -> Predictors:
+    """``personal`` is the mixture, ``global`` the shared model: no training, for seen and unseen clients alike."""
+    found: Predictors = []
+    for client, row in zip(group.clients, theta, strict=True):
+        split = examples(client, labelled=True)
+        assert split.y is not None
+        personal = Neighbours(model, row, split.x, split.y, s.scale)
+        personal.choose(split.x, s.neighbours, s.mixing)
+        found.append({"personal": personal, "global": ModelPredictor(model, row)})
+    return found
+
+
+class KNNPerSettings(Averaging):
+    """Keys of ``algorithm`` for kNN-Per."""
+
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
+    neighbours: list[Annotated[int, Field(ge=1)]] = Field(
+        default=[5, 10], min_length=1, description="k to choose from; a client with fewer examples uses them all"
+    )
+    mixing: list[Annotated[float, Field(ge=0, le=1)]] = Field(
+        default=[i / 10 for i in range(11)], min_length=1, description="λ to choose from, the share of the neighbours"
+    )
+    scale: float = Field(default=100.0, gt=0, description="s of a neighbour's weight exp(-distance²/(D s))")
+
+
+KNNPER = shared_model(
+    "knnper",
+    KNNPerSettings,
+    personalize=memorize,
+    steps=lambda s, examples: 0,
+    needs_classes=True,
+    titles={"personal": "kNN-Per", "global": "kNN-Per, shared model"},
+)

@@ -1,0 +1,196 @@
+"""kNN-Per against FedAvg, votes counted by hand, and leaving one out in earnest (Marfoq et al., ICML 2022)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import (
+    CLASSES,
+    IMAGE,
+    Federation,
+    client,
+    clients,
+    federation,
+    group,
+    held_out_elsewhere,
+    made_by,
+    task,
+)
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.knnper import KNNPER, KNNPerSettings, Neighbours, memorize, mixed
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import DataError
+from fedloom.models.mlp import MLP
+
+SIZES = (4, 9, 6)
+LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}
+MODEL = MLP(IMAGE, [5], CLASSES)
+THETA = MODEL.init(torch.Generator().manual_seed(3), torch.float64)
+
+
+def made(**changes: Any) -> KNNPerSettings:
+    base: dict[str, Any] = {"local": LOCAL, "neighbours": [1, 3], "mixing": [0.0, 0.4, 1.0], "scale": 0.5}
+    return KNNPerSettings.model_validate(base | changes)
+
+
+def run(folder: Path, s: KNNPerSettings, data: list[ClientData] | None = None) -> Federation:
+    f = federation(folder, KNNPER, s, task(), data or clients(SIZES), rounds=2, unseen=["c2"])
+    f.run()
+    return f
+
+
+def stored(c: ClientData, scale: float = 0.5, k: int = 1, mixing: float = 1.0) -> Neighbours:
+    assert c.train.y is not None
+    predictor = Neighbours(MODEL, THETA, c.train.x, c.train.y, scale)
+    predictor.k, predictor.mixing = k, mixing
+    return predictor
+
+
+def by_hand(c: ClientData, queries: Tensor, k: int, mixing: float, scale: float) -> Tensor:
+    """Probabilities of one query after another, from the definition."""
+    assert c.train.y is not None
+    parameters = MODEL.layout.split(THETA)
+    store = MODEL.features(parameters, c.train.x).tolist()
+    rows = []
+    for feature, logits in zip(MODEL.features(parameters, queries).tolist(), MODEL.logits(THETA, queries), strict=True):
+        distances = [(sum((a - b) ** 2 for a, b in zip(feature, s, strict=True)), i) for i, s in enumerate(store)]
+        votes = [0.0] * CLASSES
+        for squared, i in sorted(distances)[:k]:
+            votes[int(c.train.y[i])] += math.exp(-squared / (len(feature) * scale))
+        vote = torch.tensor([v / sum(votes) for v in votes], dtype=torch.float64)
+        rows.append(mixing * vote + (1 - mixing) * logits.softmax(0))
+    return torch.stack(rows)
+
+
+def test_the_shared_model_is_fedavgs_and_without_a_share_of_the_neighbours_so_is_personal(tmp_path: Path) -> None:
+    knn = run(tmp_path / "knn", made(mixing=[0.0]))
+    avg = federation(
+        tmp_path / "avg", FEDAVG, FedAvgSettings.model_validate({"local": LOCAL}), task(), clients(SIZES), rounds=2,
+        unseen=["c2"],
+    )  # fmt: skip
+    avg.run()
+    assert torch.equal(knn.state["theta"], avg.state["theta"])
+    for c in clients(SIZES):
+        expected = avg.predictors[2, c.id]["global"].log_probabilities(c.test.x)
+        for predictor in knn.predictors[2, c.id].values():
+            assert torch.equal(predictor.log_probabilities(c.test.x), expected)
+    assert KNNPER.client(made(), task()).personalization_steps("personal", 9) == 0
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 9, 30])
+@pytest.mark.parametrize("mixing", [0.0, 0.3, 1.0])
+def test_predictions_are_those_of_the_definition(k: int, mixing: float) -> None:
+    c, queries = client("c0", 9), client("other", 7, seed=5).train.x
+    found = stored(c, 0.5, k, mixing).probabilities(queries)
+    torch.testing.assert_close(found, by_hand(c, queries, min(k, 9), mixing, 0.5), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.sum(1), torch.ones(7, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_a_query_in_the_datastore_gets_its_own_label() -> None:
+    """From float32 features, too, and in a large store, where distances by matrix products would not be 0."""
+    c = client("c0", 60)
+    x = c.train.x.float() + 100
+    predictor = Neighbours(MODEL, THETA.float(), x, c.train.y, 0.5)
+    predictor.mixing = 1.0
+    assert torch.equal(predictor.probabilities(x), torch.nn.functional.one_hot(c.train.y, CLASSES).float())
+    assert not predictor._nearest(predictor.features, 1)[0].any()
+
+
+def test_with_a_large_scale_votes_are_counted_and_with_a_tiny_one_the_nearest_decides() -> None:
+    c, queries = client("c0", 9), client("other", 7, seed=5).train.x
+    _, nearest = stored(c)._nearest(stored(c)._features(queries), 4)
+    votes = torch.stack([torch.bincount(row, minlength=CLASSES) for row in c.train.y[nearest]])
+    torch.testing.assert_close(
+        stored(c, 1e18, 4).probabilities(queries), votes / 4.0, rtol=0, atol=1e-12, check_dtype=False
+    )
+    torch.testing.assert_close(stored(c, 1e-30, 4).probabilities(queries), stored(c).probabilities(queries))
+
+
+def test_k_and_lambda_are_those_of_leaving_one_out() -> None:
+    """Each example in turn predicted by a datastore that really lacks it."""
+    chosen = set()
+    for seed in range(8):
+        c, ks, mixings = client("c0", 8, seed=seed), [1, 2, 4, 20], [0.0, 0.25, 0.5, 1.0]
+        best = (-1, -math.inf, 0, 0.0)
+        for k in ks:
+            for mixing in mixings:
+                right, likelihood = 0, 0.0
+                for i in range(8):
+                    others = [j for j in range(8) if j != i]
+                    rest = ClientData(c.id, Split(c.train.x[others], c.train.y[others]), c.train, c.train, CLASSES)
+                    (p,) = by_hand(rest, c.train.x[i : i + 1], min(k, 7), mixing, 0.5)
+                    right += int(p.argmax() == c.train.y[i])
+                    likelihood += float(p[c.train.y[i]].log())
+                better = right > best[0] or (right == best[0] and likelihood > best[1] + 1e-9)
+                best = (right, likelihood, k, mixing) if better else best
+        personal = memorize(MODEL, group([c]), THETA[None], made(neighbours=ks[::-1], mixing=mixings[::-1]))[0][
+            "personal"
+        ]
+        found = personal.tensors()
+        assert (found["k"].item(), found["mixing"].item()) == best[2:]
+        chosen.add(best[2:])
+    assert len(chosen) > 2
+
+
+def test_one_example_leaves_nothing_behind() -> None:
+    c = client("c0", 1)
+    predictors = memorize(MODEL, group([c]), THETA[None], made())[0]
+    expected = predictors["global"].log_probabilities(c.test.x)
+    assert torch.equal(predictors["personal"].log_probabilities(c.test.x), expected)
+
+
+def test_what_is_saved_is_enough_to_predict_again() -> None:
+    c = client("c0", 9)
+    tensors = memorize(MODEL, group([c]), THETA[None], made(mixing=[0.4]))[0]["personal"].tensors()
+    again = stored(c, tensors["scale"].item(), int(tensors["k"]), tensors["mixing"].item())
+    assert torch.equal(again.features, tensors["features"])
+    assert tensors.keys() == {"theta", "features", "labels", "k", "mixing", "scale"}
+    personal = memorize(MODEL, group([c]), THETA[None], made(mixing=[0.4]))[0]["personal"]
+    assert torch.equal(again.log_probabilities(c.test.x), personal.log_probabilities(c.test.x))
+
+
+def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
+    found, other = (
+        made_by(run(tmp_path / str(i), made(), data))
+        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
+    )
+    assert found.keys() == other.keys()
+    assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    data = clients((9, 4, 6))
+    together = memorize(MODEL, group(data), THETA.expand(3, -1), made())
+    for named, c in zip(together, data, strict=True):
+        (alone,) = memorize(MODEL, group([c]), THETA[None], made())
+        assert torch.equal(named["personal"].probabilities(c.test.x), alone["personal"].probabilities(c.test.x))
+
+
+def test_a_client_without_labels_has_no_datastore() -> None:
+    c = client("c0", 9)
+    bare = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, CLASSES)
+    with pytest.raises(DataError, match=r"c0: .*labels"):
+        memorize(MODEL, group([bare]), THETA[None], made())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"neighbours": []}, {"neighbours": [0]}, {"mixing": []}, {"mixing": [1.1]}, {"mixing": [-0.1]}, {"scale": 0.0}],
+    ids=str,
+)
+def test_what_cannot_be_a_choice_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        made(**wrong)
+
+
+def test_mixing_is_in_probabilities() -> None:
+    p, q = torch.tensor([[0.2, 0.8, 0.0]]).double(), torch.tensor([[0.5, 0.1, 0.4]]).double()
+    torch.testing.assert_close(mixed(p.log(), q.log(), 0.25).exp(), 0.25 * p + 0.75 * q, rtol=0, atol=1e-15)
+    assert torch.equal(mixed(p.log(), q.log(), 1.0), p.log())
