@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from random import Random
 
 from faults.kills import Federation
@@ -17,7 +18,13 @@ METHODS = ("pefll", "pefll", "fedrep")
 
 
 def through(
-    place: Place, random: Random, weather: Weather, methods: Sequence[str] = METHODS, rounds: int = 12
+    place: Place,
+    random: Random,
+    weather: Weather,
+    methods: Sequence[str] = METHODS,
+    rounds: int = 12,
+    *,
+    secure: bool = False,
 ) -> Tried:
     """A federation whose workers reach the aggregator through a proxy."""
     experiment = place.experiment(random.choice(methods), rounds=rounds)
@@ -28,7 +35,7 @@ def through(
             made.append(stack.enter_context(closing(Proxy(address, weather, Random(random.random())))))
             return made[0].address
 
-        run = Federation(place, experiment, stack, through=proxied)
+        run = Federation(place, experiment, stack, through=proxied, secure=secure)
         run.finish()
     (proxy,) = made
     place.check(run.out, experiment)
@@ -36,9 +43,10 @@ def through(
     return Tried(proxy.cuts + proxy.flips or 1, {"refused": refused} if weather.flip_every else {})
 
 
-def cut(place: Place, random: Random) -> Tried:
+def cut(place: Place, random: Random, secure: bool = False) -> Tried:
     """PeFLL, whose openings take 100 kB; one cut for every 50 to 150 kB."""
-    return through(place, random, Weather(cut_every=random.uniform(5e4, 1.5e5)), ("pefll",), rounds=20)
+    weather = Weather(cut_every=random.uniform(5e4, 1.5e5))
+    return through(place, random, weather, ("pefll",), rounds=20, secure=secure)
 
 
 def half_open(place: Place, random: Random) -> Tried:
@@ -53,15 +61,26 @@ def slow(place: Place, random: Random) -> Tried:
     )
 
 
-def flip(place: Place, random: Random) -> Tried:
-    """Bits are flipped on the way, in headers, in envelopes, in tensors."""
-    return through(place, random, Weather(flip_every=random.uniform(5e4, 3e5), faults=40))
+def flip(place: Place, random: Random, secure: bool = False) -> Tried:
+    """Bits are flipped on the way, in headers, in envelopes, in tensors, in handshakes."""
+    return through(place, random, Weather(flip_every=random.uniform(5e4, 3e5), faults=40), secure=secure)
 
 
 PROMISE = "the same bits, nobody lost"
 FAULTS = (
     Fault("cut", "connections", "a connection is cut at any byte (PeFLL)", PROMISE, cut, goal=40, short=1),
+    Fault(
+        "cut-tls",
+        "connections",
+        "a TLS connection is cut at any byte (PeFLL)",
+        PROMISE,
+        partial(cut, secure=True),
+        goal=10,
+    ),
     Fault("half-open", "connections", "one direction of a connection is closed", PROMISE, half_open, goal=10),
     Fault("slow", "connections", "a connection is slow and narrow", PROMISE, slow, goal=5),
     Fault("flip", "connections", "a bit is flipped on the way", PROMISE, flip, goal=15, short=1),
+    Fault(
+        "flip-tls", "connections", "a bit is flipped on the way, over TLS", PROMISE, partial(flip, secure=True), goal=10
+    ),
 )

@@ -19,6 +19,8 @@ from fedloom.algorithms.base import find
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.published import Published
 from fedloom.storage import open_store
+from fedloom.trust.certificates import make_ca, make_certificate
+from fedloom.trust.options import FILES
 
 TRAINED = tuple(method for method in METHODS if find(method.partition(":")[0]).trains)
 PROMISE = "resumed, it ends with the same bits; no durable round is made again"
@@ -101,6 +103,7 @@ class Federation:
         through: Callable[[str], str] = lambda address: address,
         files: int = 4096,
         tolerated: tuple[int, ...] = (),
+        secure: bool = False,
     ) -> None:
         self.out = place.new()
         self.experiment = experiment
@@ -111,6 +114,11 @@ class Federation:
         self.final: tuple[int, ...] = (0,)
         """Codes after which it is not."""
         self.processes: dict[str, Running] = {}
+        self.members: Path | None = None
+        if secure:
+            self.members = place.new()
+            make_ca(self.members)
+            self.renew()
         self.start("aggregator")
         wait_until(self._listening, "the aggregator listens")
         self.address = through(self.listen)
@@ -125,6 +133,19 @@ class Federation:
         """Its present life."""
         return self.processes["aggregator"]
 
+    def renew(self) -> None:
+        """Replace the certificates of the aggregator and of the workers."""
+        assert self.members is not None
+        make_certificate("aggregator", self.members, self.members, hosts=["127.0.0.1"], replace=True)
+        make_certificate("worker", self.members, self.members, replace=True)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        if self.members is None:
+            return {}
+        whose = "aggregator" if name == "aggregator" else "worker"
+        files = {"ca": "ca.crt", "certificate": f"{whose}.crt", "key": f"{whose}.key"}
+        return {FILES[field]: str(self.members / file) for field, file in files.items()}
+
     def start(self, name: str) -> None:
         """Start a process, again."""
         partition = ("--partition", self._place.partition)
@@ -138,7 +159,7 @@ class Federation:
             states = self.out / "states" if self._url is None else f"{self._url}/states"
             order = ("worker", "--aggregator", self.address, *partition, "--name", name, "--states", states)
         limits = {"FAULTS_FILES": str(self._files)} if name == "aggregator" else {}
-        self.processes[name] = self._stack.enter_context(self._place.start(*order, **limits))
+        self.processes[name] = self._stack.enter_context(self._place.start(*order, **limits, **self._environment(name)))
 
     def over(self) -> bool:
         """Whether the aggregator has ended well; what was made to leave is started again.
@@ -162,15 +183,17 @@ class Federation:
         wait_until(self.over, "the end of the run")
 
 
-def federation(place: Place, random: Random, published: bool = False) -> Tried:
+def federation(place: Place, random: Random, published: bool = False, secure: bool = False) -> Tried:
     """An aggregator and two workers, each killed or stopped for a moment at any time, and started again."""
     method = random.choice(TRAINED)
     experiment = place.experiment(method, rounds=12)
     url = new_url(place) if published else None
     with ExitStack() as stack:
-        run = Federation(place, experiment, stack, url=url)
+        run = Federation(place, experiment, stack, url=url, secure=secure)
         kept, signals = Kept(place, run.out, url), 0
         for _ in range(random.randint(3, 8)):
+            if secure and random.random() < 0.5:
+                run.renew()
             time.sleep(random.uniform(0.02, 0.4))
             name = random.choice(("aggregator", "aggregator", "worker-0", "worker-1"))
             if run.over():
@@ -249,6 +272,10 @@ FAULTS = (
     Fault(
         "kill-federation", "kills", "aggregator and workers are killed or stopped", PROMISE,
         federation, goal=25, short=1,
+    ),
+    Fault(
+        "kill-federation-tls", "kills", "the same over mutual TLS, while certificates are renewed", PROMISE,
+        lambda place, random: federation(place, random, secure=True), goal=15, short=1,
     ),
     Fault(
         "kill-federation-published", "kills", "the same with a store", PROMISE,

@@ -12,7 +12,7 @@ from fedloom.errors import ExitCode
 
 def test_an_address_of_another_machine(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(tmp_path, fresh_root)
-    there = ("--listen", "192.0.2.1:7733")  # of nobody, RFC 5737
+    there = ("--listen", "192.0.2.1:7733", "--insecure")  # of nobody, RFC 5737
     command = [*FEDLOOM, "aggregator", path, *there, "--out", tmp_path / "run"]
     # A process of its own: what gRPC logs is settled when it is imported.
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S, check=False)

@@ -14,7 +14,7 @@ import torch
 from facts import tells
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from transport_support import Hostile, Worker, expected, make_aggregator, start_call, step_call, until
+from transport_support import Hostile, Proxy, Worker, expected, make_aggregator, start_call, step_call, until
 
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, RefusedError
 from fedloom.transport import gate, stream
@@ -481,6 +481,24 @@ def replace(path: Path, text: str) -> None:
 def pair(federation: Federation, name: str, ca: Path) -> tuple[Path, Path]:
     made = make_certificate(name, federation.folder / "old", ca, replace=True)
     return made.certificate, made.key
+
+
+def test_tls_connections_cut_every_few_kilobytes_lose_nobody(federation: Federation) -> None:
+    """In handshakes, too: the aggregator is not taken for one that cannot be believed."""
+    aggregator = federation.start()
+    proxies = [Proxy(federation.address, cut_after=30_000, seed=seed) for seed in range(2)]
+    for i, proxy in enumerate(proxies):
+        federation.address = proxy.address
+        federation.worker(federation.member("north"), name=f"w{i}", reconnect_s=60)
+    aggregator.wait_for(CLIENTS, 20)
+    calls = [start_call(CLIENTS, deadline_s=60, d=1_000)]
+    answers_are_right(aggregator, calls)
+    for exchange in range(1, 12):
+        calls.append(step_call(CLIENTS, exchange, deadline_s=60, d=1_000))
+        answers_are_right(aggregator, calls)
+    assert all(proxy.cuts > 3 for proxy in proxies)
+    for proxy in proxies:
+        proxy.close()
 
 
 # ---- who does not believe whom

@@ -430,6 +430,24 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> N
     assert file.refresh() == 1
 
 
+def test_files_that_are_being_replaced_are_read_when_they_have_been(tmp_path: Path) -> None:
+    path, tries = tmp_path / "a", []
+
+    def read() -> str:
+        tries.append(path.read_text())
+        if len(tries) == 1:
+            path.write_text("whole")
+            raise ExperimentError("half of it is missing")
+        return tries[-1]
+
+    path.write_text("half")
+    assert Reread([path], read).value == "whole"
+    always: list[str] = []
+    with pytest.raises(ZeroDivisionError):
+        Reread([path], lambda: always.append("") or 1 // 0)
+    assert len(always) == 1
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder", "absent", "bytes"])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"

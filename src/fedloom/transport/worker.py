@@ -67,6 +67,7 @@ log = logging.getLogger("fedloom.transport.worker")
 WELCOME_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S = 0.1
 FIRST_NOTICE_S = 5.0  # when to say that we still dial; again each time after twice as long
+CERTAIN = 3  # how often in a row we must find that we do not believe an aggregator: bits flip in handshakes, too
 CHANGED_S = 1.0  # how often files of certificates and tokens are looked at
 NOTICE_S = 0.2  # how soon a stop event is noticed while there is nothing to do
 REQUEST_BYTES = 4 << 30  # the most that one request may take of a worker's memory
@@ -479,7 +480,7 @@ class _Connection:
         self._task = asyncio.current_task()
         self._ready.set()
         last_seen = time.monotonic()
-        attempt = 0
+        attempt = doubts = 0
         told: set[str] = set()  # why there is no connection, as far as that has been said
         next_notice = FIRST_NOTICE_S
         while True:
@@ -494,7 +495,8 @@ class _Connection:
             except _Distrust as error:
                 reason = str(error)
                 refused = error.refused if error.certain or not self.incarnation else None
-                if error.certain and not self.incarnation:
+                doubts = doubts + 1 if error.certain else 0
+                if doubts >= CERTAIN and not self.incarnation:
                     self.events.put(error.refused)
                     return
             except FedloomError as error:

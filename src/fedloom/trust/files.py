@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -17,6 +18,9 @@ log = logging.getLogger("fedloom.trust")
 
 LARGEST = 16 << 20
 """Bytes of a file that is trusted."""
+
+SETTLE_S, SETTLES = 0.1, 10
+"""How long it may take until the next of several files is replaced, and how often that is waited for."""
 
 _T = TypeVar("_T")
 _State = tuple[int, int, int, int] | None
@@ -120,8 +124,19 @@ class Reread(Generic[_T]):
         self.version = 0
         self._lock = threading.Lock()  # a slow reader must not put an older value in the place of a newer one
         self._read = read
-        self._state = self._found()  # before they are read: what changes meanwhile is read again
-        self._value = read()
+        self._value = self._first()
+
+    def _first(self) -> _T:
+        """Read them the first time, and again if they were being replaced, as a certificate and its key are in turn."""
+        for left in reversed(range(SETTLES)):
+            self._state = self._found()  # before they are read: what changes meanwhile is read again
+            try:
+                return self._read()
+            except FedloomError:
+                time.sleep(SETTLE_S)
+                if not left or self._found() == self._state:
+                    raise
+        raise AssertionError("the last time returns or raises")
 
     @property
     def value(self) -> _T:
