@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import signal
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ SCRIPT = (Path(__file__).parent / "launch_script.py").read_text()
 RBAC = ROOT / "components" / "federate" / "rbac.yaml"
 MARK = "fedloom.dev/e2e"
 GONE_S = 120.0
+SECRET = {"apiVersion": "v1", "kind": "Secret"}
 
 
 @dataclass
@@ -112,6 +114,13 @@ class Place:
         """What a pod has said."""
         return str(self.core.read_namespaced_pod_log(pod, self.namespace))
 
+    def secret_with(self, name: str, **values: str) -> str:
+        """Make a Secret of ours, and return its name."""
+        metadata = {"name": f"{self.token}-{name}", "labels": {MARK: self.token}}
+        data = {key: b64encode(value.encode()).decode() for key, value in values.items()}
+        self.core.create_namespaced_secret(self.namespace, {**SECRET, "metadata": metadata, "data": data})
+        return str(metadata["name"])
+
     def pods(self, run_id: str, component: str | None = None) -> list[Any]:
         """The pods of a federation, or of one of its components, oldest first."""
         labels = self.selector(run_id) + (f",app.kubernetes.io/component={component}" if component else "")
@@ -135,14 +144,17 @@ class Place:
         """Nothing of a federation is left."""
         until(lambda: not self.left(run_id), f"{run_id} is gone; left: {self.left(run_id)}", GONE_S)
 
-    def launch(self, run_id: str, experiment: str, fingerprint: str, attempt: int = 1, **settings: Any) -> str:
-        """Start a pod that launches a federation, and return its name."""
+    def launch(
+        self, run_id: str, experiment: str, fingerprint: str, attempt: int = 1, token: str = "", **settings: Any
+    ) -> str:
+        """Start a pod that launches a federation, with a token in its environment, and return its name."""
         cluster = {"image": self.image, "storage_secret": self.secret, "s3_endpoint": self.s3_endpoint}
         cluster |= {"orphan_after_s": 120, "namespace": self.namespace, **settings}
         told = {
             "RUN_ID": self.run_id(run_id), "EXPERIMENT": experiment, "STORAGE": self.storage,
             "FINGERPRINT": fingerprint, "CLUSTER": json.dumps(cluster),
         }  # fmt: skip
+        told |= {"FEDLOOM_TOKEN": token} if token else {}
         return self.start(f"{run_id}-{attempt}", ["python", "-u", "-c", SCRIPT], {**self.launcher, **told})
 
     def run_id(self, name: str) -> str:
@@ -170,6 +182,8 @@ class Place:
         """Remove every pod of ours, and everything of ours from the store."""
         for pod in self.core.list_namespaced_pod(self.namespace, label_selector=f"{MARK}={self.token}").items:
             self.core.delete_namespaced_pod(pod.metadata.name, self.namespace, grace_period_seconds=0)
+        for secret in self.core.list_namespaced_secret(self.namespace, label_selector=f"{MARK}={self.token}").items:
+            self.core.delete_namespaced_secret(secret.metadata.name, self.namespace)
         self.store.remove([entry.name for entry in self.store.entries()])
 
     def _phase(self, pod: str) -> str:

@@ -11,6 +11,8 @@ import yaml
 from e2e_places import Case, Place
 from run_processes import final, scores, until
 
+from fedloom.trust.tokens import make_token
+
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
@@ -56,7 +58,9 @@ def names(place: Place, run_id: str, component: str) -> set[str]:
 
 
 def test_a_federation_of_pods_gives_the_run_of_one_process(place: Place, case: Case, tmp_path: Path) -> None:
-    launcher = place.launch("whole", case.experiment, case.fingerprint)
+    token = make_token().get_secret_value()
+    shared = place.secret_with("token", token=token)
+    launcher = place.launch("whole", case.experiment, case.fingerprint, token=token, token_secret=shared)
     run, said = finished(place, launcher, "whole", tmp_path)
     assert_equals_reference(run, case)
     place.assert_all_gone("whole")
@@ -65,6 +69,9 @@ def test_a_federation_of_pods_gives_the_run_of_one_process(place: Place, case: C
     assert any(path.name.endswith(".log") for path in (run / "logs").iterdir())
     assert json.loads((run / "summary.json").read_text())["communication"]["wire_down"] > 0  # there was a federation
     assert f"after round {case.rounds}: " in said  # the launcher was told of the evaluation
+    joins = [json.loads(line) for line in (run / "logs" / "audit.jsonl").read_text().splitlines()]
+    assert {line["identity"] for line in joins if line["event"] == "join"} == {"shared-token"}
+    assert token not in said + "".join(path.read_text() for path in (run / "logs").iterdir())
 
 
 def test_lost_client_pods_find_their_clients_states_again(place: Place, case: Case, tmp_path: Path) -> None:
