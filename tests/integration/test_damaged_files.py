@@ -227,6 +227,7 @@ PINNED = [
     ("more", "checkpoints/round-000002.safetensors", "cut", 3),
     ("evaluate", "checkpoints/round-000002.safetensors", "pipe", 6),
     ("resume", "checkpoints/round-000002.safetensors", "folder", 6),
+    *(("more", "logs/aggregator.jsonl", damage, 6) for damage in ("pipe", "folder", "socket", "loop")),
 ]
 
 
@@ -253,6 +254,7 @@ def test_no_damage_breaks_a_command(finished: Path, tmp_path: Path, file: str) -
         ("more", "metrics.jsonl", {"client_steps": float("inf")}, 0),
         ("resume", "summary.json", {"seed": None}, 0),
         ("more", "descriptors.json", {"maps": [{}]}, 3),
+        ("more", "descriptors.json", {"excluded": []}, 3),
     ],
 )
 def test_what_chance_has_found(

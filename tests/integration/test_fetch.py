@@ -123,6 +123,23 @@ def test_a_copy_raw_or_compressed(
     assert np.bincount(official.train.labels).tolist() == [48] * 5
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource, own: bool
+) -> None:
+    """Neither where it is copied from, nor where it is stored."""
+    source = own_source(tiny_source, official=False) if own else tiny_source()
+    given = put(tmp_path / "given" / "own" if own else tmp_path / "given", tiny_files)
+    folder = sources.fetch(source, tmp_path / "root", copy_from=tmp_path / "given")
+    for path in (given / "t10k-labels-idx1-ubyte", next(folder.rglob("t10k-labels-idx1-ubyte"))):
+        path.unlink()
+        os.mkfifo(path)
+    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte"):
+        sources.fetch(source, tmp_path / "root", copy_from=tmp_path / "given")
+    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte"):
+        sources.load(source, tmp_path / "root")
+
+
 def test_a_download_and_its_progress(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -285,9 +286,11 @@ def test_everything_wrong_with_images_is_named_and_counted(tmp_path: Path) -> No
     (root / "2.png").write_bytes(whole)
     Image.fromarray(np.zeros((6, 5), dtype=np.uint8)).save(root / "dog" / "tall.png")
     Image.fromarray(np.zeros((4, 5), dtype=np.int32)).save(root / "dog" / "deep.tiff")
+    os.mkfifo(root / "dog" / "pipe.png")
     said = refusal(root, PIXELS)
-    assert tells(said, "6 mistakes")
+    assert tells(said, "7 mistakes")
     for facts in (
+        ("no file", "pipe.png"),
         ("no image", "notes.txt"),
         ("damaged", "cut.png"),
         ("unknown class", "cat, dog", "cow/1.png"),
@@ -492,8 +495,16 @@ def test_a_damaged_card_or_shard_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps(card))
     (tmp_path / "out" / "shard.safetensors").write_bytes(b"")
     clients = OwnClients.open([tmp_path / "out"])
+    dataset = OwnDataset(clients, own_manifest(TABLE, clients.entries, 1, clients.measured(TABLE)))
     with pytest.raises(DataError, match=r"shard\.safetensors is damaged"):
-        OwnDataset(clients, own_manifest(TABLE, clients.entries, 1, clients.measured(TABLE))).verify()
+        dataset.verify()
+    for file in ("client.json", "shard.safetensors"):
+        (tmp_path / "out" / file).unlink()
+        os.mkfifo(tmp_path / "out" / file)
+    with pytest.raises(DataError, match=r"client\.json"):
+        read_card(tmp_path / "out")
+    with pytest.raises(DataError, match=r"shard\.safetensors"):
+        dataset.verify()
 
 
 def test_clients_that_do_not_fit_together_or_the_experiment(tmp_path: Path) -> None:

@@ -311,6 +311,19 @@ class Failing(FolderStore):
         super().write(name, content, durably=durably)
 
 
+def test_what_a_killed_worker_left_half_written_goes(tmp_path: Path) -> None:
+    """Also where no run's folder is: workers that were started by hand share one for states."""
+    states, version = StoredStates(FolderStore(tmp_path)), Version(1, 1, 0, 0)
+    states.save("a", version, {"x": torch.zeros(1)})
+    for client in ("a", "b"):
+        (tmp_path / client).mkdir(exist_ok=True)
+        (tmp_path / client / f".{version}.safetensors.77-1.partial").write_bytes(b"half")
+    for client in ("a", "nobody"):
+        states.forget(client, Versions(version))
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {f"a/{version}.safetensors", f"b/.{version}.safetensors.77-1.partial"}
+
+
 @pytest.mark.parametrize(
     "versions",
     [

@@ -27,6 +27,7 @@ from fedloom.data.manifest import (
 )
 from fedloom.errors import DataError
 from fedloom.settings import Settings
+from fedloom.storage.folder import read_file
 from fedloom.words import counted
 
 CARD = "client.json"
@@ -228,9 +229,11 @@ def read_card(folder: Path) -> ClientCard:
     """
     path = folder / CARD
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"no packed client here: expected {path}", hint=AGAIN) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=AGAIN) from error
     try:
         card = _CARD.validate_json(text)
     except ValidationError as error:
@@ -403,9 +406,11 @@ def read_own_shard(folder: Path, card: ClientCard) -> bytes:
     """
     path = folder / SHARD
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"the shard of client {card.id} is missing: expected {path}", hint=AGAIN) from None
+    except OSError as error:
+        raise DataError(f"the shard {path} cannot be read: {error.strerror or error}", hint=AGAIN) from error
     found = hashlib.sha256(content).hexdigest()
     if found != card.sha256:
         raise DataError(f"the shard {path} is damaged: expected sha256 {card.sha256}, found {found}", hint=AGAIN)

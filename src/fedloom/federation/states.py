@@ -81,7 +81,7 @@ class States(Protocol):
         """Store a state."""
 
     def forget(self, client: str, versions: Versions) -> None:
-        """Remove a client's versions that are superseded."""
+        """Remove a client's versions that are superseded, and what workers that were killed left of others."""
 
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
@@ -134,7 +134,8 @@ class StoredStates:
         self._store.write(_name(client, version), tensor_file.encode(dense, _about(client)), durably=False)
 
     def forget(self, client: str, versions: Versions) -> None:
-        """Remove a client's versions that are superseded."""
+        """Remove a client's versions that are superseded, and what workers that were killed left of others."""
+        self._store.tidy(f"{client}/")
         old = []
         for entry in self._store.entries(f"{client}/"):
             named = _NAME.fullmatch(entry.name, len(client) + 1)

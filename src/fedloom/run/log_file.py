@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from fedloom.storage.folder import open_to_append, storing
 
 
 class JsonLines(logging.Formatter):
@@ -27,8 +30,16 @@ class JsonLines(logging.Formatter):
 
 @contextmanager
 def logged_to(path: Path, *, alone: bool = False) -> Iterator[None]:
-    """Write FedLoom's log to a file of JSON lines too, or to it alone."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    """Write FedLoom's log to a file of JSON lines too, or to it alone.
+
+    Raises
+    ------
+    StorageError
+        If it cannot be written to.
+    """
+    with storing(path):
+        file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
+    handler = logging.StreamHandler(file)
     handler.setFormatter(JsonLines())
     logger = logging.getLogger("fedloom")
     propagated = logger.propagate
@@ -40,3 +51,4 @@ def logged_to(path: Path, *, alone: bool = False) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.propagate = propagated
         handler.close()
+        file.close()

@@ -76,7 +76,7 @@ def _earlier(folder: RunFolder, name: str) -> Iterator[dict[str, Any] | None]:
     """
     try:
         yield folder.json_or_none(name)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{folder.path / name}: not what FedLoom writes ({error!r})") from error
 
 

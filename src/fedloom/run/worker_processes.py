@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError, RefusedError, WorkerLostError
+from fedloom.storage.folder import open_to_append, read_file, storing
 from fedloom.trust.options import FILES, TOKEN
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ class Workers:
         command += ["--device", self._runtime.device, "--threads", str(self._runtime.threads)]
         command += ["--clients-at-once", str(self._runtime.clients_at_once)]
         # A session of its own, so that Ctrl-C reaches us alone and the round at hand can end.
-        with (self._logs / f"{name}.stderr").open("ab") as stderr:
+        with storing(words := self._logs / f"{name}.stderr"):
+            descriptor = open_to_append(words)
+        with os.fdopen(descriptor, "ab") as stderr:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -162,7 +165,7 @@ class Workers:
 
     def _last_words(self, i: int) -> str:
         try:
-            lines = (self._logs / f"worker-{i}.stderr").read_text(errors="replace").strip().splitlines()
+            lines = read_file(self._logs / f"worker-{i}.stderr").decode(errors="replace").strip().splitlines()
         except OSError:
             lines = []
         return lines[-1].removeprefix("error: ") if lines else "it said nothing"

@@ -92,6 +92,10 @@ class Store(ABC):
         """Remove contents; those that are not there are removed already."""
 
     @abstractmethod
+    def tidy(self, prefix: str) -> None:
+        """Remove what processes that were killed have left half-written in a folder, such as ``shards/``."""
+
+    @abstractmethod
     def under(self, prefix: str) -> Store:
         """The part of this store below a folder."""
 

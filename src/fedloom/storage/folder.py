@@ -107,6 +107,16 @@ class FolderStore(Store):
             with storing(path, "removed"):
                 path.unlink(missing_ok=True)
 
+    def tidy(self, prefix: str) -> None:
+        """Remove what processes that were killed have left half-written in a folder.
+
+        One that writes there now writes again (:meth:`write`).
+        """
+        folder = self._path(prefix.rstrip("/"))
+        with storing(folder, "removed"):
+            for partial in folder.glob(f".*{PARTIAL}"):
+                partial.unlink(missing_ok=True)
+
     def under(self, prefix: str) -> FolderStore:
         """The part of this store below a folder."""
         return FolderStore(self._path(prefix))
@@ -225,6 +235,20 @@ def open_file(path: Path) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.ENXIO, "is a pipe or device, and no file", str(path))
+
+
+def open_to_append(path: Path, mode: int = 0o666) -> int:
+    """Return a descriptor of a file to append to.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written to; of a pipe that nobody reads, too, which would be waited for.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    descriptor = os.open(path, flags, mode)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 @contextmanager

@@ -357,6 +357,9 @@ class S3Store(Store):
         if keys:
             self._insist("removed", "", delete)
 
+    def tidy(self, prefix: str) -> None:
+        """Do nothing: an object is whole or not there."""
+
     def under(self, prefix: str) -> S3Store:
         """The part of this store below a folder."""
         return S3Store(self._bucket, self._key(prefix), self._connection)

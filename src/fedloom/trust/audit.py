@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from fedloom.storage.folder import storing
+from fedloom.storage.folder import PRIVATE_FILE, open_to_append, storing
 
 Event: TypeAlias = Literal["join", "leave", "refused", "handout", "revoked", "settings"]
 """What happened: a peer was let in, or went; was not let in; was given a client's model; was put out while it was
@@ -117,7 +117,7 @@ class Audit:
     def _put(self, text: str) -> None:
         assert self._path is not None
         with storing(self._path):
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = open_to_append(self._path, PRIVATE_FILE)
             try:
                 os.write(file, text.encode())
             finally:

@@ -106,7 +106,10 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
     form, reader = _reader(source)
     mistakes = Mistakes(str(source))
-    examples = reader(source, settings.request, mistakes, tell)
+    try:
+        examples = reader(source, settings.request, mistakes, tell)
+    except OSError as error:
+        raise DataError(f"{source}: cannot be read ({error.strerror or error})") from error
     mistakes.refuse()
     if not len(examples.x):
         raise DataError(f"{source}: found 0 examples")

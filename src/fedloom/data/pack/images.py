@@ -55,6 +55,9 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
         if path.suffix.lower() not in known:
             mistakes.add(f"no image, by its name; allowed: {listed(('.png', '.jpg', '.bmp', '.webp'))}, ...", str(path))
             continue
+        if not path.is_file():
+            mistakes.add("no file, but a pipe, a device or a link to nothing", str(path))
+            continue
         if request.labelled and label is None:
             mistakes.add("label missing: an image outside of the folders of classes", str(path))
             continue

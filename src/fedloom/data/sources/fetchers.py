@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from fedloom.data.idx import GZIP
 from fedloom.data.sources.base import FetchFailed, Progress, Report
+from fedloom.storage.folder import read_file
 
 CONNECT_S = 10.0
 """Longest wait for a server to begin its answer, and for each further piece of it."""
@@ -58,7 +59,7 @@ class Copy:
     def _content(self, name: str) -> bytes:
         for path in (self.folder / name, self.folder / f"{name}.gz"):
             try:
-                return uncompressed(path.read_bytes(), path.name)
+                return uncompressed(read_file(path), path.name)
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -15,7 +15,7 @@ from fedloom.data.folders import data_root, locked, published
 from fedloom.data.sources.base import Fetcher, FetchFailed, Official, Progress, Report, Source, SourceFile
 from fedloom.data.sources.fetchers import Copy
 from fedloom.errors import DataError
-from fedloom.storage.folder import fill, sync
+from fedloom.storage.folder import fill, read_file, sync
 
 log = logging.getLogger("fedloom.data")
 
@@ -142,11 +142,14 @@ class StoredFile:
             If it is missing or not what it was: what was expected where, and the command that fixes it.
         """
         try:
-            content = self.path.read_bytes()
+            content = read_file(self.path)
         except (FileNotFoundError, NotADirectoryError):
             raise DataError(
                 f"{self.source.title} is not here: expected {self.path} ({self.file})", hint=how_to_fix(self.source)
             ) from None
+        except OSError as error:
+            why = error.strerror or error
+            raise DataError(f"{self.path} cannot be read: {why}", hint=how_to_fix(self.source)) from error
         digest = hashlib.sha256(content).hexdigest()
         if digest != self.file.sha256:
             raise DataError(
@@ -207,7 +210,11 @@ def recorded(record: Path, source: Source) -> tuple[SourceFile, ...]:
         If it is not a record, or names a file outside of its folder.
     """
     files = []
-    for line in record.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        text = read_file(record).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{record} cannot be read: {error.strerror or error}", hint=how_to_fix(source)) from error
+    for line in text.splitlines():
         found = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)*[^./][^/]*)", line)
         if found is None:
             raise DataError(
@@ -301,7 +308,7 @@ def _store_own(source: Source, folder: Path, given: Path, names: Sequence[str], 
         for name in names:
             report(Progress("copying", 0, None))
             try:
-                content = (given / name).read_bytes()
+                content = read_file(given / name)
             except OSError as error:
                 raise DataError(f"{given / name} cannot be read: {error.strerror or error}") from error
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
