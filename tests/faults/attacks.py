@@ -120,7 +120,7 @@ def _refuse(constant: str) -> None:
 
 def _fault(name: str, fault: str, promise: str, attack: Callable[[Attack], None], **options: object) -> Fault:
     trial = partial(attacked, attack=attack, **options)  # type: ignore[arg-type]
-    short = int(name in ("wrong-class", "reasons", "stale"))
+    short = int(name in ("wrong-class", "reasons", "stolen", "stale"))
     return Fault(name, "peers", fault, promise, trial, goal=20, short=short)
 
 

@@ -37,6 +37,8 @@ def through(
 
         run = Federation(place, experiment, stack, through=proxied, secure=secure)
         run.finish()
+        for name in ("worker-0", "worker-1"):  # told of the end, though their connection may be cut just then
+            run.processes[name].wait(0)
     (proxy,) = made
     place.check(run.out, experiment)
     refused = sum(n for line in RunFolder(run.out).lines("journal.jsonl") for n in line["refused"].values())

@@ -125,10 +125,9 @@ def files_of_a_run(place: Place, random: Random) -> Tried:
     path.write_bytes(damage(whole, random))
     with place.start(*order) as run:
         code = run.wait(0, ExitCode.EXPERIMENT, ExitCode.DATA, ExitCode.QUORUM)
-    if path.parent.name == "checkpoints" and code == 0:
-        round = int(path.stem.removeprefix("round-"))
-        if round == max(int(other.stem.removeprefix("round-")) for other in found if other.parent == path.parent):
-            raise Broken(f"the run went on from {path.name}, which is damaged")
+    newest = max(found, key=lambda path: path.name if path.match("checkpoints/round-*.safetensors") else "")
+    if path == newest and path.parent.name == "checkpoints" and code == 0:
+        raise Broken(f"the run went on from {path.name}, which is damaged")
     if code:
         path.write_bytes(whole)
         with place.start(*order) as run:

@@ -162,7 +162,7 @@ class Federation:
         self.processes[name] = self._stack.enter_context(self._place.start(*order, **limits, **self._environment(name)))
 
     def over(self) -> bool:
-        """Whether the aggregator has ended well; what was made to leave is started again.
+        """Whether the aggregator has ended well; what was killed is started again.
 
         Raises
         ------
@@ -171,9 +171,9 @@ class Federation:
         """
         codes = {name: running.process.poll() for name, running in self.processes.items()}
         for name, code in codes.items():
-            if code is None or (name == "aggregator" and code in self.final):
+            if code is None or code in (self.final if name == "aggregator" else (0,)):  # a worker was told of the end
                 continue
-            if code not in (-signal.SIGKILL, *(self.tolerated if name == "aggregator" else (0, 8))):
+            if code not in (-signal.SIGKILL, *(self.tolerated if name == "aggregator" else (8,))):
                 raise Broken(f"{name} ended with {code}: {self.processes[name].said[-500:]}")
             self.start(name)
         return codes["aggregator"] in self.final

@@ -47,7 +47,7 @@ def main() -> None:
         count_operations(under, int(os.environ.get("FAULTS_DIE_AT", "0")))
     for limit, name in ((resource.RLIMIT_NOFILE, "FAULTS_FILES"), (resource.RLIMIT_FSIZE, "FAULTS_FILE_BYTES")):
         if name in os.environ:
-            resource.setrlimit(limit, (int(os.environ[name]), resource.getrlimit(limit)[1]))
+            resource.setrlimit(limit, (int(os.environ[name]), int(os.environ[name])))
     from fedloom.cli.main import main as command
 
     command()

@@ -42,7 +42,7 @@ class Proxy:
 
     Attributes
     ----------
-    cuts, flips, delays
+    cuts, flips
         How often it did so.
     """
 
@@ -51,7 +51,7 @@ class Proxy:
         self._server = (host, int(port))
         self._weather = weather
         self._random = random
-        self.cuts = self.flips = self.delays = 0
+        self.cuts = self.flips = 0
         self._loop = asyncio.new_event_loop()
         self._listening = self._loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listening.sockets[0].getsockname()[1]}"
@@ -83,8 +83,8 @@ class Proxy:
         with suppress(OSError, asyncio.CancelledError):
             there = await asyncio.open_connection(*self._server)
             left = [self._until(self._weather.cut_every)]  # of both directions together
-            ways = [self._pass_on(reader, there[1], left), self._pass_on(there[0], writer, left)]
-            await asyncio.gather(*ways)
+            ways = [(reader, there[1]), (there[0], writer)]
+            await asyncio.gather(*(self._pass_on(source, sink, left) for source, sink in ways))
         for end in (writer, *(there[1:] if there else ())):
             end.transport.abort()
 
@@ -93,7 +93,6 @@ class Proxy:
         weather, flip = self._weather, self._until(self._weather.flip_every)
         while block := await source.read(1 << 16):
             if weather.delay_s:
-                self.delays += 1
                 await asyncio.sleep(self._random.uniform(0, weather.delay_s))
             if weather.rate:
                 await asyncio.sleep(len(block) / weather.rate)
@@ -108,9 +107,10 @@ class Proxy:
                     raise ConnectionAbortedError
                 break
             left[0] -= len(block)
-            sink.write(block)
-            await sink.drain()
-        if sink.can_write_eof():
+            with suppress(ConnectionError):  # nobody reads any more; the other direction may have something to say
+                sink.write(block)
+                await sink.drain()
+        with suppress(OSError):
             sink.write_eof()
 
     def _flipped(self, block: bytes, at: int) -> bytes:
