@@ -73,7 +73,7 @@ bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/be
 
 faults: setup ## kills, cuts, hostile peers, garbage, full disks for MINUTES=30 [KINDS=...] [SEED=1] [TRIES=...] (docs/faults.md)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/integration:tests/conformance $(BIN)/python -m faults $(if $(MINUTES),--minutes $(MINUTES)) \
-		$(if $(KINDS),--kinds "$(KINDS)") $(if $(SEED),--seed $(SEED)) $(if $(TRIES),--tries $(TRIES)) $(if $(OUT),--out $(OUT)) $(if $(KEEP),--keep)
+		$(if $(KINDS),--kinds "$(KINDS)") $(if $(SEED),--seed $(SEED)) $(if $(TRIES),--tries $(TRIES)) $(if $(OUT),--out $(OUT)) $(if $(KEEP),--keep) $(if $(JOBS),--jobs $(JOBS))
 
 cuda: setup ## what only a GPU can tell, where one is at hand: at most 40 minutes (docs/benchmarks.md)
 	@for part in agreement speed table table table; do $(BIN)/python benchmarks/gpu.py $$part || exit; done

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import multiprocessing
+import os
 import shlex
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 
 import s3_support
 
-from faults.all import FAULTS
-from faults.place import Place
-from faults.table import Fault, Tally, Tried, keep, summary, try_once, write
+from faults.all import FAULTS, prepare, try_named
+from faults.table import Fault, Tally, Tried, keep, summary, write
 from fedloom.data import sources
 from fedloom.data.folders import data_root
 
 
 def chosen(kinds: str) -> list[Fault]:
     """The faults of these kinds, or of these names; all without."""
-    wanted = [word for word in kinds.replace(",", " ").split() if word]
+    wanted = kinds.replace(",", " ").split()
     known = {name for fault in FAULTS for name in (fault.kind, fault.name)}
     for word in wanted:
         if word not in known:
@@ -38,42 +39,53 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tries", type=int, default=0, help="so many of each, however long it takes")
     parser.add_argument("--rounds", type=int, default=25_000, help="of the endurance trial")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trials at once")
     parser.add_argument("--out", type=Path, default=Path("runs/faults"))
     parser.add_argument("--keep", action="store_true", help="put the table into docs/faults.md, beside its summary")
     given = parser.parse_args()
-    faults = chosen(given.kinds)
-    logging.getLogger("fedloom").addHandler(logging.NullHandler())  # peers here are refused all the time
+    tallies = {fault: Tally() for fault in chosen(given.kinds)}
+    begun = dict.fromkeys(tallies, 0)
     sources.fetch(sources.find("fashion-mnist"), data_root())
-    tallies = {fault: Tally() for fault in faults}
+    command = f"make faults MINUTES={given.minutes:g}"
+    command += f" KINDS={shlex.quote(given.kinds)}" * bool(given.kinds) + f" SEED={given.seed}"
     started = time.monotonic()
+
+    def following() -> Fault | None:
+        """The fault whose turn it is; None once time is up."""
+        due = [fault for fault in tallies if not given.tries or begun[fault] < given.tries]
+        if not due or (not given.tries and time.monotonic() - started > 60 * given.minutes):
+            return None
+        return min(due, key=lambda fault: (begun[fault] + 0.5) / (1 if given.tries else fault.goal))
+
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedloom-faults-")))
-        root = folder / "data"
-        root.mkdir()
-        (root / "datasets").symlink_to(data_root().resolve() / "datasets")
+        (folder / "data").mkdir()
+        (folder / "data" / "datasets").symlink_to(data_root().resolve() / "datasets")
         s3 = None
-        if any(fault.needs_store for fault in faults):
+        if any(fault.needs_store for fault in tallies):
             (folder / "s3").mkdir()
             s3 = stack.enter_context(s3_support.serving(folder / "s3"))
-        place = Place(folder, root, s3, given.rounds)
+        pool = multiprocessing.get_context("spawn").Pool(
+            given.jobs, prepare, (folder, folder / "data", s3, given.rounds)
+        )
+        stack.enter_context(pool)
+        running: dict[AsyncResult[tuple[Tried | str, float]], tuple[Fault, int]] = {}
         while True:
-            fault = min(faults, key=lambda fault: (tallies[fault].trials + 0.5) / fault.goal)
-            if given.tries:
-                if not (left := [fault for fault in faults if tallies[fault].trials < given.tries]):
-                    break
-                fault = left[0]
-            elif time.monotonic() - started > 60 * given.minutes:
+            while len(running) < given.jobs and (fault := following()) is not None:
+                seed = given.seed + begun[fault]
+                begun[fault] += 1
+                running[pool.apply_async(try_named, (fault.name, seed))] = fault, seed
+            if not running:
                 break
-            tally = tallies[fault]
-            seed = given.seed + tally.trials
-            outcome, seconds = try_once(fault, place, seed)
-            tally.add(seed, seconds, outcome)
-            said = f"{outcome.times} times" if isinstance(outcome, Tried) else f"NOT KEPT: {outcome!s:.300}"
-            print(
-                f"{time.monotonic() - started:7.1f} s  {fault.name}, seed {seed}: {said}, {seconds:.1f} s", flush=True
-            )
-            command = f"make faults MINUTES={given.minutes:g} KINDS={shlex.quote(given.kinds)} SEED={given.seed}"
-            write(given.out, summary(tallies, command.replace(" KINDS=''", ""), (time.monotonic() - started) / 60))
+            time.sleep(0.05)
+            for done in [result for result in running if result.ready()]:
+                fault, seed = running.pop(done)
+                outcome, seconds = done.get()
+                tallies[fault].add(seed, seconds, outcome)
+                said = f"{outcome.times} times" if isinstance(outcome, Tried) else f"NOT KEPT: {outcome:.300}"
+                at = time.monotonic() - started
+                print(f"{at:7.1f} s  {fault.name}, seed {seed}: {said}, {seconds:.1f} s", flush=True)
+                write(given.out, summary(tallies, command, at / 60))
     print(f"\n{(given.out / 'table.md').read_text()}")
     if given.keep:
         keep(given.out)

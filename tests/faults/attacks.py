@@ -21,7 +21,7 @@ from faults.table import Fault, Tried
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 
-ROUNDS = 40
+ROUNDS = 30
 GROWTH_MB = 150.0
 LOG_KB = 1_000.0
 PAUSE_S = 15.0

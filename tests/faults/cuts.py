@@ -70,19 +70,19 @@ def flip(place: Place, random: Random, secure: bool = False) -> Tried:
 
 PROMISE = "the same bits, nobody lost"
 FAULTS = (
-    Fault("cut", "connections", "a connection is cut at any byte (PeFLL)", PROMISE, cut, goal=40, short=1),
+    Fault("cut", "connections", "a connection is cut at any byte (PeFLL)", PROMISE, cut, goal=60, short=1),
     Fault(
         "cut-tls",
         "connections",
         "a TLS connection is cut at any byte (PeFLL)",
         PROMISE,
         partial(cut, secure=True),
-        goal=10,
+        goal=5,
     ),
     Fault("half-open", "connections", "one direction of a connection is closed", PROMISE, half_open, goal=10),
     Fault("slow", "connections", "a connection is slow and narrow", PROMISE, slow, goal=5),
-    Fault("flip", "connections", "a bit is flipped on the way", PROMISE, flip, goal=15, short=1),
+    Fault("flip", "connections", "a bit is flipped on the way", PROMISE, flip, goal=20, short=1),
     Fault(
-        "flip-tls", "connections", "a bit is flipped on the way, over TLS", PROMISE, partial(flip, secure=True), goal=10
+        "flip-tls", "connections", "a bit is flipped on the way, over TLS", PROMISE, partial(flip, secure=True), goal=5
     ),
 )

@@ -137,8 +137,8 @@ def files_of_a_run(place: Place, random: Random) -> Tried:
 
 
 FAULTS = (
-    Fault("file-size", "disks", "a file cannot grow", f"ends with 6; {PROMISE}", may_not_grow, goal=15, short=1),
-    Fault("full-disk", "disks", "the disk is full", f"ends with 6; {PROMISE}", full, goal=15, short=1),
+    Fault("file-size", "disks", "a file cannot grow", f"ends with 6; {PROMISE}", may_not_grow, goal=10, short=1),
+    Fault("full-disk", "disks", "the disk is full", f"ends with 6; {PROMISE}", full, goal=10, short=1),
     Fault(
         "damaged-tensors", "disks", "a bit of a checkpoint or of a client's state is flipped, or its end is missing",
         "refused whenever it is read", checkpoints_and_states, goal=20, short=1,

@@ -271,15 +271,15 @@ FAULTS = (
     ),
     Fault(
         "kill-federation", "kills", "aggregator and workers are killed or stopped", PROMISE,
-        federation, goal=25, short=1,
+        federation, goal=15, short=1,
     ),
     Fault(
         "kill-federation-tls", "kills", "the same over mutual TLS, while certificates are renewed", PROMISE,
-        lambda place, random: federation(place, random, secure=True), goal=15, short=1,
+        lambda place, random: federation(place, random, secure=True), goal=10, short=1,
     ),
     Fault(
         "kill-federation-published", "kills", "the same with a store", PROMISE,
-        lambda place, random: federation(place, random, published=True), goal=15, needs_store=True,
+        lambda place, random: federation(place, random, published=True), goal=12, needs_store=True,
     ),
     Fault(
         "kill-workers", "kills", "a run or workers of its own are killed or stopped", PROMISE,
@@ -287,6 +287,6 @@ FAULTS = (
     ),
     Fault(
         "stop", "kills", "a worker is stopped past the deadline",
-        "its clients are lost in the journal, whose replay is equal to the bit", stopped_past_the_deadline, goal=10,
+        "its clients are lost in the journal, whose replay is equal to the bit", stopped_past_the_deadline, goal=8,
     ),
 )  # fmt: skip

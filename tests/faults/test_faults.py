@@ -37,7 +37,7 @@ def test_the_promise_is_kept(place: Place, fault: Fault) -> None:
 
 def test_a_promise_that_is_broken_is_in_the_table_with_its_seed() -> None:
     tally = Tally()
-    tally.add(7, 1.0, AssertionError("two bits differ"))
+    tally.add(7, 1.0, "two bits differ")
     said = markdown(summary({FAULTS[0]: tally}, "make faults", 1.0))
     assert f"KINDS={FAULTS[0].name} SEED=7" in said
     assert "two bits differ" in said
