@@ -333,6 +333,24 @@ def test_a_stream_that_has_lived_long_enough_comes_again_and_nothing_is_computed
     assert federation.events("revoked") == []
 
 
+def test_a_connection_is_not_used_for_ever(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was verified when it began would else be believed for as long as it stays, whatever becomes of the CA."""
+    monkeypatch.setattr(gate, "LONGEST_S", 0.3)
+    federation.start(BY_ROLE, mutual=False, tokens=True, notices=Notices("run-1", 1, len(CLIENTS)))
+    token, _ = add_token(federation.tokens, "watch")
+    proxy = Proxy(federation.address)
+    federation.address = proxy.address
+    metadata = (("authorization", f"Bearer {token.get_secret_value()}"),)
+    with dialled(federation) as channel:
+
+        def another_connection() -> bool:
+            call_watch(channel, metadata)
+            return len(proxy.open) > 2  # two sockets each
+
+        until(another_connection, 20)
+    proxy.close()
+
+
 def test_who_is_revoked_is_out_within_seconds_and_the_others_go_on(federation: Federation) -> None:
     aggregator = federation.start()
     first = federation.worker(federation.member("north"), name="first")

@@ -46,7 +46,7 @@ from fedloom.transport.codec import (
 )
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo
-from fedloom.transport.gate import PEER, Gate, Peer, server_credentials, watch_certificate
+from fedloom.transport.gate import PEER, Gate, Peer, connection_age, server_credentials, watch_certificate
 from fedloom.transport.limits import Budget, Sparing, connections
 from fedloom.transport.notices import Notices
 from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
@@ -363,7 +363,8 @@ class Aggregator:
         host, port = split_address(address, what="the address to serve on", lowest=0)
         self._protection.check(host)
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most))
+        age = () if self._protection.tls is None else connection_age()
+        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most), *age)
         server = grpc.aio.server(options=options, interceptors=[] if self._gate is None else [self._gate])
         # The frames are read and written as bytes: what is no frame ends its stream with our status, and what is
         # measured as traffic is what was sent.
@@ -411,6 +412,9 @@ class Aggregator:
             task.cancel()
         await state.enter_graceful_shutdown()
         await server.stop(1.0)
+        # gRPC does not wait for the last steps of handlers, and shows a traceback of those that are cancelled then.
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(left, timeout=1.0)
 
     def _begin_dismissal(self, finished: bool) -> None:
         with self._joined:

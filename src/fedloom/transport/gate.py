@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health
@@ -38,6 +39,9 @@ CERTIFICATE_S = 60.0
 
 LONGEST_S = 86_400.0
 """The most that a stream lives, less up to a tenth, so that not all come again at the same time."""
+
+GRACE_S = 600.0
+"""How long the streams of a connection may go on when its time is over; by then theirs is over, too."""
 
 TOKEN = "authorization"
 """Metadata of a call that carries a token, as ``Bearer TOKEN``."""
@@ -258,8 +262,8 @@ def presented_by(context: Any) -> Presented:
 
 
 def host_of(peer: str) -> str:
-    """Return the host of a peer, as gRPC names it: ``ipv4:10.0.0.1:4711``."""
-    return peer.partition(":")[2].rpartition(":")[0] or peer
+    """Return the host of a peer, as gRPC names it: ``ipv4:10.0.0.1:4711``, ``ipv6:%5B::1%5D:4711``."""
+    return unquote(peer.partition(":")[2].rpartition(":")[0] or peer)
 
 
 def server_credentials(files: Reread[ServerFiles]) -> grpc.ServerCredentials:
@@ -282,6 +286,14 @@ def server_credentials(files: Reread[ServerFiles]) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(), changed, require_client_authentication=files.value.ca is not None
+    )
+
+
+def connection_age() -> tuple[tuple[str, int], ...]:
+    """Return gRPC's options that end a TLS connection in time: its certificate was verified once, when it began."""
+    return (
+        ("grpc.max_connection_age_ms", round(1_000 * LONGEST_S)),
+        ("grpc.max_connection_age_grace_ms", round(1_000 * GRACE_S)),
     )
 
 
