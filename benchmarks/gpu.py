@@ -67,6 +67,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "pfedme": {"steps": 3, "inner_steps": 2},
     "pfedbayes": {"steps": 3, "optimizer": "adam"},
     "comfedl": {"local": {"steps": 3}},
+    "q-fedavg": {"local": {"steps": 3}},
+    "drfa": {"local": {"steps": 3}},
+    "afl": {},
     "wga": {"users": "all", "steps_per_round": 2},
 }
 

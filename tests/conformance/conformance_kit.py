@@ -72,6 +72,9 @@ TINY: dict[str, dict[str, Any]] = {
         "gamma": 0.5,
         "local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05},
     },
+    "q-fedavg": {"q": 1.0, "local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "drfa": {"gamma": 0.05, "local": {"steps": 3, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "afl": {"weights_lr": 0.2, "local": {"steps": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "wga": {"batch_size": 4, "steps_per_round": 2, "personalize_steps": 2},
     "pfedbayes": {"steps": 2, "batch_size": 4, "optimizer": "adam", "draws": 3, "personalize_steps": 2},
     "wga:all": {

@@ -55,6 +55,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "pfedbayes": {"steps": 3, "batch_size": 3, "optimizer": "adam", "lr_personal": 0.02, "lr_global": 0.01, "draws": 2},
     "comfedl": {"objective": "robust", "gamma": 1.0, "local": LOCAL},
     "comfedl damaml": {"objective": "damaml", "gamma": 1.0, "local": LOCAL},
+    "q-fedavg": {"local": LOCAL, "personalize_steps": 2},
+    "drfa": {"local": LOCAL},
+    "afl": {"local": LOCAL | {"steps": 1}},
     "wga": {"batch_size": 3, "personalize_steps": 2},
 }
 

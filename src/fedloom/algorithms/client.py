@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal, Self, TypeAlias
 
@@ -121,6 +121,9 @@ class Trained:
     theta: Tensor  # [g, d]
     steps: Tensor  # [g, 1] float64, SGD steps made
     loss: Tensor  # [g, 1] float64, mean training loss over them, each before its update
+    also: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # fields of the answer, by name, in place of the usual ones or beside
 
 
 class Local:

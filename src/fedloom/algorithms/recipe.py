@@ -101,9 +101,51 @@ class MakeItYours(Message):
 # --- the two halves ---------------------------------------------------------------------------------------------------
 
 
+class SharedModelServer(base.ServerHalf):
+    """Keeps the shared model, or its shared part, and moves it by what ``aggregate`` makes of the updates.
+
+    Its parameters by name are those of :func:`shared_model`.
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        task: Task,
+        generator: torch.Generator,
+        *,
+        aggregate: Aggregate,
+        bounds: Callable[[Any, int], Mapping[str, float]],
+        shared: Literal["all", "body", "head"],
+        whole: bool,
+        update: type[Update],
+    ) -> None:
+        super().__init__(settings, task)
+        self.aggregate, self.update, self._bounds = aggregate, update, bounds
+        theta, part = task.model.init(generator, task.dtype), part_of(task.model.layout, shared)
+        self.sizes["s"] = len(theta[part])
+        self.state["theta"] = theta if whole else theta[part].clone()
+        self._part = part if whole else slice(None)  # of what is kept
+
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """The method's bounds of an update."""
+        return self._bounds(self.settings, examples)
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """A cohort trains the shared model."""
+        updates = round.sample().send(SharedModel(self.state["theta"]), self.update)
+        theta = self.state["theta"].clone()
+        theta[self._part] = self.aggregate(theta[self._part], updates, self.settings)
+        self.state["theta"] = theta
+        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the shared model, which the clients make their own."""
+        return cohort.send(MakeItYours(self.state["theta"]))
+
+
 def shared_model(
     name: str,
-    settings: type[Averaging],
+    settings: type[Settings],
     *,
     titles: Mapping[str, str],
     local: Train = local_sgd,
@@ -115,6 +157,9 @@ def shared_model(
     whole: bool = False,
     stateful: bool = False,
     needs_classes: bool = False,
+    update: type[Update] = Update,
+    server: type[SharedModelServer] = SharedModelServer,
+    closed: Callable[[Any], tuple[str, str] | None] = lambda settings: None,
     version: int = 1,
 ) -> base.Algorithm:
     """Make a method out of what distinguishes it.
@@ -137,28 +182,16 @@ def shared_model(
         ``personalize`` get θ ``[g, d]``, and the former returns the shared part.
     stateful
         Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
+    update
+        The class of what clients answer; ``Trained.also`` has the fields that :class:`Update` lacks.
+    server
+        The server half; another where a round is another, or where more than the model is kept.
     """
 
-    class Server(base.ServerHalf):
-        def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
-            super().__init__(settings, task)
-            theta, part = task.model.init(generator, task.dtype), part_of(task.model.layout, shared)
-            self.sizes["s"] = len(theta[part])
-            self.state["theta"] = theta if whole else theta[part].clone()
-            self._part = part if whole else slice(None)  # of what is kept
-
-        def limits(self, examples: int) -> Mapping[str, float]:
-            return limits(self.settings, examples)
-
-        def train_round(self, round: Round) -> base.Statistics:
-            updates = round.sample().send(SharedModel(self.state["theta"]), Update)
-            theta = self.state["theta"].clone()
-            theta[self._part] = aggregate(theta[self._part], updates, self.settings)
-            self.state["theta"] = theta
-            return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
-
-        def personalize(self, cohort: Cohort) -> Replies[Any]:
-            return cohort.send(MakeItYours(self.state["theta"]))
+    def made(settings: Any, task: Task, generator: torch.Generator) -> base.ServerHalf:
+        return server(
+            settings, task, generator, aggregate=aggregate, bounds=limits, shared=shared, whole=whole, update=update
+        )
 
     class Client(base.ClientHalf):
         def __init__(self, settings: Any, task: Task) -> None:
@@ -174,7 +207,8 @@ def shared_model(
         def train(self, clients: Group, opening: SharedModel) -> Conversation:
             start = opening.theta.expand(len(clients), -1)
             trained = local(self.task.model, clients, start, self.settings)
-            yield Update(trained.theta - start[:, self._part], trained.steps, trained.loss)
+            answer = {"delta_theta": trained.theta - start[:, self._part], "steps": trained.steps, "loss": trained.loss}
+            yield update(**{**answer, **trained.also})
             return None
 
         @conversation
@@ -191,9 +225,10 @@ def shared_model(
         name=name,
         version=version,
         settings=settings,
-        server=Server,
+        server=made,
         client=Client,
-        messages=(SharedModel, Update, MakeItYours),
+        messages=(SharedModel, update, MakeItYours),
         needs_classes=needs_classes,
         titles=lambda settings: titles,
+        closed=closed,
     )

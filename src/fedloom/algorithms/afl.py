@@ -1,0 +1,108 @@
+"""AFL: a shared model for the worst mixture of the clients' distributions.
+
+M. Mohri, G. Sivek, A. T. Suresh, Agnostic federated learning, ICML 2019, arXiv 1902.00146, Figure 3 (Stochastic-AFL).
+min_w max_λ Σ λ_i f_i(w), λ on the simplex: w descends, λ ascends on the clients' losses, and the answer is the average
+of all w. The server is also that of other methods which weight clients by their losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Round, Task
+from fedloom.algorithms.client import LocalSGD
+from fedloom.algorithms.recipe import MakeItYours, SharedModel, SharedModelServer, shared_model
+from fedloom.messages import Replies
+from fedloom.settings import Settings
+from fedloom.theory.simplex import project
+
+CLIENTS_BEFOREHAND = "name", "found a method that keeps a weight for each client; allowed: comfedl, q-fedavg"
+"""Why clients cannot come and go."""
+
+
+class ClientWeights:
+    """λ ``[n]`` float64, one weight for each client of the roster; 1/n at the start."""
+
+    def __init__(self, task: Task) -> None:
+        self.row = {client: i for i, client in enumerate(task.roster)}
+        self.start = torch.full((len(self.row),), 1 / max(1, len(self.row)), dtype=torch.float64)
+
+    def of(self, clients: Sequence[str], weights: Tensor) -> Tensor:
+        """n λ_i of some clients: exactly 1 where λ has not moved."""
+        return weights[[self.row[client] for client in clients]] / self.start[0]
+
+    def ascend(self, weights: Tensor, rate: float, clients: Sequence[str], replies: Replies[Any]) -> Tensor:
+        """λ + rate · v, projected: v_i is n/m times the loss of each of m clients that answered, 0 for the others."""
+        v, each = torch.zeros_like(weights), len(weights) / int(replies.present.sum())
+        for client, loss, here in zip(clients, replies.loss[:, 0].tolist(), replies.present.tolist(), strict=True):
+            v[self.row[client]] += each * loss if here else 0.0
+        return project(weights + rate * v) if rate else weights
+
+
+def spread(weights: Tensor) -> base.Statistics:
+    """What a round says of λ; 1/Σ λ² clients of equal weight would be as concentrated."""
+    return {"weight_largest": float(weights.max()), "effective_clients": float(1 / weights.square().sum())}
+
+
+class WeightedServer(SharedModelServer):
+    """w moves by the mean of n λ_i Δw_i, and λ along the losses that come with it."""
+
+    def __init__(self, settings: Any, task: Task, generator: torch.Generator, **recipe: Any) -> None:
+        super().__init__(settings, task, generator, **recipe)
+        self.weights = ClientWeights(task)
+        self.state["weights"] = self.weights.start
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """One descent of w and one ascent of λ, both from the round's start."""
+        cohort, weights = round.sample(), self.state["weights"]
+        updates = cohort.send(SharedModel(self.state["theta"]), self.update)
+        chances = updates.mean_weights * self.weights.of(cohort.clients, weights)
+        self.state["theta"] = self.state["theta"] + self.settings.server_lr * updates.mean(updates.delta_theta, chances)
+        self.state["weights"] = self.weights.ascend(weights, self.settings.weights_lr, cohort.clients, updates)
+        steps, loss = updates.total(updates.steps), float(updates.mean(updates.loss))
+        return {"client_steps": steps, "loss": loss, **spread(self.state["weights"])}
+
+
+class AFLServer(WeightedServer):
+    """Keeps the average of w beside it."""
+
+    def __init__(self, settings: Any, task: Task, generator: torch.Generator, **recipe: Any) -> None:
+        super().__init__(settings, task, generator, **recipe)
+        self.state["average"] = self.state["theta"]
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """A round, and w in the average of those after every round so far."""
+        statistics = super().train_round(round)
+        average = self.state["average"]
+        self.state["average"] = average + (self.state["theta"] - average) / round.number
+        return statistics
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the average."""
+        return cohort.send(MakeItYours(self.state["average"]))
+
+
+class AFLSettings(Settings):
+    """Keys of ``algorithm`` for AFL."""
+
+    weights_lr: float = Field(default=0.1, ge=0, description="step size of the clients' weights λ; 0 keeps them equal")
+    server_lr: float = Field(default=1.0, gt=0, description="factor on the weighted average of the steps")
+    local: LocalSGD = Field(
+        default=LocalSGD(steps=1, lr=0.1, momentum=0.0), description="descent of w: one step is the paper's"
+    )
+    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
+
+
+AFL = shared_model(
+    "afl",
+    AFLSettings,
+    server=AFLServer,
+    titles={"personal": "AFL + fine-tuning", "global": "AFL"},
+    closed=lambda settings: CLIENTS_BEFOREHAND,
+)

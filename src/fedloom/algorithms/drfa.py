@@ -1,0 +1,159 @@
+"""DRFA, which papers/002 calls DRFL: distributionally robust averaging with local steps.
+
+Y. Deng, M. M. Kamani, M. Mahdavi, Distributionally robust federated averaging, NeurIPS 2020, arXiv 2102.12660,
+Algorithm 1. min_w max_λ Σ λ_i f_i(w): clients are drawn by λ and average their models; λ ascends on losses at the
+average of the models that they had at a random local step t', asked of clients drawn uniformly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.afl import CLIENTS_BEFOREHAND, ClientWeights, spread
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import Local, LocalSGD
+from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune
+from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.settings import Settings
+
+
+class TrainAndNote(Message):
+    """Opens training: the shared model, and the step t' (1 ... τ) after which to note one's own."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
+    moment: Tensor = broadcast(Quantity.COUNT)  # [1] float64
+
+
+class NotedUpdate(Update):
+    """What local training did, and what it had done after t' steps."""
+
+    delta_noted: Tensor = rows(Quantity.MODEL_UPDATE, "s")  # [c, d]
+
+
+class AskLoss(Message):
+    """Opens the second conversation: the average of the models after t' steps."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
+
+
+class LossThere(Message):
+    """The loss there of one mini-batch."""
+
+    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
+
+
+class DRFAServer(base.ServerHalf):
+    """Keeps w and λ."""
+
+    def __init__(self, settings: DRFASettings, task: Task, generator: torch.Generator) -> None:
+        super().__init__(settings, task)
+        self.weights = ClientWeights(task)
+        self.sizes["s"] = task.model.layout.size
+        self.state = {"theta": task.model.init(generator, task.dtype), "weights": self.weights.start}
+
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """Of the local training."""
+        bounds: dict[str, float] = self.settings.local.limits(examples)
+        return bounds | ({"delta_noted": bounds["delta_theta"]} if "delta_theta" in bounds else {})
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """Algorithm 1 for one s."""
+        s, theta, weights = self.settings, self.state["theta"], self.state["weights"]
+        cohort = round.sample(weights=weights, replace=s.replace)  # line 2
+        moment = torch.randint(1, s.local.steps + 1, (1,), generator=round.generator("moment"))  # line 3
+        updates = cohort.send(TrainAndNote(theta, moment.double()), NotedUpdate)  # lines 4-10
+        asked = round.sample(purpose="losses")  # line 13
+        losses = asked.send(AskLoss(theta + updates.mean(updates.delta_noted)), LossThere)  # lines 12, 14
+        self.state["theta"] = theta + updates.mean(updates.delta_theta)  # line 11
+        rate = s.local.steps * s.gamma
+        self.state["weights"] = self.weights.ascend(weights, rate, asked.clients, losses)  # lines 15-16
+        steps, loss = updates.total(updates.steps), float(updates.mean(updates.loss))
+        return {"client_steps": steps, "loss": loss, **spread(self.state["weights"])}
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the shared model."""
+        return cohort.send(MakeItYours(self.state["theta"]))
+
+
+class DRFAClient(base.ClientHalf):
+    """Trains, and says its loss."""
+
+    predictors = ("personal", "global")
+
+    @conversation
+    def train(self, clients: Group, opening: TrainAndNote) -> Conversation:
+        """Lines 4-10."""
+        s, start, moment = self.settings.local, opening.theta.expand(len(clients), -1), int(opening.moment)
+        local = Local(self.task.model, clients, mask_absent=s.mask_absent)
+        w = local.parameters(start)
+        leaves, losses, noted = list(w.values()), [], start
+        step, counts = local.sgd(leaves, s), [s.steps] * len(clients)
+        for t, batch in enumerate(local.batches(s.batch_size, counts, "train"), start=1):
+            gradients, loss = local.gradient(w, batch)
+            losses.append(loss)
+            with torch.no_grad():
+                if s.lambda_theta:
+                    gradients = list(torch._foreach_add(gradients, leaves, alpha=2 * s.lambda_theta))
+                step(gradients, None)
+            noted = local.join(w) if t == moment else noted
+        trained = local.trained(local.join(w), losses, counts, "local.lr", s.lr)
+        yield NotedUpdate(trained.theta - start, trained.steps, trained.loss, noted - start)
+        return None
+
+    @conversation
+    def measure(self, clients: Group, opening: AskLoss) -> Conversation:
+        """Line 14."""
+        s = self.settings.local
+        local = Local(self.task.model, clients, mask_absent=s.mask_absent)
+        w = local.parameters(opening.theta.expand(len(clients), -1))
+        batch = next(local.batches(s.batch_size, [1] * len(clients), "loss"))
+        yield LossThere(local.value(w, batch).detach().double()[:, None])
+        return None
+
+    @conversation
+    def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+        """``global`` is the shared model, ``personal`` that after fine-tuning."""
+        start = opening.theta.expand(len(clients), -1)
+        return predictors_of(self.task.model, **fine_tune(self.task.model, clients, start, self.settings))
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """Those of fine-tuning."""
+        steps: int = self.settings.personalize_steps
+        return steps if predictor == "personal" else 0
+
+
+class DRFASettings(Settings):
+    """Keys of ``algorithm`` for DRFA."""
+
+    gamma: float = Field(default=0.08, ge=0, description="γ, step size of λ for each local step; 0 keeps λ uniform")
+    replace: bool = Field(default=True, description="whether a client may be drawn more than once; it counts each time")
+    local: LocalSGD = Field(default=LocalSGD(steps=5, momentum=0.0), description="local training, τ being its steps")
+    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
+
+    @model_validator(mode="after")
+    def _same_steps(self) -> Self:
+        if self.local.steps is None:
+            raise ValueError(
+                f"local.epochs: found {self.local.epochs}; allowed: local.steps, as t' is a step of all clients"
+            )
+        return self
+
+
+DRFA = base.Algorithm(
+    name="drfa",
+    version=1,
+    settings=DRFASettings,
+    server=DRFAServer,
+    client=DRFAClient,
+    messages=(TrainAndNote, NotedUpdate, AskLoss, LossThere, MakeItYours),
+    needs_classes=False,
+    titles=lambda settings: {"personal": "DRFA + fine-tuning", "global": "DRFA"},
+    closed=lambda settings: CLIENTS_BEFOREHAND,
+)

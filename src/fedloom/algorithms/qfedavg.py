@@ -1,0 +1,72 @@
+"""q-FedAvg: averaging in which clients with larger losses count more.
+
+T. Li, M. Sanjabi, A. Beirami, V. Smith, Fair resource allocation in federated learning, ICLR 2020, arXiv 1905.10497,
+Algorithm 2. It minimizes Σ F_k(w)^(q+1)/(q+1) by steps whose size follows from q and from L, an estimate of the losses'
+smoothness. What travels up is the paper's over L, so that nothing is computed where q is 0; the server needs but sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import Local, LocalSGD, Trained, train
+from fedloom.algorithms.recipe import Update, shared_model
+from fedloom.messages import Quantity, Replies, rows
+from fedloom.models.flat import FlatModel
+from fedloom.settings import Settings
+
+
+class FairUpdate(Update):
+    """Δ_k/L, which is F_k^q (w_k - w), in ``delta_theta``, and h_k/L."""
+
+    h: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64
+
+
+def fair_sgd(model: FlatModel, group: Group, theta: Tensor, s: QFedAvgSettings) -> Trained:
+    """Lines 5-7: SGD from w, and F_k at the w received, over all train data."""
+    local = Local(model, group, mask_absent=s.local.mask_absent)
+    with torch.no_grad():
+        f = local.value(local.parameters(theta), *local.everything()).double() + s.epsilon
+    trained = train(model, group, theta, s.local)  # line 5
+    change, weight = trained.theta - theta, f**s.q
+    h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / s.local.lr + weight  # lines 6-7, L being 1/lr
+    answer = {"delta_theta": weight.to(change.dtype)[:, None] * change, "h": h[:, None]}
+    return dataclasses.replace(trained, also=answer)
+
+
+def fair_mean(theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tensor:
+    """Line 8: w - Σ Δ_k / Σ h_k over the clients that answered."""
+    change: Tensor = updates.mean(updates.delta_theta) / (updates.total(updates.h) / int(updates.present.sum()))
+    return theta + change
+
+
+class PlainSGD(LocalSGD):
+    """SGD for which one step of size 1/L is what L stands for: without momentum, unless asked for."""
+
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum; L = 1/lr counts without")
+
+
+class QFedAvgSettings(Settings):
+    """Keys of ``algorithm`` for q-FedAvg."""
+
+    q: float = Field(default=0.2, ge=0, description="the larger, the more the largest losses count; 0 is FedAvg")
+    epsilon: float = Field(default=1e-10, gt=0, description="added to F_k, whose power q - 1 may be negative")
+    local: PlainSGD = Field(default=PlainSGD(steps=5), description="local training in a round; L is 1/lr")
+    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
+
+
+Q_FEDAVG = shared_model(
+    "q-fedavg",
+    QFedAvgSettings,
+    local=fair_sgd,
+    aggregate=fair_mean,
+    limits=lambda s, examples: {"steps": s.local.count(examples)},
+    update=FairUpdate,
+    titles={"personal": "q-FedAvg + fine-tuning", "global": "q-FedAvg"},
+)

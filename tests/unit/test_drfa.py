@@ -1,0 +1,205 @@
+"""DRFA and AFL against FedAvg, and their algorithms written out; the projection against bisection."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import clients, federation, group, task
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.afl import AFL, AFLSettings
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.client import batches
+from fedloom.algorithms.drfa import DRFA, AskLoss, DRFASettings, TrainAndNote
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.data.federated import ClientData
+from fedloom.federation.randomness import generator
+from fedloom.settings import Settings
+from fedloom.theory.simplex import project
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05}
+
+
+def problem(n: int = 3) -> Task:
+    return dataclasses.replace(task(), roster=tuple(f"c{i}" for i in range(n)))
+
+
+def drfa(**changes: Any) -> DRFASettings:
+    return DRFASettings.model_validate({"local": LOCAL | {"momentum": 0.0}} | changes)
+
+
+def afl(**changes: Any) -> AFLSettings:
+    return AFLSettings.model_validate({"local": LOCAL | {"steps": 1, "momentum": 0.0}} | changes)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+# --- the simplex ------------------------------------------------------------------------------------------------------
+
+
+def by_bisection(v: Tensor) -> Tensor:
+    """max(v - t, 0), t found by halving an interval until it sums to 1."""
+    low, high = float(v.min()) - 1, float(v.max())
+    for _ in range(200):
+        t = (low + high) / 2
+        low, high = (t, high) if float((v - t).clamp(min=0).sum()) > 1 else (low, t)
+    return (v - low).clamp(min=0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 40])
+def test_the_projection_is_that_found_without_sorting(n: int) -> None:
+    random = torch.Generator().manual_seed(n)
+    for scale in (1e-3, 1.0, 30.0):
+        v = scale * torch.randn(n, generator=random, dtype=torch.float64)
+        p = project(v)
+        close(p, by_bisection(v), atol=1e-12 * max(1, scale))
+        assert float(p.sum()) == pytest.approx(1, abs=1e-12)
+        close(project(v + 7.5), p, atol=1e-13 * max(1, scale) * 10)  # only differences count
+        close(project(p), p)
+    ties = torch.tensor([2.0, 2.0, -1.0]).double()
+    close(project(ties), torch.tensor([0.5, 0.5, 0.0]).double(), atol=0)
+
+
+# --- the methods ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["drfa", "afl"])
+def test_with_weights_that_stay_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, name: str) -> None:
+    method = {"drfa": DRFA, "afl": AFL}[name]
+    local = LOCAL | {"momentum": 0.9, "lambda_theta": 0.01}
+    s: Settings = drfa(gamma=0, replace=False, local=local) if name == "drfa" else afl(weights_lr=0, local=local)
+    average = FedAvgSettings.model_validate({"local": local, "weighting": "uniform"})
+    mine, avg = (
+        federation(tmp_path / m.name, m, settings, problem(), clients(SIZES), rounds=3)
+        for m, settings in ((method, s), (FEDAVG, average))
+    )
+    mine.run()
+    avg.run()
+    assert torch.equal(mine.state["theta"], avg.state["theta"])
+    assert torch.equal(mine.state["weights"], torch.full((3,), 1 / 3, dtype=torch.float64))
+
+
+def loss_at(p: Task, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
+    assert c.train.y is not None
+    return F.cross_entropy(p.model.logits(theta, c.train.x[index]), c.train.y[index])
+
+
+def visit(p: Task, theta: Tensor, c: ClientData, round: int, steps: int) -> list[Tensor]:
+    """w after 0, 1, ... steps."""
+    path = [theta]
+    for index in batches(len(c.train), 3, steps, generator(SEED, "train/train", c.id, round)):
+        w = path[-1].clone().requires_grad_()
+        (g,) = torch.autograd.grad(loss_at(p, w, c, index), [w])
+        path.append(path[-1] - 0.05 * g)
+    return path
+
+
+def test_rounds_of_drfa_are_algorithm_1(tmp_path: Path) -> None:
+    """With a row for each draw: of seven draws of three clients some are of one client."""
+    s, p, data = drfa(gamma=0.05), problem(), clients(SIZES)
+    run = federation(tmp_path, DRFA, s, p, data, rounds=3, cohort=2)
+    w, weights = run.state["theta"], torch.full((3,), 1 / 3, dtype=torch.float64)
+    run.run()
+    for t, attempt in enumerate(run.loop.journal.counted(), start=1):
+        drawn = generator(SEED, "cohort", round=t, attempt=1)
+        rows = sorted(torch.multinomial(weights, 2, replacement=True, generator=drawn).tolist())
+        trained, asked = attempt.conversations
+        assert trained.clients == [f"c{i}" for i in rows]
+        moment = int(torch.randint(1, 4, (1,), generator=generator(SEED, "server/moment", round=t, attempt=1)))
+        paths = [visit(p, w, data[i], t, 3) for i in rows]
+        noted = torch.stack([path[moment] for path in paths]).mean(0)
+        v = torch.zeros(3, dtype=torch.float64)
+        for id in asked.clients:
+            c = data[int(id[1:])]
+            index = next(batches(len(c.train), 3, 1, generator(SEED, "train/loss", c.id, t)))
+            v[int(id[1:])] = 3 / 2 * loss_at(p, noted, c, index)
+        assert len(set(asked.clients)) == 2
+        w, weights = torch.stack([path[-1] for path in paths]).mean(0), by_bisection(weights + 3 * 0.05 * v)
+    close(run.state["theta"], w)
+    close(run.state["weights"], weights)
+
+
+def test_a_client_that_is_drawn_twice_counts_twice(tmp_path: Path) -> None:
+    s, p, data = drfa(gamma=0), problem(), clients(SIZES)
+    run = federation(tmp_path, DRFA, s, p, data, rounds=4, cohort=3)
+    w = run.state["theta"]
+    run.run()
+    repeated = 0
+    for t, attempt in enumerate(run.loop.journal.counted(), start=1):
+        drawn = [int(id[1:]) for id in attempt.conversations[0].clients]
+        repeated += len(set(drawn)) < 3
+        w = torch.stack([visit(p, w, data[i], t, 3)[-1] for i in drawn]).mean(0)
+    assert repeated
+    close(run.state["theta"], w)
+
+
+@pytest.mark.parametrize("cohort", [3, 2])
+def test_rounds_of_afl_descend_and_ascend_and_the_answer_is_the_average(tmp_path: Path, cohort: int) -> None:
+    s, p, data = afl(weights_lr=0.3), problem(), clients(SIZES)
+    run = federation(tmp_path, AFL, s, p, data, rounds=3, cohort=cohort)
+    w, weights = run.state["theta"], torch.full((3,), 1 / 3, dtype=torch.float64)
+    seen = []
+    run.run()
+    for t, attempt in enumerate(run.loop.journal.counted(), start=1):
+        step, v = torch.zeros_like(w), torch.zeros(3, dtype=torch.float64)
+        for id in attempt.conversations[0].clients:
+            i = int(id[1:])
+            c = data[i]
+            index = next(batches(len(c.train), 3, 1, generator(SEED, "train/train", c.id, t)))
+            here = w.clone().requires_grad_()
+            loss = loss_at(p, here, c, index)
+            step += 3 / cohort * weights[i] * torch.autograd.grad(loss, [here])[0]
+            v[i] = 3 / cohort * float(loss.detach())
+        w, weights = w - 0.05 * step, by_bisection(weights + 0.3 * v)
+        seen.append(w)
+    close(run.state["theta"], w)
+    close(run.state["weights"], weights)
+    average = torch.stack(seen).mean(0)
+    close(run.predictors[3, "c0"]["global"].tensors()["theta"], average)
+
+
+def test_equal_losses_leave_the_weights() -> None:
+    weights = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    close(project(weights + 0.3 * 2.7), weights, atol=1e-15)
+
+
+def test_lost_clients_leave_no_trace_and_the_others_count_for_them(tmp_path: Path) -> None:
+    p, data = problem(), clients(SIZES)
+    run = federation(tmp_path, AFL, afl(weights_lr=0.3), p, data, lost={0: 1})
+    two = federation(tmp_path / "two", AFL, afl(weights_lr=0.3), p, [data[0], data[2]])
+    run.run()
+    two.run()
+    close(run.state["theta"], two.state["theta"])
+
+
+def test_groups_answer_as_their_clients_do_alone() -> None:
+    p, data = problem(4), clients((9, 4, 12, 1))
+    half = DRFA.client(drfa(local=LOCAL | {"lambda_theta": 0.01}), p)
+    theta = p.model.init(torch.Generator().manual_seed(3), torch.float64)
+    for opening in (TrainAndNote(theta, torch.tensor([2.0]).double()), AskLoss(theta)):
+        together = next(half.open(group(data), opening)).tensors()
+        alone = [next(half.open(group([c]), opening)).tensors() for c in data]
+        for name, value in together.items():
+            close(value, torch.cat([one[name] for one in alone]))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"local.epochs: found 2"):
+        drfa(local={"epochs": 2})
+    for settings, key in ((drfa, "gamma"), (afl, "weights_lr")):
+        with pytest.raises(ValidationError, match=key):
+            settings(**{key: -0.1})
+    for method, made in ((DRFA, drfa()), (AFL, afl())):
+        closed = method.closed(made)
+        assert closed is not None
+        assert closed[0] == "name"

@@ -1,0 +1,138 @@
+"""q-FedAvg against FedAvg, its one-step form on a quadratic, and Algorithm 2 written out (Li et al., ICLR 2020)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import clients, federation, group, task
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.client import batches
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.qfedavg import Q_FEDAVG, QFedAvgSettings
+from fedloom.data.federated import ClientData, Split
+from fedloom.federation.randomness import generator
+from fedloom.messages import Replies
+from fedloom.models.quadratic import Quadratic
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
+
+
+def made(**changes: Any) -> QFedAvgSettings:
+    return QFedAvgSettings.model_validate({"local": LOCAL | changes.pop("local", {}), **changes})
+
+
+def loss_of(problem: Task, theta: Tensor, c: ClientData) -> float:
+    assert c.train.y is not None
+    return float(F.cross_entropy(problem.model.logits(theta, c.train.x), c.train.y))
+
+
+def visit(s: QFedAvgSettings, problem: Task, theta: Tensor, c: ClientData, round: int) -> Tensor:
+    w = theta.clone()
+    assert c.train.y is not None
+    for index in batches(len(c.train), 3, 3, generator(SEED, "train/train", c.id, round)):
+        p = w.clone().requires_grad_()
+        F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index]).backward()
+        assert p.grad is not None
+        w = w - s.local.lr * p.grad
+    return w
+
+
+@pytest.mark.parametrize("lost", [None, {0: 1}])
+def test_with_q_0_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, lost: dict[int, int] | None) -> None:
+    local = LOCAL | {"momentum": 0.9, "lambda_theta": 0.01}
+    average = FedAvgSettings.model_validate({"local": local, "weighting": "uniform", "personalize_steps": 2})
+    fair, avg = (
+        federation(tmp_path / method.name, method, s, task(), clients(SIZES), rounds=3, lost=lost)
+        for method, s in ((Q_FEDAVG, made(q=0, local=local, personalize_steps=2)), (FEDAVG, average))
+    )
+    fair.run()
+    avg.run()
+    assert torch.equal(fair.state["theta"], avg.state["theta"])
+    for key, named in avg.predictors.items():
+        for name, predictor in named.items():
+            assert torch.equal(fair.predictors[key][name].tensors()["theta"], predictor.tensors()["theta"])
+
+
+@pytest.mark.parametrize("q", [0.2, 1.0, 5.0])
+def test_rounds_are_algorithm_2(tmp_path: Path, q: float) -> None:
+    """F_k is that of the model received, over all train data, before training."""
+    s, problem, data = made(q=q), task(), clients(SIZES)
+    run = federation(tmp_path, Q_FEDAVG, s, problem, data, rounds=2)
+    w = run.state["theta"]
+    big_l = 1 / s.local.lr
+    for t in (1, 2):
+        top, bottom = torch.zeros_like(w), 0.0
+        for c in data:
+            f = loss_of(problem, w, c) + s.epsilon
+            delta = big_l * (w - visit(s, problem, w, c, t))
+            top += f**q * delta
+            bottom += q * f ** (q - 1) * float(delta.square().sum()) + big_l * f**q
+        w = w - top / bottom
+    run.run()
+    torch.testing.assert_close(run.state["theta"], w, rtol=0, atol=1e-12)
+
+
+def at(c: float, id: str) -> ClientData:
+    split = Split(torch.full((4, 1), c, dtype=torch.float64), None)
+    return ClientData(id, split, split, split, 0)
+
+
+def test_on_a_quadratic_the_worse_client_counts_more_the_larger_q_is() -> None:
+    """f = (θ - c)²/2 with θ = 0 and c of 1 and -3: the answers' ratio is (9)^q times that of FedAvg."""
+    data, theta = [at(1.0, "c0"), at(-3.0, "c1")], torch.zeros(1, dtype=torch.float64)
+    before = 0.0
+    for q in (0.0, 0.2, 1.0, 3.0):
+        s = made(q=q, local={"steps": 1, "lr": 0.1})
+        half = Q_FEDAVG.client(s, Task(Quadratic(1), 0, (1,), 2, torch.float64))
+        answer = next(half.open(group(data), Q_FEDAVG.messages[0](theta))).tensors()
+        ratio = float(-answer["delta_theta"][1, 0] / answer["delta_theta"][0, 0])
+        assert ratio == pytest.approx(3 * 9**q, rel=1e-8)
+        assert ratio > before
+        before = ratio
+        f = torch.tensor([0.5, 4.5]).double()
+        g2 = torch.tensor([1.0, 9.0]).double()  # squared gradients; h/L = q F^(q-1) |g|²/L + F^q
+        torch.testing.assert_close(answer["h"][:, 0], q * f ** (q - 1) * g2 * 0.1 + f**q, rtol=1e-8, atol=0)
+
+
+def test_equal_losses_move_along_fedavg() -> None:
+    """All F alike, one step: the step is FedAvg's over 1 + q lr mean |g|²/F."""
+    data, theta = [at(2.0, "c0"), at(-2.0, "c1"), at(2.0, "c2")], torch.zeros(1, dtype=torch.float64)
+    s = made(q=2.0, local={"steps": 1, "lr": 0.1})
+    problem = Task(Quadratic(1), 0, (1,), 3, torch.float64)
+    answer = next(Q_FEDAVG.client(s, problem).open(group(data), Q_FEDAVG.messages[0](theta)))
+    server = Q_FEDAVG.server(s, problem, generator(0, "init"))
+
+    class Once:
+        def sample(self) -> Once:
+            return self
+
+        def send(self, message: Any, cls: Any) -> Replies[Any]:
+            return Replies(answer, torch.ones(3).bool(), torch.tensor([4, 4, 4]))
+
+    server.train_round(Once())  # type: ignore[arg-type]
+    expected = 0.1 * 2 / 3 / (1 + 2 * 0.1 * 4 / 2)
+    assert float(server.state["theta"]) == pytest.approx(expected, rel=1e-8)
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    data, half = clients((9, 4, 12, 1)), Q_FEDAVG.client(made(), task())
+    opening = Q_FEDAVG.messages[0](task().model.init(torch.Generator().manual_seed(3), torch.float64))
+    together = next(half.open(group(data), opening)).tensors()
+    alone = [next(half.open(group([c]), opening)).tensors() for c in data]
+    for name, value in together.items():
+        torch.testing.assert_close(value, torch.cat([one[name] for one in alone]), rtol=0, atol=1e-12)
+
+
+def test_what_is_refused() -> None:
+    for key, value in (("q", -0.1), ("epsilon", 0.0), ("local", {"lr": 0.0})):
+        with pytest.raises(ValidationError, match=key):
+            made(**{key: value})
