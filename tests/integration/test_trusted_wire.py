@@ -293,6 +293,25 @@ def test_a_call_that_nobody_knows(by_role) -> None:
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+def test_an_identity_that_calls_again_and_again_is_told_to_wait_and_the_others_are_not(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "CALLS", (5, 0.0))
+    aggregator = federation.start(BY_ROLE, mutual=False, tokens=True, notices=Notices("run-1", 1, len(CLIENTS)))
+    token, _ = add_token(federation.tokens, "watch")
+    codes = []
+    with dialled(federation) as channel:
+        for _ in range(8):
+            try:
+                call_watch(channel, (("authorization", f"Bearer {token.get_secret_value()}"),))
+            except grpc.RpcError as error:
+                codes.append(error.code())
+    assert codes == 3 * [grpc.StatusCode.RESOURCE_EXHAUSTED]
+    federation.worker(federation.member(None, token="worker"), clients=["a-1"])
+    aggregator.wait_for(["a-1"], 10)
+    assert [event["kind"] for event in federation.events("refused")] == ["rate"]
+
+
 # ---- names
 
 

@@ -406,7 +406,7 @@ class Aggregator:
         if self._gate is not None:
             watching.append(asyncio.create_task(self._gate.watch()))
         if tls is not None:
-            watching.append(asyncio.create_task(watch_certificate(tls, self._tell)))
+            watching.append(asyncio.create_task(watch_certificate(tls, self._tell, self._audit)))
         await self._stopping.wait()
         for task in watching:
             task.cancel()
@@ -526,6 +526,8 @@ class Aggregator:
         if reason:
             self._board.count(Refusal.HELLO)
             log.warning("refused a worker (%s): %s", context.peer(), reason)
+            if peer is not None:
+                peer.refuse("hello", reason)
             frame = _frame(wire.AggregatorPart(refused=wire.Refused(code=code, reason=reason)))
             self._down += len(frame)
             await context.write(frame)

@@ -18,8 +18,9 @@ from grpc_health.v1 import health
 from pydantic import SecretStr
 
 from fedloom.errors import FedloomError
+from fedloom.transport.limits import Budget
 from fedloom.transport.stream import METHOD, OBSERVATION, SERVICE, WATCH
-from fedloom.trust.access import Access, Admitted, Denied, Presented
+from fedloom.trust.access import SHARED, Access, Admitted, Denied, Presented
 from fedloom.trust.audit import Audit, Value
 from fedloom.trust.credentials import parse_certificate
 from fedloom.trust.files import Reread
@@ -51,6 +52,9 @@ ACTIONS: Mapping[str, Action] = {
     f"/{OBSERVATION}/{WATCH}": Action.WATCH,
 }
 """What each call asks to do. A call that is not here is refused, but for health."""
+
+CALLS, SHARED_CALLS = (100, 20), (1_000, 200)
+"""How many calls an identity has at once, and how many more each second; whoever has the shared token are many."""
 
 HEALTH = f"/{health.SERVICE_NAME}/"
 """What anybody may ask: probes have no identity, and are told nothing else."""
@@ -123,6 +127,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._access = access
         self._audit = audit
         self._peers: set[Peer] = set()
+        self._budgets: dict[str, Budget] = {}  # of each identity that has been let in
         self._versions = access.refresh()  # of the files, when streams were reviewed last
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -152,7 +157,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         changed = [path for path, version in self._versions.items() if version != before[path]]
         for path in changed:
             log.info("%s has changed", path)
-            self._write("settings", file=str(path))
+            _write(self._audit, "settings", file=str(path))
         now = datetime.now(UTC)
         for peer in [peer for peer in self._peers if changed or now >= peer.ends]:
             self._review(peer, now)
@@ -165,7 +170,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except Denied as denied:
             if not denied.again:
                 log.warning("put out %s: %s", peer.identity.name, denied)
-                self._write("revoked", identity=peer.identity.name, host=peer.host, call=peer.call, reason=str(denied))
+                told = {"identity": peer.identity.name, "host": peer.host, "call": peer.call}
+                _write(self._audit, "revoked", **told, reason=str(denied))
             status = grpc.StatusCode.UNAVAILABLE if denied.again else grpc.StatusCode.UNAUTHENTICATED
             peer.ended.set_result((status, str(denied)))
             return
@@ -194,7 +200,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 with contextlib.suppress(BaseException):
                     await task
                 if peer.joined:
-                    self._write("leave", **peer.joined)
+                    _write(self._audit, "leave", **peer.joined)
 
         return guarded
 
@@ -215,17 +221,24 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             status = grpc.StatusCode.UNAUTHENTICATED if known is None else grpc.StatusCode.PERMISSION_DENIED
             await context.abort(status, str(denied))
             raise AssertionError("abort raises") from None
+        identity = admitted.identity
+        budget = self._budgets.setdefault(identity.name, Budget(*(CALLS if identity != SHARED else SHARED_CALLS)))
+        if not budget.spend():
+            reason = f"too many calls of {identity.name}: come again"
+            refused(self._audit, host, "rate", identity=identity.name, call=call, reason=reason)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         ends = datetime.now(UTC) + timedelta(seconds=LONGEST_S * random.uniform(0.9, 1.0))
         ends = ends if admitted.ends is None else min(ends, admitted.ends)
         ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         return Peer(admitted, host, action, call, ends, ended, self._audit)
 
-    def _write(self, event: Literal["settings", "revoked", "leave"], **told: Value) -> None:
-        """Write what has happened already: that it cannot be written undoes nothing."""
-        try:
-            self._audit.write(event, **told)
-        except FedloomError as error:
-            log.error("the audit log: %s", error)
+
+def _write(audit: Audit, event: Literal["settings", "revoked", "leave"], **told: Value) -> None:
+    """Write what has happened already: that it cannot be written undoes nothing."""
+    try:
+        audit.write(event, **told)
+    except FedloomError as error:
+        log.error("the audit log: %s", error)
 
 
 def refused(audit: Audit, host: str, kind: str, **told: Value) -> None:
@@ -297,11 +310,14 @@ def connection_age() -> tuple[tuple[str, int], ...]:
     )
 
 
-async def watch_certificate(files: Reread[ServerFiles], say: Callable[[str], None]) -> None:
-    """Say, for ever, when a server's certificate is about to end; once for each."""
-    said = None
+async def watch_certificate(files: Reread[ServerFiles], say: Callable[[str], None], audit: Audit) -> None:
+    """Say, for ever, when a server's certificate is about to end, once for each; and when another takes its place."""
+    said, version = None, files.version
     while True:
-        files.refresh()
+        before, version = version, files.refresh()
+        if version != before:
+            log.info("%s has changed", files.paths[0])
+            _write(audit, "settings", file=str(files.paths[0]))
         certificate = files.value.pair.certificate
         soon = min(SOON, (certificate.ends - certificate.starts) / 4)
         if certificate != said and datetime.now(UTC) > certificate.ends - soon:

@@ -1,4 +1,4 @@
-"""The audit log: one JSON object a line for each join, refusal, hand-out, revocation and change of settings."""
+"""The audit log: one JSON object a line for each join, refusal, revocation and change of settings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias
 
 from fedloom.storage.folder import PRIVATE_FILE, open_to_append, storing
 
-Event: TypeAlias = Literal["join", "leave", "refused", "handout", "revoked", "settings"]
-"""What happened: a peer was let in, or went; was not let in; was given a client's model; was put out while it was
-connected; a file or a setting that decides about others changed."""
+Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings"]
+"""What happened: a peer was let in, or went; was not let in; was put out while it was connected; a file that decides
+about others changed."""
 
 REPEATED_S = 10.0
 """For so long, refusals of one kind to one host are counted, not written."""
