@@ -41,6 +41,7 @@ from fedloom.messages import Message, answer_shapes
 from fedloom.transport.aggregator import Aggregator
 
 GOAL = (100, 100, 85_822)  # clients, cohort, d: what docs/benchmarks.md holds against 1.5
+SMALLEST = (10, 5, 7_850)
 
 
 def judge(client: str, answer: Message) -> str | None:
@@ -144,7 +145,7 @@ def compare_tls(chosen: Sequence[tuple[int, int, int]], workers: int, seconds: f
 
 def cases() -> list[tuple[int, int, int]]:
     """The goal's case, then each of clients, cohort and d varied alone, then the corners."""
-    varied = [(10, 5, 7_850), (100, 5, 7_850), (1000, 5, 7_850)]
+    varied = [SMALLEST, (100, 5, 7_850), (1000, 5, 7_850)]
     return [
         GOAL,
         *varied,
@@ -158,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="of each case")
     parser.add_argument("--goal-only", action="store_true", help="measure 100 clients of 85,822 parameters alone")
+    parser.add_argument("--smallest", action="store_true", help="measure 10 clients of 7,850 parameters alone")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="worker processes")
     parser.add_argument("--tls", action="store_true", help="compare rounds over TLS with rounds in plaintext")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -165,7 +167,7 @@ def main() -> None:
     torch.set_num_threads(1)
     about = machine()
     print(describe(about))
-    chosen = [GOAL] if options.goal_only else cases()
+    chosen = [GOAL] if options.goal_only else [SMALLEST] if options.smallest else cases()
     if options.tls:
         results = [result for n in options.workers for result in compare_tls(chosen, n, options.seconds)]
         head = ["workers", "clients", "cohort", "d", "MiB each way", "plaintext, ms", "TLS, ms", "ratio", "bytes"]

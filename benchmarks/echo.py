@@ -43,8 +43,9 @@ from fedloom.algorithms.pefll import (
     PersonalizedModel,
 )
 from fedloom.data.federated import ClientData, Split
+from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.client_side import ClientSide
-from fedloom.messages import Message, Quantity, Replies, rows
+from fedloom.messages import Message, Metrics, Quantity, Replies, rows
 from fedloom.models.lenet import LeNet
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
@@ -53,7 +54,8 @@ from fedloom.transport.worker import Identity, serve
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 
-LENET = LeNet((1, 28, 28), 10)  # d = 85,822
+CLASSES = 10
+LENET = LeNet((1, 28, 28), CLASSES)  # d = 85,822
 DESCRIPTOR_SIZE = 32
 
 
@@ -98,12 +100,6 @@ class EchoClient(ClientHalf):
         return None
 
 
-class Received(Message):
-    """A client has got its model."""
-
-    models: Tensor = rows(Quantity.COUNT, 1)  # [c, 1]
-
-
 class InstantClient(ClientHalf):
     """Algorithm 1 of papers/001 for a client that knows its descriptor."""
 
@@ -116,7 +112,7 @@ class InstantClient(ClientHalf):
 
 def _instant_server(settings: Any, task: Any, generator: torch.Generator) -> PeFLLServer:
     settings = PeFLLSettings(descriptor=DescriptorSettings(size=DESCRIPTOR_SIZE))
-    return PeFLLServer(settings, Task(LENET, 10, (1, 28, 28), 100), generator)
+    return PeFLLServer(settings, Task(LENET, CLASSES, (1, 28, 28), 100), generator)
 
 
 ECHO = Algorithm(
@@ -133,7 +129,7 @@ INSTANT_PEFLL = Algorithm(
     settings=Settings,
     server=_instant_server,
     client=InstantClient,
-    messages=(*PEFLL.messages, Received),
+    messages=(*PEFLL.messages, Metrics),
 )
 METHODS = {method.name: method for method in (ECHO, INSTANT_PEFLL)}
 
@@ -186,8 +182,8 @@ def _without_data(client: str) -> ClientData:
     return ClientData(client, nothing, nothing, nothing, 2)
 
 
-def _received(predictors: Predictors, clients: Group) -> Message:
-    return Received(torch.ones(len(predictors), 1))
+def _nothing_measured(predictors: Predictors, clients: Group) -> Message:
+    return nothing_measured(len(predictors), 1, CLASSES)
 
 
 def main() -> None:
@@ -199,7 +195,7 @@ def main() -> None:
     serve(
         address,
         Identity(worker, names(int(clients)), {method.name: method.version}),
-        make_session=lambda joined: ClientSide(half, vocabulary(method), _without_data, 1, _received),
+        make_session=lambda joined: ClientSide(half, vocabulary(method), _without_data, 1, _nothing_measured),
         stop=threading.Event(),
         reconnect_s=5.0,
         credentials=Credentials(ClientOptions.from_environment()),

@@ -215,7 +215,12 @@ def speed_of(
         train(model, group(members[first:last]), start[first:last], s)
 
     few = min(4, max(widths))
-    one_by_one = rate(device, lambda: [at_once(i, i + 1) for i in range(few)], few * steps)
+
+    def in_turn() -> None:
+        for i in range(few):
+            at_once(i, i + 1)
+
+    one_by_one = rate(device, in_turn, few * steps)
     bare = rate(device, lambda: bare_loop(model, members[0].train, start[0], s), steps)
     rows = []
     for g in widths:
@@ -342,7 +347,7 @@ def main() -> None:
             "agreement": lambda: agreement(device, options.tiny),
             "speed": lambda: speed(device, options.tiny, options.minutes),
             "table": lambda: table_1(device, options.tiny, options.minutes, options.out),
-        }[part]()
+        }[part]()  # type: ignore[no-untyped-call]
         kind = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         document = {"device": kind, "machine": machine(), "figures": figures}
         (options.out / f"{part}.json").write_text(json.dumps(document, indent=1) + "\n")

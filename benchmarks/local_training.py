@@ -47,7 +47,8 @@ class BareLeNet(nn.Module):
         """Logits."""
         h = F.relu(F.max_pool2d(self.conv1(x), 2))
         h = F.relu(F.max_pool2d(self.conv2(h), 2)).flatten(1)
-        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(h)))))
+        logits: torch.Tensor = self.fc3(F.relu(self.fc2(F.relu(self.fc1(h)))))
+        return logits
 
 
 def bare_rate(x: torch.Tensor, y: torch.Tensor, seconds: float) -> float:
@@ -61,7 +62,7 @@ def bare_rate(x: torch.Tensor, y: torch.Tensor, seconds: float) -> float:
         for t in range(count):
             index = batches[t % len(batches)]
             optimizer.zero_grad()
-            F.cross_entropy(net(x[index]), y[index]).backward()
+            F.cross_entropy(net(x[index]), y[index]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     steps(20)

@@ -30,16 +30,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from aggregator_overhead import Rounds, judge
 from common import MIB, describe, machine, percentile, resident_bytes, table, write_json
-from echo import ECHO, INSTANT_PEFLL, federation, names
+from echo import CLASSES, ECHO, INSTANT_PEFLL, federation, names
 
 from fedloom.data.federated import ClientEntry, Manifest, Normalization
+from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.federation.cohort import Attempting, Rules
 from fedloom.federation.journal import Attempt
-from fedloom.messages import answer_shapes
+from fedloom.messages import Metrics, answer_shapes
 from fedloom.transport.aggregator import Aggregator
 
 D = 85_822
-CLASSES = 10
 
 
 def made_up_manifest(clients: int) -> Manifest:
@@ -120,12 +120,13 @@ def _latencies(aggregator: Aggregator, server: Any, roster: Any, sizes: Any, siz
     found: list[float] = []
     ends = time.perf_counter() + seconds
     number = size * 1_000_000
+    shapes = {**answer_shapes(INSTANT_PEFLL.messages, server.sizes), Metrics: measured_shapes(1, CLASSES)}
     while time.perf_counter() < ends or len(found) < 23:
         number += 1
-        start = number * size % (len(roster) - size)
+        start = number * size % (len(roster) - size + 1)
         cohort = roster[start : start + size]
         started = time.perf_counter()
-        session = _session(aggregator, roster, sizes, answer_shapes(INSTANT_PEFLL.messages, server.sizes), number)
+        session = _session(aggregator, roster, sizes, shapes, number)
         try:
             server.personalize(session.hold(cohort))
         finally:

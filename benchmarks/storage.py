@@ -45,7 +45,7 @@ def service(url: str | None, folder: Path) -> Iterator[Store]:
         store.remove([entry.name for entry in store.entries()])
         return
     sys.path.insert(0, str(ROOT / "tests"))
-    from s3_support import serving
+    from s3_support import serving  # type: ignore[import-not-found]  # of the tests
 
     with serving(folder) as server:
         yield open_store(f"s3://{server.new_bucket()}/benchmark", server.environment)
@@ -72,8 +72,8 @@ def against_the_client(store: S3Store, repetitions: int) -> list[list[str]]:
         response.close()
         response.release_conn()
 
-    def each(act: Callable[[str], object]) -> Callable[[], None]:
-        return lambda: [act(f"small/{i}") for i in range(MANY)] and None
+    def each(act: Callable[[str], object]) -> Callable[[], object]:
+        return lambda: [act(f"small/{i}") for i in range(MANY)]
 
     tasks: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         f"write {MANY} of 4 kB": (

@@ -1,0 +1,32 @@
+"""Benchmarks that use FedLoom's own classes, in their smallest sizes: they go on running as those change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import run
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key"),
+    [
+        ("aggregator_overhead.py", ("--smallest", "--workers", "1", "--seconds", "0"), "ratios"),
+        ("registered_clients.py", ("--clients", "24", "--seconds", "0"), "models_per_s_20"),
+    ],
+)
+def test_it_runs_in_its_smallest_size_and_finds_something(
+    tmp_path: Path, name: str, options: tuple[str, ...], key: str
+) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARKS / name), *options, "--json", str(file)]
+    done = run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    figures: Any = json.loads(file.read_text())["figures"]
+    (found,) = figures if isinstance(figures, list) else figures.values()
+    assert found[key]
