@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -181,12 +182,10 @@ def stale(attack: Attack) -> None:
 # --- peers that flood -------------------------------------------------------------------------------------------------
 
 
-def flood(attack: Attack, parts: Iterator[bytes], megabytes: int = 4) -> None:
-    """Join, and send so much; a stream that is ended for it begins again."""
+def flood(attack: Attack, sent: Sequence[bytes]) -> None:
+    """Join and send a frame; who is put out for it begins again with the next."""
     with ExitStack() as stack:
-        for count, frame in enumerate(frames(parts)):
-            if attack.stop.is_set() or count == megabytes:
-                break
+        for frame in sent:
             peer = attack.peer(stack)
             with suppress(grpc.RpcError, StopIteration):
                 peer.join()
@@ -194,18 +193,29 @@ def flood(attack: Attack, parts: Iterator[bytes], megabytes: int = 4) -> None:
         attack.over()
 
 
+@cache
+def all_ends() -> Sequence[bytes]:
+    """Four frames of End, made once."""
+    return list(frames(part(end=wire.End(transfer=n)) for n in range(1 << 20, (1 << 20) + 4 * FRAME_BYTES // 9)))
+
+
 def ends(attack: Attack) -> None:
     """Megabytes of End, for transfers that never were."""
-    flood(attack, (part(end=wire.End(transfer=n)) for n in range(1, 1 << 22)))
+    flood(attack, all_ends())
+
+
+@cache
+def all_missing() -> Sequence[bytes]:
+    """Two frames that name very many rows, and two with very many that name few."""
+    key = wire.ConversationKey(round=1, attempt=1, purpose="train")
+    many = part(missing=wire.Missing(conversation=key, exchange=0, rows=range(100_000)))
+    few = part(missing=wire.Missing(conversation=key, exchange=0, rows=[0, 0, 1]))
+    return list(frames(iter([*[many] * 6, *[few] * (2 * FRAME_BYTES // len(few))])))
 
 
 def missing(attack: Attack) -> None:
     """Megabytes of Missing, for rows that were never sent."""
-    key = wire.ConversationKey(round=1, attempt=1, purpose="train")
-    rows = list(range(100_000))
-    one = part(missing=wire.Missing(conversation=key, exchange=0, rows=rows))
-    few = part(missing=wire.Missing(conversation=key, exchange=0, rows=[0, 0, 1]))
-    flood(attack, iter([*[one] * 12, *[few] * 200_000]))
+    flood(attack, all_missing())
 
 
 def unread(attack: Attack) -> None:
@@ -214,7 +224,7 @@ def unread(attack: Attack) -> None:
         peer = attack.peer(stack)
         with suppress(grpc.RpcError, StopIteration):
             peer.join()
-        for n in range(1, 100_000):
+        for n in range(1, 20_000):
             begin = part(begin=wire.Begin(transfer=n, envelope=wire.Envelope(run="x" * 80)))
             peer.raw(sealed([begin, part(end=wire.End(transfer=n))]))
             if attack.stop.is_set() or not peer.incoming.is_active():
