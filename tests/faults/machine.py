@@ -14,7 +14,7 @@ from faults.fuzz import dispatcher, link, quiet, reply
 from faults.place import Broken, Place
 from faults.table import Fault, Tried
 from fedloom.federation.carrier import Call, Lost
-from fedloom.transport.codec import Cutter, parse, sealed, serialize
+from fedloom.transport.codec import Cutter, WireError, parse, sealed, serialize
 from fedloom.transport.exchanges import Arrived, Exchange, Link
 from fedloom.transport.stream import key_from_wire, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
@@ -23,6 +23,7 @@ CLIENTS = ("c0", "c1", "c2", "c3")
 SERVES = {"a": CLIENTS, "b": CLIENTS, "c": CLIENTS[:2], "d": CLIENTS[2:]}
 """Workers, and the clients that each may serve."""
 
+NAMES = st.sampled_from(sorted(SERVES))
 D = 3
 STEPS = 40
 
@@ -45,7 +46,7 @@ class Books(RuleBasedStateMachine):
 
     # ---- workers
 
-    @rule(name=st.sampled_from(sorted(SERVES)))
+    @rule(name=NAMES)
     def join(self, name: str) -> None:
         """A process joins, unless one of its name is there."""
         if name in self.links:
@@ -56,45 +57,69 @@ class Books(RuleBasedStateMachine):
         self.board.enter(self.links[name])
         self.look()
 
-    @rule(name=st.sampled_from(sorted(SERVES)))
+    @rule(name=NAMES)
     def leave(self, name: str) -> None:
         """Its stream ends."""
         if name in self.links:
             self.board.leave(self.links.pop(name))
             self.look()
 
-    @rule(name=st.sampled_from(sorted(SERVES)), at=st.integers(0, 9))
-    def answer(self, name: str, at: int) -> None:
-        """It answers something that it was asked: what is awaited, or what is late by now."""
-        if name in self.links and self.asked[name]:
-            call, row = self.asked[name][at % len(self.asked[name])]
-            frame = sealed([reply(self.cutters[name], call, row, value(call, row))])
-            self.sent.append((name, frame))
+    def say(self, name: str, frame: bytes) -> None:
+        """Something comes from a worker; a stream that is put out for it has left."""
+        try:
             self.board.take(self.links[name], frame)
-            self.look()
+        except WireError:
+            self.board.leave(self.links.pop(name))
+        self.look()
+
+    def request(self, name: str, at: int) -> tuple[Call, int] | None:
+        """One of the rows that a worker was asked for: it may be awaited, or late by now."""
+        return self.asked[name][at % len(self.asked[name])] if name in self.links and self.asked[name] else None
+
+    @rule(name=NAMES, at=st.integers(0, 9))
+    def answer(self, name: str, at: int) -> None:
+        """It answers."""
+        if found := self.request(name, at):
+            call, row = found
+            self.sent.append((name, sealed([reply(self.cutters[name], call, row, value(call, row))])))
+            self.say(*self.sent[-1])
+
+    @rule(name=NAMES, at=st.integers(0, 9))
+    def half(self, name: str, at: int) -> None:
+        """It begins to answer, with something else, and does not go on."""
+        if found := self.request(name, at):
+            call, row = found
+            whole = parse(wire.WorkerFrame, sealed([reply(self.cutters[name], call, row, value(call, row) + 1.0)]))
+            self.say(name, sealed([piece for part in whole.parts[:2] for piece in serialize(part)]))
 
     @rule(at=st.integers(0, 9))
     def repeat(self, at: int) -> None:
         """A frame comes again, perhaps on another stream of the same worker."""
-        if self.sent:
-            name, frame = self.sent[at % len(self.sent)]
-            if name in self.links:
-                self.board.take(self.links[name], frame)
-                self.look()
+        if self.sent and self.sent[at % len(self.sent)][0] in self.links:
+            self.say(*self.sent[at % len(self.sent)])
 
-    @rule(name=st.sampled_from(sorted(SERVES)), at=st.integers(0, 9), given_up=st.booleans())
+    @rule(name=NAMES, at=st.integers(0, 9), given_up=st.booleans())
     def lack(self, name: str, at: int, given_up: bool) -> None:
         """It lacks the conversation, or gives a row up."""
-        if name not in self.links or not self.asked[name]:
+        if not (found := self.request(name, at)):
             return
-        call, row = self.asked[name][at % len(self.asked[name])]
+        call, row = found
         about = {"conversation": key_to_wire(call.key), "exchange": call.exchange}
         if given_up:
             part = wire.WorkerPart(row_lost=wire.RowLost(row=row, reason="x", **about))
+            self.may_lose.add(row)
         else:
             part = wire.WorkerPart(missing=wire.Missing(rows=[row], **about))
-        self.may_lose.add(row)
-        self.board.take(self.links[name], sealed(serialize(part)))
+        self.say(name, sealed(serialize(part)))
+
+    @rule()
+    def wait(self) -> None:
+        """For long nothing happens, so that others are asked, too."""
+        for stream in self.links.values():
+            stream.sign_at -= 1e6
+        if self.exchange is not None:
+            self.exchange.asked = {stream: since - 1e6 for stream, since in self.exchange.asked.items()}
+        self.board.ask_others()
         self.look()
 
     # ---- the round loop
@@ -108,11 +133,11 @@ class Books(RuleBasedStateMachine):
             if self.calls:
                 self.board.close(self.calls[0].key)
             self.round += 1
-            self.calls = [start_call(CLIENTS, deadline_s=None, d=D, the_key=key(round=self.round))]
+            self.calls = [start_call(CLIENTS, deadline_s=300.0, d=D, the_key=key(round=self.round))]
         else:
             clients = [CLIENTS[row] for row in alive]
             one = step_call(
-                clients, len(self.calls), deadline_s=None, d=D, rows=tuple(alive), the_key=key(round=self.round)
+                clients, len(self.calls), deadline_s=300.0, d=D, rows=tuple(alive), the_key=key(round=self.round)
             )
             self.calls.append(one)
         self.outcomes, self.may_lose = {}, set()
@@ -124,19 +149,30 @@ class Books(RuleBasedStateMachine):
     @rule()
     def answered(self) -> None:
         """Every row is settled."""
-        assert self.exchange is not None
-        self.board.finish(self.exchange)
-        self.exchange = None
+        self.done()
 
     @precondition(lambda self: self.exchange is not None)
     @rule()
     def deadline(self) -> None:
         """Time is up: rows without an answer are lost, and what comes for them is late."""
         assert self.exchange is not None
-        self.board.finish(self.exchange)
         for row in self.exchange.call.rows:
             self.outcomes.setdefault(row, Lost("deadline"))
+        self.done()
+
+    def done(self) -> None:
+        """The round loop reads the answers, which nothing has written over since they came."""
+        assert self.exchange is not None
+        self.board.finish(self.exchange)
+        for row, outcome in self.outcomes.items():
+            self.right(self.exchange.call, row, outcome)
         self.exchange = None
+
+    def right(self, call: Call, row: int, outcome: Arrived | Lost) -> None:
+        """An answer is that of its row to this exchange."""
+        if isinstance(outcome, Arrived):
+            found = outcome.assembler.message(outcome.cls).x
+            assert torch.equal(found, value(call, row)), f"row {row} has the answer to something else"
 
     # ---- what holds
 
@@ -158,9 +194,7 @@ class Books(RuleBasedStateMachine):
             self.outcomes[row] = outcome
             if isinstance(outcome, Lost):
                 assert row in self.may_lose, f"row {row} was lost: {outcome.reason}"
-            else:
-                found = outcome.assembler.message(outcome.cls).x
-                assert torch.equal(found, value(self.exchange.call, row)), f"row {row} has the answer to something else"
+            self.right(self.exchange.call, row, outcome)
 
     def note(self, name: str, about: wire.Envelope) -> None:
         """A worker is asked for rows: only for clients that it may serve."""
@@ -176,11 +210,11 @@ class Books(RuleBasedStateMachine):
         assert self.exchange.outstanding == set(self.exchange.call.rows) - set(self.outcomes)
         for row in self.exchange.outstanding:
             able = [name for name in self.links if CLIENTS[row] in SERVES[name]]
-            holder = self.exchange.sent.get(row)
-            assert (holder is None) == (not able), f"row {row} is awaited from {holder}, able are {able}"
-            assert holder is None or self.links.get(holder.name) is holder, (
-                f"row {row} is awaited from a stream that is gone"
-            )
+            first, second = self.exchange.sent.get(row), self.exchange.second.get(row)
+            assert (first is None) == (not able), f"row {row} is awaited from {first}, able are {able}"
+            assert second is None or second is not first, f"row {row} is asked of {first} twice"
+            for holder in (first, second):
+                assert holder is None or self.links.get(holder.name) is holder, f"row {row} is awaited from the gone"
 
 
 def value(call: Call, row: int) -> torch.Tensor:
