@@ -59,6 +59,7 @@ ROOT = Path(__file__).parent.parent
 IMAGE, CLASSES, TOKENS = (3, 32, 32), 10, 80
 METHODS: dict[str, dict[str, Any]] = {
     "pefll": {"local": {"steps": 5}, "embedding": {"network": "mlp"}},
+    "apfl": {"local": {"steps": 3}},
     "ditto": {"local": {"steps": 3}, "personal": {"steps": 3}},
     "fedavg": {"local": {"steps": 5}},
     "fedprox": {"local": {"steps": 5}, "mu": 0.1},
@@ -66,6 +67,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "per-fedavg": {"local": {"steps": 3}, "hessian": "exact"},
     "pfedme": {"steps": 3, "inner_steps": 2},
     "pfedbayes": {"steps": 3, "optimizer": "adam"},
+    "scaffold": {"local": {"steps": 5}},
     "comfedl": {"local": {"steps": 3}},
     "q-fedavg": {"local": {"steps": 3}},
     "drfa": {"local": {"steps": 3}},

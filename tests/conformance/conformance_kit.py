@@ -34,6 +34,7 @@ TINY: dict[str, dict[str, Any]] = {
         "descriptor": {"standardize": "first"},
         "server": {"rule": "adam", "lr": 0.01},
     },
+    "apfl": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "ditto": {
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
         "personal": {"epochs": 1, "batch_size": 4, "lr": 0.05},
@@ -66,6 +67,7 @@ TINY: dict[str, dict[str, Any]] = {
         "scale": 1.0,
     },
     "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 4, "lr": 0.02, "personalize_epochs": 1},
+    "scaffold": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
     "comfedl": {
         "objective": "damaml",

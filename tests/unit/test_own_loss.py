@@ -43,6 +43,7 @@ OWN, PLAIN = Smoothed(IMAGE, [5], CLASSES), MLP(IMAGE, [5], CLASSES)
 LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
 
 METHODS: dict[str, dict[str, Any]] = {
+    "apfl": {"local": LOCAL, "personalize_steps": 2},
     "ditto": {"local": LOCAL, "personal": LOCAL},
     "fedavg": {"local": LOCAL, "personalize_steps": 2},
     "fedper": {"local": LOCAL, "personalize_epochs": 1},
@@ -50,6 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
     "per-fedavg": {"local": LOCAL, "hessian": "exact"},
     "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 3, "personalize_epochs": 1},
+    "scaffold": {"local": LOCAL, "personalize_steps": 2},
     "local": {"local": LOCAL},
     "pefll": {"local": LOCAL, "embedding": {"network": "linear"}},
     "pfedbayes": {"steps": 3, "batch_size": 3, "optimizer": "adam", "lr_personal": 0.02, "lr_global": 0.01, "draws": 2},

@@ -1,0 +1,99 @@
+"""APFL: each client mixes a model of its own with the shared one.
+
+Y. Deng, M. M. Kamani, M. Mahdavi, Adaptive personalized federated learning, 2020, arXiv 2003.13461, Algorithm 1. The
+shared w is trained by FedAvg. On the same batches a client trains its v_i through the mixture α_i v_i + (1 - α_i) w_i,
+v̄_i, and its α_i by the derivative of the mixture's loss (eq. 10). v_i and α_i are its state between rounds. Lines are
+those of docs/algorithms/apfl.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import Local, Parameters, Trained, train
+from fedloom.algorithms.recipe import FineTuning, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def mixed_sgd(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) -> Trained:
+    """A client in Algorithm 1 (lines 3-9): w_i as FedAvg has it, and beside it v_i and α_i."""
+    local, decay = Local(model, group, mask_absent=s.local.mask_absent), 2 * s.local.lambda_theta
+    own, alpha = kept(group, theta, s)  # line 3
+    w, v = local.parameters(theta), local.parameters(own)
+    w_i, v_i = list(w.values()), list(v.values())
+    step_w, step_v = local.sgd(w_i, s.local), local.sgd(v_i, s.local)
+    counts = [s.local.count(n) for n in local.sizes]
+    losses: list[Tensor] = []
+    mixed: list[Tensor] = []
+    for batch in local.batches(s.local.batch_size, counts, "train"):
+        both = mixture(local, alpha, v, w)
+        gradients, loss = local.gradient(w, batch)
+        slope, loss_both = local.gradient(both, batch)
+        with torch.no_grad():
+            if decay:
+                gradients = list(torch._foreach_add(gradients, w_i, alpha=decay))
+                slope = list(torch._foreach_add(slope, list(both.values()), alpha=decay))
+            through = [local.each(alpha[:, 0], part) * part for part in slope]  # ∇ of f(v̄) to v
+            if s.adaptive and not losses:  # line 6: once a round, at its first batch
+                along = local.join(v) - local.join(w)
+                rise = (along * local.join(dict(zip(w, slope, strict=True)))).sum(1, keepdim=True)
+                alpha = (alpha - s.local.lr * rise).clamp(0, 1)
+            losses.append(loss)
+            mixed.append(loss_both)
+            step_w(gradients, batch.active)  # line 7
+            step_v(through, batch.active)  # line 8
+    personal = local.trained(local.join(v), mixed, counts, "local.lr", s.local.lr)
+    group.keep(v=personal.theta, alpha=alpha)
+    shared = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr)
+    return Trained(shared.theta, shared.steps + personal.steps, shared.loss)
+
+
+def mixture(local: Local, alpha: Tensor, v: Parameters, w: Parameters) -> Parameters:
+    """v̄ = α v + (1 - α) w, leaf by leaf; v itself at α = 1, w at 0."""
+    with torch.no_grad():
+        found = {}
+        for name, mine in v.items():
+            share = local.each(alpha[:, 0], mine)
+            found[name] = (share * mine + (1 - share) * w[name]).requires_grad_()
+        return found
+
+
+def kept(group: Group, theta: Tensor, s: APFLSettings) -> tuple[Tensor, Tensor]:
+    """v_i ``[g, d]`` and α_i ``[g, 1]``; the shared model and the first α for who has none."""
+    return group.recall("v", theta), group.recall("alpha", torch.full_like(theta[:, :1], s.alpha))
+
+
+def own_mixture(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) -> dict[str, Tensor]:
+    """``personal`` is α_i v_i + (1 - α_i) w (line 11), of who has no v_i the shared model after steps of SGD."""
+    (v, alpha), new = kept(group, theta, s), group.new
+    personal = alpha * v + (1 - alpha) * theta
+    if new:
+        personal[new] = theta[new]  # to the bit
+        if s.personalize_steps:
+            sgd = s.local.lasting(steps=s.personalize_steps)
+            personal[new] = train(model, group, theta[new], sgd, members=new, purpose="fine-tune").theta
+    return {"personal": personal, "global": theta}
+
+
+class APFLSettings(FineTuning):
+    """Keys of ``algorithm`` for APFL."""
+
+    alpha: float = Field(
+        default=0.5, ge=0, le=1, description="first α_i, a client's share of its own model; 0 is FedAvg"
+    )
+    adaptive: bool = Field(default=True, description="whether α_i is learned, one step in every round")
+    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from w to personal without a v_i")
+
+
+APFL = shared_model(
+    "apfl",
+    APFLSettings,
+    local=mixed_sgd,
+    personalize=own_mixture,
+    limits=lambda s, examples: s.local.limits(examples) | {"steps": 2 * s.local.count(examples)},
+    stateful=True,
+    titles={"personal": "APFL", "global": "APFL, shared model"},
+)

@@ -1,0 +1,131 @@
+"""SCAFFOLD: FedAvg whose clients correct their drift by control variates.
+
+S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, SCAFFOLD: stochastic controlled averaging
+for federated learning, ICML 2020, arXiv 1910.06378, Algorithm 1 with option II. A client keeps c_i, the mean gradient
+of its last visit, and the server their mean c; every local step is corrected by c - c_i. Lines are those of
+docs/algorithms/scaffold.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.recipe import FineTuning, MakeItYours, fine_tune
+from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.predictors import Predictors, predictors_of
+
+
+class ScaffoldServer(base.ServerHalf):
+    """Keeps w, and c, which is the mean of the c_i of all seen clients, zero of those never drawn."""
+
+    def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
+        super().__init__(settings, task)
+        theta = task.model.init(generator, task.dtype)
+        self.state |= {"theta": theta, "c": torch.zeros_like(theta)}
+
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """The steps that the settings ask for."""
+        return {"steps": self.settings.local.count(examples)}
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """Lines 2 and 8-9; clients that were lost are in neither mean."""
+        theta, c = self.state["theta"], self.state["c"]
+        updates = round.sample().send(ModelAndControl(theta, c), ControlledUpdate)  # line 2
+        share = int(updates.present.sum()) / len(self.task.roster)
+        self.state["theta"] = theta + self.settings.server_lr * updates.mean(updates.delta_theta)  # line 8
+        self.state["c"] = c + share * updates.mean(updates.delta_c)  # line 9
+        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the shared model."""
+        return cohort.send(MakeItYours(self.state["theta"]))
+
+
+class ScaffoldClient(base.ClientHalf):
+    """Keeps c_i."""
+
+    predictors, stateful = ("personal", "global"), True
+
+    @conversation
+    def train(self, clients: Group, opening: ModelAndControl) -> Conversation:
+        """Lines 3-7."""
+        w, c = (vector.expand(len(clients), -1) for vector in (opening.theta, opening.c))
+        c_i = clients.recall("c", torch.zeros_like(w))
+        s = self.settings.local
+        trained = train(self.task.model, clients, w, s, correct=controlled, given={"c": c, "c_i": c_i})  # lines 3-5
+        mean_step = (w - trained.theta) / (trained.steps.to(w) * s.lr)
+        new = c_i - c + mean_step  # line 6
+        clients.keep(c=new)
+        yield ControlledUpdate(trained.theta - w, trained.steps, trained.loss, new - c_i)  # line 7
+        return None
+
+    @conversation
+    def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+        """The shared model, fine-tuned as FedAvg's."""
+        theta = opening.theta.expand(len(clients), -1)
+        return predictors_of(self.task.model, **fine_tune(self.task.model, clients, theta, self.settings))
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """``personalize_steps`` for ``personal``."""
+        return self.settings.personalize_steps if predictor == "personal" else 0
+
+
+def controlled(
+    gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: dict[str, list[Tensor]]
+) -> list[Tensor]:
+    """g_i(y_i) - c_i + c (line 5)."""
+    del w, start
+    return list(torch._foreach_add(gradients, torch._foreach_sub(given["c"], given["c_i"])))
+
+
+class PlainSGD(LocalSGD):
+    """SGD whose mean step is the mean of its gradients, as line 6 has it: without momentum and clipping."""
+
+    momentum: float = Field(default=0.0, ge=0, le=0, description="0: c_i is made of plain steps")
+    clip: None = Field(default=None, description="null: c_i is made of plain steps")
+
+
+class ScaffoldSettings(FineTuning):
+    """Keys of ``algorithm`` for SCAFFOLD; ``server_lr`` is the paper's η_g."""
+
+    weighting: Literal["uniform"] = Field(
+        default="uniform", description="c is a mean in which every client counts once"
+    )
+    local: PlainSGD = Field(default=PlainSGD(steps=50), description="local training in a round, without momentum")
+
+
+class ModelAndControl(Message):
+    """Opens training: w and c."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
+    c: Tensor = broadcast(Quantity.GRADIENT)  # [d]
+
+
+class ControlledUpdate(Message):
+    """What local training did, and how c_i changed."""
+
+    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
+    steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
+    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
+    delta_c: Tensor = rows(Quantity.GRADIENT, "d")  # [c, d]
+
+
+SCAFFOLD = base.Algorithm(
+    name="scaffold",
+    version=1,
+    settings=ScaffoldSettings,
+    server=ScaffoldServer,
+    client=ScaffoldClient,
+    messages=(ModelAndControl, ControlledUpdate, MakeItYours),
+    needs_classes=False,
+    titles=lambda settings: {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"},
+    closed=lambda settings: ("name", "found scaffold, whose control variate is a mean over a fixed roster"),
+)

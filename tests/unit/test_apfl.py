@@ -1,0 +1,198 @@
+"""APFL against FedAvg, training alone, and Algorithm 1 written out (Deng, Kamani, Mahdavi, 2020)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import Federation, clients, federation, group, held_out_elsewhere, task
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedloom.algorithms.apfl import APFL, APFLSettings, mixed_sgd
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import LocalSGD, batches, train
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.data.federated import ClientData, Split
+from fedloom.federation.randomness import generator
+from fedloom.models.quadratic import Quadratic
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05, "momentum": 0.9, "lambda_theta": 0.01}
+MODEL = task().model
+
+
+def made(**changes: Any) -> APFLSettings:
+    return APFLSettings.model_validate({"local": LOCAL | changes.pop("local", {}), **changes})
+
+
+def run(folder: Path, s: APFLSettings, **keys: Any) -> Federation:
+    data = keys.pop("data", None) or clients(SIZES)
+    f = federation(folder, APFL, s, task(), data, **keys)
+    f.run()
+    return f
+
+
+def theta_of(f: Federation, round: int, client: str, name: str = "personal") -> Tensor:
+    theta: Tensor = f.predictors[round, client][name].tensors()["theta"]
+    return theta
+
+
+def kept(folder: Path, client: str, round: int) -> dict[str, Tensor]:
+    (path,) = (folder / "states" / client).glob(f"{round}-*.safetensors")
+    return load_file(path)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("mix", [{"alpha": 0.0, "adaptive": False}, {"alpha": 0.7}], ids=["none", "adaptive"])
+def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, mix: dict[str, Any]) -> None:
+    """And with α = 0 there is nothing else."""
+    mine = run(tmp_path / "apfl", made(**mix), rounds=3, cohort=2)
+    s = FedAvgSettings.model_validate({"local": LOCAL})
+    average = federation(tmp_path / "avg", FEDAVG, s, task(), clients(SIZES), rounds=3, cohort=2)
+    average.run()
+    assert torch.equal(mine.state["theta"], average.state["theta"])
+    for c in ("c0", "c1", "c2"):
+        assert torch.equal(theta_of(mine, 3, c, "global"), theta_of(average, 3, c, "global"))
+        assert torch.equal(theta_of(mine, 3, c), theta_of(average, 3, c)) is (mix["alpha"] == 0)
+    losses = [[a.statistics["loss"] for a in f.loop.journal.counted()] for f in (mine, average)]
+    assert losses[0] == losses[1]
+
+
+def test_with_nothing_of_the_shared_model_it_is_training_alone_to_the_bit(tmp_path: Path) -> None:
+    data, f = clients(SIZES), run(tmp_path / "run", made(alpha=1.0, adaptive=False), rounds=2)
+    start = federation(tmp_path / "start", APFL, made(), task(), data).state["theta"]
+    for c in data:
+        v = start[None]
+        for t in (1, 2):
+            alone = Group([c], lambda id, purpose, t=t: generator(SEED, f"train/{purpose}", id, t))
+            v = train(MODEL, alone, v, LocalSGD.model_validate(LOCAL)).theta
+        assert torch.equal(theta_of(f, 2, c.id), v[0])
+
+
+def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
+    """v, w and α, with momentum and λ_θ, which are of each model's own loss."""
+    s, data = made(alpha=0.6), clients(SIZES)
+    f = federation(tmp_path, APFL, s, task(), data, rounds=3, unseen=["c2"])
+    theta = f.state["theta"]
+    v = {c.id: theta for c in data}
+    alpha = {c.id: torch.tensor(0.6, dtype=torch.float64) for c in data}
+    for t in (1, 2, 3):
+        ends = []
+        for c in data[:2]:
+            w, mine, share, x, y = theta, v[c.id], alpha[c.id], c.train.x, c.train.y
+            assert y is not None
+            momentum, own = torch.zeros_like(w), torch.zeros_like(w)
+            drawn = batches(len(c.train), 3, s.local.count(len(c.train)), generator(SEED, "train/train", c.id, t))
+            for i, index in enumerate(drawn):
+                at = [p.clone().requires_grad_() for p in (w, mine, share)]
+
+                def f_i(p: Tensor, x: Tensor = x[index], y: Tensor = y[index]) -> Tensor:
+                    return F.cross_entropy(MODEL.logits(p, x), y) + 0.01 * p.square().sum()
+
+                (g,) = torch.autograd.grad(f_i(at[0]), at[:1])
+                g_v, g_alpha = torch.autograd.grad(f_i(at[2] * at[1] + (1 - at[2]) * at[0].detach()), at[1:])
+                momentum, own = 0.9 * momentum + g, 0.9 * own + g_v
+                w, mine = w - 0.05 * momentum, mine - 0.05 * own
+                share = (share - 0.05 * g_alpha).clamp(0, 1) if i == 0 else share
+            v[c.id], alpha[c.id] = mine, share
+            ends.append(len(c.train) * w)
+        theta = torch.stack(ends).sum(0) / sum(SIZES[:2])
+    f.run()
+    close(f.state["theta"], theta)
+    for c in data[:2]:
+        close(kept(tmp_path, c.id, 3)["alpha"][0], alpha[c.id])
+        assert abs(float(alpha[c.id]) - 0.6) > 1e-6
+        close(theta_of(f, 3, c.id), alpha[c.id] * v[c.id] + (1 - alpha[c.id]) * theta)
+    steps = sum(2 * s.local.count(n) for n in SIZES[:2])
+    assert [a.statistics["client_steps"] for a in f.loop.journal.counted()] == [steps] * 3
+
+
+@pytest.mark.parametrize(("centre", "alpha"), [(0.9, 0.5 + 0.3 * 0.2 * 0.2), (20.0, 1.0), (-20.0, 0.0)])
+def test_the_share_goes_where_the_loss_falls_and_stays_a_share(centre: float, alpha: float) -> None:
+    """f(θ) = (θ - c)²/2 at v = 0.8, w = 0.6: α ← α - η (v - w)(v̄ - c), v̄ being 0.7 and η 0.3."""
+    split = Split(torch.full((4, 1), centre, dtype=torch.float64), None)
+    state = {"v": torch.tensor([0.8], dtype=torch.float64), "alpha": torch.tensor([0.5], dtype=torch.float64)}
+    members = Group([ClientData("c0", split, split, split, 0)], group([])._generator, [state])
+    local = {"epochs": None, "steps": 1, "lr": 0.3, "momentum": 0.0, "lambda_theta": 0.0}
+    mixed_sgd(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made(local=local))
+    assert members.kept[0]["alpha"].item() == pytest.approx(alpha, abs=1e-12)
+
+
+def test_a_client_without_a_model_of_its_own_gets_the_shared_one(tmp_path: Path) -> None:
+    """To the bit, or fine-tuned; one that is lost in every round, too."""
+    data = clients(SIZES)
+    f = run(tmp_path / "none", made(), rounds=2, unseen=["c2"], lost={0: 1})
+    for c in ("c1", "c2"):
+        assert torch.equal(theta_of(f, 2, c), f.state["theta"])
+    assert not torch.equal(theta_of(f, 2, "c0"), f.state["theta"])
+    f = run(tmp_path / "tuned", made(personalize_steps=2), rounds=1, unseen=["c2"])
+    alone = Group(data[2:], lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 1))
+    sgd = LocalSGD.model_validate(LOCAL | {"epochs": None, "steps": 2})
+    assert torch.equal(
+        theta_of(f, 1, "c2"), train(MODEL, alone, f.state["theta"][None], sgd, purpose="fine-tune").theta[0]
+    )
+
+
+def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
+    data = clients(SIZES)
+    one, other = (
+        run(tmp_path / name, made(), rounds=2, unseen=["c2"], data=those)
+        for name, those in (("one", data), ("other", held_out_elsewhere(data)))
+    )
+    assert torch.equal(one.state["theta"], other.state["theta"])
+    for c in data:
+        assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
+
+
+def test_a_share_is_between_0_and_1() -> None:
+    for alpha in (-0.1, 1.1):
+        with pytest.raises(ValidationError, match="alpha"):
+            made(alpha=alpha)
+
+
+def test_whose_own_model_diverges_is_lost() -> None:
+    """Where the shared model's training does not."""
+    split = Split(torch.zeros(4, 1).double(), None)
+    state = {"v": torch.tensor([1e200]).double(), "alpha": torch.tensor([1.0]).double()}
+    members = Group([ClientData("c0", split, split, split, 0)], group([])._generator, [state])
+    trained = mixed_sgd(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made())
+    assert trained.theta.isfinite().all()
+    assert "algorithm.local.lr (found 0.05)" in members.lost[0]
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    """One of them has a v and an α, the others have none."""
+    data, half = clients((9, 4, 6)), APFL.client(made(personalize_steps=1), task())
+    random = torch.Generator().manual_seed(3)
+    opening, _, ask = APFL.messages
+    w = MODEL.init(random, torch.float64)
+    state = {"v": w + 0.1 * torch.randn(len(w), generator=random).double(), "alpha": torch.tensor([0.3]).double()}
+    states = [None, state, None]
+
+    def members(rows: slice, may_keep: bool) -> Group:
+        return Group(data[rows], group(data)._generator, states[rows], may_keep=may_keep)
+
+    def personal(found: Group) -> list[Tensor]:
+        with pytest.raises(StopIteration) as end:
+            next(half.open(found, ask(w)))
+        return [named["personal"].tensors()["theta"] for named in end.value.value]
+
+    whole = members(slice(0, 3), True)
+    together = next(half.open(whole, opening(w))).tensors()
+    predictors = personal(members(slice(0, 3), False))
+    for i in range(3):
+        one = members(slice(i, i + 1), True)
+        for name, value in next(half.open(one, opening(w))).tensors().items():
+            close(together[name][i : i + 1], value)
+        for name, value in one.kept[0].items():
+            close(whole.kept[i][name], value)
+        close(predictors[i], personal(members(slice(i, i + 1), False))[0])

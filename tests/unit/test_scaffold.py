@@ -1,0 +1,155 @@
+"""SCAFFOLD against Algorithm 1 written out, FedAvg, and a fixed point that FedAvg lacks (Karimireddy et al., 2020)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import Federation, clients, federation, group, held_out_elsewhere, task
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm, Group, Task
+from fedloom.algorithms.client import batches
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
+from fedloom.data.federated import ClientData, Split
+from fedloom.federation.randomness import generator
+from fedloom.models.quadratic import Quadratic
+from fedloom.settings import Settings
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}
+MODEL = task().model
+
+
+def made(**changes: Any) -> ScaffoldSettings:
+    return ScaffoldSettings.model_validate({"local": LOCAL | changes.pop("local", {}), **changes})
+
+
+def average(**changes: Any) -> FedAvgSettings:
+    local = {"momentum": 0.0} | LOCAL | changes.pop("local", {})
+    return FedAvgSettings.model_validate({"local": local, "weighting": "uniform", **changes})
+
+
+def run(folder: Path, method: Algorithm, s: Settings, data: list[ClientData], **keys: Any) -> Federation:
+    roster = tuple(c.id for c in data if c.id not in keys.get("unseen", ()))
+    f = federation(folder, method, s, dataclasses.replace(keys.pop("problem", task()), roster=roster), data, **keys)
+    f.run()
+    return f
+
+
+def kept(folder: Path, client: str) -> Tensor:
+    """c_i of the client's last visit."""
+    paths = sorted((folder / "states" / client).glob("*.safetensors"), key=lambda path: int(path.name.split("-")[0]))
+    return load_file(paths[-1])["c"]
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def test_the_first_round_is_fedavg_to_the_bit_and_the_second_is_not(tmp_path: Path) -> None:
+    """Where all control variates are zero."""
+    data = clients(SIZES)
+    for rounds in (1, 2):
+        mine = run(tmp_path / f"s{rounds}", SCAFFOLD, made(personalize_steps=2), data, rounds=rounds, unseen=["c2"])
+        other = run(tmp_path / f"a{rounds}", FEDAVG, average(personalize_steps=2), data, rounds=rounds, unseen=["c2"])
+        assert torch.equal(mine.state["theta"], other.state["theta"]) is (rounds == 1)
+        for c in data if rounds == 1 else ():
+            for name, predictor in other.predictors[1, c.id].items():
+                assert torch.equal(mine.predictors[1, c.id][name].tensors()["theta"], predictor.tensors()["theta"])
+
+
+def test_one_client_alone_is_never_corrected(tmp_path: Path) -> None:
+    """Its c_i is c."""
+    data = clients((9,))
+    mine, other = (run(tmp_path / m.name, m, s, data, rounds=4) for m, s in ((SCAFFOLD, made()), (FEDAVG, average())))
+    close(mine.state["theta"], other.state["theta"])
+    close(mine.state["c"], kept(tmp_path / "scaffold", "c0"))
+
+
+def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
+    s, data, n = made(server_lr=0.7), clients(SIZES), 3
+    start = federation(tmp_path / "start", SCAFFOLD, s, task(), data).state
+    theta, c, own = start["theta"], start["c"], {x.id: start["c"] for x in data}
+    f = run(tmp_path / "run", SCAFFOLD, s, data, rounds=3, cohort=2)
+    for t, attempt in enumerate(f.loop.journal.counted(), start=1):
+        moves, changes = [], []
+        for x in (x for x in data if x.id in attempt.conversations[0].clients):
+            y, count = theta, s.local.count(len(x.train))
+            assert x.train.y is not None
+            for index in batches(len(x.train), 3, count, generator(SEED, "train/train", x.id, t)):
+                p = y.clone().requires_grad_()
+                (g,) = torch.autograd.grad(F.cross_entropy(MODEL.logits(p, x.train.x[index]), x.train.y[index]), [p])
+                y = y - 0.05 * (g - own[x.id] + c)
+            new = own[x.id] - c + (theta - y) / (count * 0.05)
+            moves.append(y - theta)
+            changes.append(new - own[x.id])
+            own[x.id] = new
+        theta, c = theta + 0.7 * sum(moves) / 2, c + sum(changes) / n
+    close(f.state["theta"], theta)
+    close(f.state["c"], c)
+
+
+def test_c_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
+    """Of the whole roster, zero of who never answered, in every round lost."""
+    f = run(tmp_path, SCAFFOLD, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
+    close(f.state["c"], (kept(tmp_path, "c0") + kept(tmp_path, "c2")) / 3)
+    assert f.state["c"].abs().max() > 1e-3
+
+
+def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_steps(tmp_path: Path) -> None:
+    """The mean of the clients' means, which FedAvg misses: there, who makes more steps pulls further."""
+    centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
+    splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
+    data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]
+    problem, local = Task(Quadratic(2, (1.0, 0.5)), 0, (2,), 3, torch.float64), {"batch_size": 1, "lr": 0.1}
+    mine = run(tmp_path / "s", SCAFFOLD, made(local=local), data, rounds=80, problem=problem)
+    other = run(tmp_path / "a", FEDAVG, average(local=local), data, rounds=80, problem=problem)
+    close(mine.state["theta"], centres.mean(0), atol=1e-3)
+    assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
+
+
+def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
+    data, s = clients(SIZES), made(personalize_steps=2)
+    one, other = (
+        run(tmp_path / name, SCAFFOLD, s, those, rounds=2, unseen=["c2"])
+        for name, those in (("one", data), ("other", held_out_elsewhere(data)))
+    )
+    for name, tensor in one.state.items():
+        assert torch.equal(tensor, other.state[name])
+    for c in data:
+        theta, theirs = (f.predictors[2, c.id]["personal"].tensors()["theta"] for f in (one, other))
+        assert torch.equal(theta, theirs)
+
+
+@pytest.mark.parametrize(("key", "value"), [("momentum", 0.9), ("clip", 1.0)])
+def test_what_makes_of_steps_more_than_gradients_is_refused(key: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=f"local.{key}"):
+        made(local={key: value})
+    with pytest.raises(ValidationError, match="weighting"):
+        made(weighting="examples")
+    assert made(local={"lr": 0.1}).local.momentum == 0
+    assert SCAFFOLD.closed(made()) is not None
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    data, half = clients((9, 4, 1)), SCAFFOLD.client(made(), task())
+    random = torch.Generator().manual_seed(3)
+    w = MODEL.init(random, torch.float64)
+    c, own = (torch.randn(len(w), generator=random, dtype=torch.float64) for _ in range(2))
+    opening, states = SCAFFOLD.messages[0](w, c), [None, {"c": own}, None]
+    whole = Group(data, group(data)._generator, states)
+    together = next(half.open(whole, opening)).tensors()
+    for i in range(3):
+        one = Group(data[i : i + 1], group(data)._generator, states[i : i + 1])
+        for name, value in next(half.open(one, opening)).tensors().items():
+            close(together[name][i : i + 1], value)
+        close(whole.kept[i]["c"], one.kept[0]["c"])
