@@ -43,6 +43,9 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fedper": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
+    "fedadam": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "fedavgm": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "fedyogi": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fedprox": {
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
         "mu": 0.5,

@@ -47,6 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ditto": {"local": LOCAL, "personal": LOCAL},
     "fedavg": {"local": LOCAL, "personalize_steps": 2},
     "fedper": {"local": LOCAL, "personalize_epochs": 1},
+    "fedadam": {"local": LOCAL, "personalize_steps": 2},
     "fedprox": {"local": LOCAL, "mu": 0.5},
     "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
     "per-fedavg": {"local": LOCAL, "hessian": "exact"},

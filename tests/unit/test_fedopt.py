@@ -1,0 +1,131 @@
+"""FedAdam, FedYogi and FedAvgM against FedAvg, torch.optim.SGD, and Algorithm 2 by the number (Reddi et al., 2021)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import Federation, clients, federation, held_out_elsewhere, task
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm
+from fedloom.algorithms.fedavg import FEDAVG
+from fedloom.algorithms.fedopt import FEDADAM, FEDAVGM, FEDYOGI
+from fedloom.data.federated import ClientData
+
+SIZES = (4, 9, 6)
+LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
+METHODS = {"fedadam": FEDADAM, "fedyogi": FEDYOGI, "fedavgm": FEDAVGM}
+
+
+def made(folder: Path, method: Algorithm, data: list[ClientData] | None = None, **changes: Any) -> Federation:
+    keys = {name: changes.pop(name) for name in ("rounds", "cohort", "lost", "unseen") if name in changes}
+    s = method.settings.model_validate({"local": LOCAL, **changes})
+    return federation(folder, method, s, task(), clients(SIZES) if data is None else data, **keys)
+
+
+def mean_update(folder: Path, theta: Tensor, round: int, **changes: Any) -> Tensor:
+    """What FedAvg adds to θ in this round."""
+    f = made(folder, FEDAVG, rounds=round, **changes)
+    f.loop.server.state["theta"] = theta
+    f.loop.round = round - 1
+    f.run()
+    return f.state["theta"] - theta
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+TAU = 2.0**-10  # τ², 2 τ and divisions by them are exact
+DEGENERATE = {"beta1": 0.0, "beta2": 1.0, "tau": TAU, "server_lr": 2 * TAU}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("fedavgm", {"momentum": 0.0}), ("fedadam", DEGENERATE), ("fedyogi", DEGENERATE)]
+)
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_without_its_optimizer_it_is_fedavg_to_the_bit(
+    tmp_path: Path, name: str, keys: dict[str, float], weighting: str
+) -> None:
+    """Of v = τ² a step is η/2τ."""
+    same: dict[str, Any] = {"weighting": weighting, "personalize_steps": 2, "rounds": 3, "cohort": 2, "unseen": ["c2"]}
+    mine, average = made(tmp_path / "m", METHODS[name], **keys, **same), made(tmp_path / "a", FEDAVG, **same)
+    mine.run()
+    average.run()
+    assert torch.equal(mine.state["theta"], average.state["theta"])
+    for key, named in average.predictors.items():
+        for which, predictor in named.items():
+            assert torch.equal(mine.predictors[key][which].tensors()["theta"], predictor.tensors()["theta"])
+
+
+def test_fedavgm_is_sgd_with_momentum_on_the_mean_update(tmp_path: Path) -> None:
+    f = made(tmp_path / "m", FEDAVGM, rounds=3, server_lr=0.7, momentum=0.8)
+    theta = f.state["theta"]
+    optimizer = torch.optim.SGD([theta], lr=0.7, momentum=0.8)
+    for t in (1, 2, 3):
+        theta.grad = -mean_update(tmp_path / str(t), theta.clone(), t)
+        optimizer.step()
+    f.run()
+    close(f.state["theta"], theta)
+
+
+@pytest.mark.parametrize("name", ["fedadam", "fedyogi"])
+@pytest.mark.parametrize("lost", [None, {0: 1}])
+def test_adaptive_rounds_are_algorithm_2(tmp_path: Path, name: str, lost: dict[int, int] | None) -> None:
+    """Number by number; a client that was lost is not in the mean."""
+    f = made(tmp_path / "m", METHODS[name], rounds=3, server_lr=0.1, beta1=0.6, beta2=0.7, tau=0.02, lost=lost)
+    theta = f.state["theta"].tolist()
+    m, v = [0.0] * len(theta), [0.02**2] * len(theta)
+    above = below = 0
+    for t in (1, 2, 3):
+        delta = mean_update(tmp_path / str(t), torch.tensor(theta, dtype=torch.float64), t, lost=lost).tolist()
+        for j, d in enumerate(delta):
+            m[j] = 0.6 * m[j] + 0.4 * d
+            above, below = above + (v[j] > d * d), below + (v[j] < d * d)
+            if name == "fedadam":
+                v[j] = 0.7 * v[j] + 0.3 * d * d
+            else:
+                v[j] += 0.3 * d * d if v[j] < d * d else -0.3 * d * d
+            theta[j] += 0.1 * m[j] / (math.sqrt(v[j]) + 0.02)
+    assert min(above, below) > 10  # where the two rules differ
+    f.run()
+    for key, expected in (("theta", theta), ("m", m), ("v", v)):
+        close(f.state[key], torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_held_out_reaches_no_model(tmp_path: Path, name: str) -> None:
+    data = clients(SIZES)
+    one, other = (
+        made(tmp_path / which, METHODS[name], those, personalize_steps=2, unseen=["c2"])
+        for which, those in (("one", data), ("other", held_out_elsewhere(data)))
+    )
+    one.run()
+    other.run()
+    for key, tensor in one.state.items():
+        assert torch.equal(tensor, other.state[key])
+    for c in data:
+        theta, theirs = (f.predictors[1, c.id]["personal"].tensors()["theta"] for f in (one, other))
+        assert torch.equal(theta, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("fedavgm", "momentum", 1.0),
+        ("fedavgm", "tau", 0.001),
+        ("fedadam", "tau", 0.0),
+        ("fedadam", "beta1", 1.0),
+        ("fedadam", "momentum", 0.9),
+        ("fedyogi", "beta2", 1.1),
+        ("fedyogi", "server_lr", 0.0),
+    ],
+)
+def test_each_rule_has_its_own_keys_and_bounds(name: str, key: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=key):
+        METHODS[name].settings.model_validate({key: value})
