@@ -9,10 +9,10 @@ docs/algorithms/scaffold.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
@@ -89,7 +89,7 @@ def controlled(
 class PlainSGD(LocalSGD):
     """SGD whose mean step is the mean of its gradients, as line 6 has it: without momentum and clipping."""
 
-    momentum: float = Field(default=0.0, ge=0, le=0, description="0: c_i is made of plain steps")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="0: c_i is made of plain steps")
     clip: None = Field(default=None, description="null: c_i is made of plain steps")
 
 
@@ -100,6 +100,15 @@ class ScaffoldSettings(FineTuning):
         default="uniform", description="c is a mean in which every client counts once"
     )
     local: PlainSGD = Field(default=PlainSGD(steps=50), description="local training in a round, without momentum")
+
+    @model_validator(mode="after")
+    def _plain(self) -> Self:
+        if self.local.momentum:
+            raise ValueError(
+                f"local.momentum: found {self.local.momentum:g}; allowed: 0, with which the mean step of a visit is "
+                "the mean gradient that a client keeps"
+            )
+        return self
 
 
 class ModelAndControl(Message):
