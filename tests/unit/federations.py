@@ -22,6 +22,7 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.federation.loop import Loop, Schedule, vocabulary
 from fedloom.federation.randomness import generator
+from fedloom.federation.roster import FixedRoster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.flat import FlatModel
@@ -214,7 +215,7 @@ def federation(
             label_mask=False,
             seed=seed,
         ),
-        known,
+        FixedRoster(known),
         algorithm,
         algorithm.server(settings, problem, generator(seed, "init")),
         half,

@@ -21,7 +21,7 @@ def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     from fedloom.algorithms.base import available, find
     from fedloom.data.own import OwnClients
     from fedloom.errors import ExperimentError
-    from fedloom.run.leaving import announcements, answers, measures, of_experiment
+    from fedloom.run.leaving import announcements, answers, is_measured, measures, moments, of_experiment
 
     if not (options.data or options.observe):
         raise ExperimentError("--dry-run: found without --data or --observe; allowed: with one of them")
@@ -30,8 +30,10 @@ def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     if e is not None:
         trained, measured = of_experiment(e, clients)
     typer.echo("The worker tells the aggregator: its name, what it computes on, its versions, and of each client")
-    for told in announcements(clients, e, class_counts=options.class_counts):
+    for told in announcements(clients, class_counts=options.class_counts):
         typer.echo(f"  {json.dumps(told)}")
+    if is_measured(e, clients):
+        _show("\nOnce, where normalization is measured, of clients that train", moments())
     if e is None:
         classes = len(next(iter(clients.cards.values())).classes)
         for name in available():

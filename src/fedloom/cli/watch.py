@@ -80,21 +80,22 @@ class Watch(RunObserver):
         """Show a line."""
         self._console.print(printable(text, keep="\n"), markup=False, soft_wrap=True)
 
-    def round_done(self, attempt: Attempt, rounds: int) -> None:
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
         """Show the round, the time to go, and where the time went."""
         self._seconds = [*self._seconds[-19:], attempt.seconds]
         for name, seconds in attempt.phases.items():
             self._phases[name] = self._phases.get(name, 0.0) + seconds
         per_round = sum(self._seconds) / len(self._seconds)
-        left = clock(per_round * (rounds - attempt.round))
         loss = f"loss {attempt.statistics['loss']:.3f}, " if "loss" in attempt.statistics else ""
         lost = sum(len(conversation.lost) for conversation in attempt.conversations)
-        note = f"{loss}{per_round:.2f} s/round, ETA {left}" + (f", {lost} lost" if lost else "")
+        left = "" if rounds is None else f", ETA {clock(per_round * (rounds - attempt.round))}"
+        note = f"{loss}{per_round:.2f} s/round{left}" + (f", {lost} lost" if lost else "")
         if self._bar is not None:
             self._bar.update(self._train, completed=attempt.round, note=note)
         elif time.monotonic() - self._said >= LINE_EVERY_S or attempt.round == rounds:
             self._said = time.monotonic()
-            self.say(f"round {attempt.round}/{rounds}: {note} ({self.phases()})")
+            of = "" if rounds is None else f"/{rounds}"
+            self.say(f"round {attempt.round}{of}: {note} ({self.phases()})")
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
         """Say why an attempt came to nothing."""

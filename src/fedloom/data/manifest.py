@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -148,17 +148,20 @@ class Manifest:
         DataError
             If there is no such client.
         """
+        if client not in self._entries and not self.clients:
+            raise DataError(f"client {client!r} is not in the roster, which is empty")
         if client not in self._entries:
             first, last = self.clients[0].id, self.clients[-1].id
             allowed = first if first == last else f"one of its {len(self.clients)} clients, {first} to {last}"
             raise DataError(f"client {client!r} is not in the partition of {self.dataset}; allowed: {allowed}")
         return self._entries[client]
 
-    def class_proportions(self) -> Tensor:
-        """Return the class mixes π of the train splits, ``[n, C]`` float64; a row of zeros for an unlabelled client."""
+    def class_proportions(self, clients: Sequence[str] | None = None) -> Tensor:
+        """Return the class mixes π of train splits, by default of all, ``[n, C]`` float64; zeros where not known."""
         import torch  # here, so that whoever only reads a manifest need not import torch
 
-        counts = torch.tensor([client.class_counts["train"] for client in self.clients], dtype=torch.float64)
+        entries = self.clients if clients is None else [self.entry(client) for client in clients]
+        counts = torch.tensor([entry.class_counts["train"] for entry in entries], dtype=torch.float64)
         return counts / counts.sum(1, keepdim=True).clamp(min=1)
 
     def to_json(self) -> str:
@@ -287,7 +290,7 @@ def _contradiction(manifest: Manifest) -> str | None:
         return f"normalization.mean is {list(manifest.normalization.mean)}, expected finite numbers"
     if not all(0 < std < math.inf for std in manifest.normalization.std):
         return f"normalization.std is {list(manifest.normalization.std)}, expected finite numbers above 0"
-    if not manifest.clients:
+    if not manifest.clients and manifest.dataset != "own":  # whose clients may come later
         return "it has no clients"
     if len({client.id for client in manifest.clients}) != len(manifest.clients):
         return "a client id occurs twice"

@@ -192,24 +192,6 @@ class ClientCard:
             self.id, seen, self.train, self.validation, self.test, self.class_counts, self.sha256, owner=None
         )
 
-    def announcement(self, own: Own | None = None, *, observer: bool, class_counts: bool) -> dict[str, Any]:
-        """Return what the aggregator is told of the client when it comes.
-
-        Parameters
-        ----------
-        own
-            What the experiment asks for; moments are told unless it gives the normalization, or the client only
-            observes.
-        class_counts
-            Whether the training examples of each class are told.
-        """
-        told: dict[str, Any] = {"id": self.id, "train": self.train, "labelled": self.labelled, "observer": observer}
-        if not observer and self.kind != "tokens" and (own is None or own.normalization == "measured"):
-            told["moments"] = asdict(self.moments)
-        if class_counts:
-            told["class_counts"] = list(self.class_counts["train"])
-        return told
-
     def to_json(self) -> str:
         """Return the JSON that ``client.json`` holds: a key a line."""
         lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in asdict(self).items())

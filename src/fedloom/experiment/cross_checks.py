@@ -6,7 +6,7 @@ from fedloom.algorithms.base import find
 from fedloom.data.schemes import MeansScheme
 from fedloom.data.sources import SOURCES
 from fedloom.errors import ExperimentError
-from fedloom.experiment.sections import Data, Experiment, OwnData
+from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
 from fedloom.experiment.validation_errors import Mistake
 
 
@@ -56,6 +56,18 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
             f"found {federation.clients_per_round}; allowed: at most {data.seen}, the seen clients "
             f"({data.partition.clients} clients, unseen_fraction {data.unseen_fraction:g})",
         )
+    if isinstance(data, OwnData):
+        if federation.rounds is None and not algorithm.trains:
+            refuse("federation.rounds", f"found null; allowed: 0, because {algorithm.name} has no rounds")
+        if federation.min_replies > federation.min_clients:
+            allowed = f"at most min_clients, {federation.min_clients}"
+            refuse("federation.min_replies", f"found {federation.min_replies}; allowed: {allowed}")
+    else:
+        if federation.rounds is None:
+            refuse("federation.rounds", "found null; allowed: a number; null is for data.own")
+        for key in ("until", "min_clients", "absent_after_s"):
+            if getattr(federation, key) != Federation.model_fields[key].default:
+                refuse(f"federation.{key}", "found without data.own; allowed: with it")
     if federation.min_replies > federation.clients_per_round:
         refuse(
             "federation.min_replies",

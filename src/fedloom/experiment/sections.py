@@ -118,10 +118,41 @@ def _data_way(value: Any) -> str:
     return "brought" if isinstance(value, OwnData) or (isinstance(value, dict) and "own" in value) else "dealt"
 
 
+class Until(Section):
+    """When a federation has trained enough; looked at after each evaluation."""
+
+    metric: Literal["validation_accuracy"] = Field(
+        description="validation_accuracy: pooled over the clients that train, of their own models."
+    )
+    at_least: float | None = Field(default=None, ge=0, le=1, description="It is this high, or higher.")
+    not_better_for: int | None = Field(default=None, ge=1, description="It has not been higher for so many rounds.")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Until:
+        if (self.at_least is None) == (self.not_better_for is None):
+            found = "neither" if self.at_least is None else "both"
+            raise ValueError(f"at_least: found {found} of at_least and not_better_for; allowed: one of them")
+        return self
+
+
 class Federation(Section):
     """The rounds."""
 
-    rounds: int = Field(ge=0, description="Training rounds; 0 for a method that does not train together.")
+    rounds: int | None = Field(
+        ge=0,
+        description="Training rounds; 0 for a method that does not train together; with data.own also null: no end.",
+    )
+    until: Until | None = Field(
+        default=None,
+        description="With data.own: ends the rounds before their number is reached, after an evaluation: "
+        "{metric: validation_accuracy, at_least: A}, or {metric: validation_accuracy, not_better_for: ROUNDS}.",
+    )
+    min_clients: int = Field(
+        default=1, ge=1, description="With data.own: clients that train and are connected; below it, rounds wait."
+    )
+    absent_after_s: float = Field(
+        default=60.0, gt=0, description="With data.own: a client not connected for so many seconds leaves the roster."
+    )
     clients_per_round: int = Field(default=5, ge=1, description="Seen clients in each round's cohort.")
     deadline_s: float = Field(
         default=600.0, gt=0, description="Seconds an exchange may take before a client counts as lost."

@@ -13,7 +13,7 @@ import mmap
 import time
 from array import array
 from bisect import bisect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -52,6 +52,9 @@ class Attempt:
     ``phases`` are seconds by message sent, and ``server`` for the rest; ``steps`` are local SGD steps. ``payload_*``
     are tensor bytes as the papers count them, ``wire_*`` bytes measured; None in process. ``life`` is that of the
     aggregator that made it (:class:`Journal`).
+
+    Of an open federation: ``joined`` and ``left`` say how the roster changed just before, ``experiment`` is the shared
+    part of the experiment if it is another than before (JSON). Where they are empty, a line does not have them.
     """
 
     round: int
@@ -67,6 +70,9 @@ class Attempt:
     wire_down: int | None = None
     refused: dict[str, int] = field(default_factory=dict)
     life: int = 0
+    joined: list[dict[str, Any]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    experiment: str = ""
 
 
 @dataclass
@@ -111,6 +117,10 @@ class Journal:
         Of all rounds so far.
     counted_rounds, whole
         How many attempts became rounds; and up to which round none is missing.
+    members, ever
+        Of an open federation: who is in the roster after the last line, as told when they joined; and who ever was.
+    experiment
+        Its experiment after the last line; empty in a closed run.
     needed
         Rounds at which versions of clients' states are asked for, besides the last: those of checkpoints.
     """
@@ -124,9 +134,15 @@ class Journal:
         self._kept: dict[str, list[Version]] = {}
         self._losses = array("d")
         self._end = 0
+        self.members: dict[str, Mapping[str, Any]] = {}
+        self.ever: set[str] = set()
+        self.experiment = ""
 
     def _note(self, attempt: Attempt) -> None:
         self.costs.add(attempt)
+        fold(self.members, attempt.joined, attempt.left)
+        self.ever.update(told["id"] for told in attempt.joined if not told["observer"])
+        self.experiment = attempt.experiment or self.experiment
         if attempt.outcome != DONE:
             return
         if self.whole == self.counted_rounds and attempt.round == self.whole + 1:
@@ -161,7 +177,8 @@ class Journal:
     def append(self, attempt: Attempt) -> None:
         """Write an attempt down, as one of this life."""
         attempt.life = self.life
-        self._folder.append(NAME, asdict(attempt))
+        line = asdict(attempt)
+        self._folder.append(NAME, {key: value for key, value in line.items() if value or key not in _OPEN})
         self._note(attempt)
 
     def rewind(self) -> None:
@@ -211,6 +228,16 @@ class Journal:
         return [attempt for attempt in self.attempts if attempt.outcome == DONE]
 
 
+_OPEN = ("joined", "left", "experiment")
+
+
+def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, Any]], left: Iterable[str]) -> None:
+    """Apply what a line of a journal says to a roster, by id."""
+    for name in left:
+        members.pop(name, None)
+    members.update({told["id"]: told for told in joined})
+
+
 def _at(versions: Sequence[Version], round: int) -> Version | None:
     """The last of a client's versions up to a round."""
     at = bisect(versions, round, key=lambda version: version.round)
@@ -227,7 +254,16 @@ class Replay:
         self._folder = folder
         self._starts = array("q")  # of round t at t - 1
         self._evaluations: dict[int, int] = {}
+        self._changes = array("q")  # of lines that say how the roster changed
+        self._taken = 0
+        self.experiments: list[tuple[int, str]] = []  # of each the round of its first line, and its text
+        self._begins: list[bool] = []  # whether that line is an evaluation
         for attempt, line in _attempts(folder):
+            if attempt.joined or attempt.left:
+                self._changes.append(line.start)
+            if attempt.experiment:
+                self.experiments.append((attempt.round, attempt.experiment))
+                self._begins.append(attempt.attempt == 0)
             if attempt.outcome == EVALUATED:
                 self._evaluations[attempt.round] = line.start
             elif attempt.outcome == DONE and attempt.round == len(self._starts) + 1:
@@ -253,8 +289,36 @@ class Replay:
             )
         return self._read(self._starts[round - 1])
 
+    @property
+    def rounds(self) -> int:
+        """How many there are."""
+        return len(self._starts)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is of an open federation."""
+        return bool(self._changes)
+
+    def evaluation_begins(self, i: int) -> bool:
+        """Whether the i-th experiment begins with an evaluation of the round before it."""
+        return self._begins[i]
+
+    def changes(self, round: int, *, evaluating: bool) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
+        """Who joined and who left, line by line, up to the attempt that became a round, or the evaluation after it.
+
+        What was told before is not told again.
+        """
+        if evaluating:
+            upto = self._evaluations.get(round, -1)
+        else:
+            upto = self._starts[round - 1] if round <= len(self._starts) else -1
+        while self._taken < len(self._changes) and self._changes[self._taken] <= upto:
+            attempt = self._read(self._changes[self._taken])
+            self._taken += 1
+            yield attempt.joined, attempt.left
+
     def evaluation(self, round: int) -> Attempt | None:
-        """The evaluation after a round, if it lost a client."""
+        """The evaluation after a round, if it lost a client, or in an open federation."""
         start = self._evaluations.get(round)
         return None if start is None else self._read(start)
 
@@ -283,6 +347,8 @@ def _attempt(line: dict[str, Any], folder: RunFolder) -> Attempt:
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
             raise ValueError("a number that is none")
         if not all(isinstance(client, str) for record in conversations for client in record.clients):
+            raise ValueError("a client without a name")
+        if not all(isinstance(told["id"], str) and isinstance(told["observer"], bool) for told in attempt.joined):
             raise ValueError("a client without a name")
         return attempt
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

@@ -28,6 +28,7 @@ from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_f
 from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewReplies
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
+from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
 from fedloom.federation.validation import absurd, is_finite
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
@@ -43,7 +44,7 @@ Extra = Callable[[Evaluation], dict[str, dict[str, Any]]]
 class Schedule:
     """The part of the experiment that the loop follows."""
 
-    rounds: int
+    rounds: int | None
     clients_per_round: int
     deadline_s: float
     min_replies: int
@@ -53,13 +54,17 @@ class Schedule:
     evaluation_cohort: int
     label_mask: bool
     seed: int
+    enough: Callable[[int, Best], bool] | None = None
+    """Whether the rounds may end after this one, by the best so far; asked after each evaluation."""
+    measure_last: bool | None = True
+    """Whether the last round is evaluated; None: if it is due."""
 
 
 class Observer(Protocol):
     """Who is told how the run goes."""
 
-    def round_done(self, attempt: Attempt, rounds: int) -> None:
-        """A round has ended."""
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """A round has ended; there are to be so many, None: no end."""
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
         """An attempt came to nothing."""
@@ -84,12 +89,14 @@ class Loop:
         Set it (from a signal handler) to end the run after the exchange at hand, with a checkpoint.
     after
         Called with each round that has become durable, in the thread that writes checkpoints.
+    experiment
+        Of an open federation: the shared part of the experiment, which may be another than when the run began.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        manifest: Manifest,
+        roster: Roster,
         algorithm: Algorithm,
         server: ServerHalf,
         client_half: ClientHalf,
@@ -100,9 +107,11 @@ class Loop:
         extra: Extra,
         replay: Replay | None = None,
         after: Callable[[int], None] | None = None,
+        experiment: str = "",
     ) -> None:
         self.schedule = schedule
-        self.manifest = manifest
+        self.roster = roster
+        self._experiment = experiment
         self.algorithm = algorithm
         self.server = server
         self.carrier = carrier
@@ -120,13 +129,12 @@ class Loop:
         self.best: Best | None = None
         self.round = 0
         self._evaluated = -1
-        self._sizes = {entry.id: entry.train for entry in manifest.clients}
-        self._held_out = {entry.id: (entry.validation, entry.test) for entry in manifest.clients}
+        self._know()
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self.personalization_payload = (0, 0)
         shapes = {
             **answer_shapes(algorithm.messages, server.sizes),
-            Metrics: measured_shapes(len(self.predictors), manifest.classes),
+            Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
         }
         self._rules = Rules(
             schedule.seed,
@@ -140,6 +148,37 @@ class Loop:
         )
         self._durable: tuple[int, Best | None] | None = None
         self._saved_at = time.monotonic()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of those who are in the roster now."""
+        return self.roster.manifest
+
+    def _know(self) -> None:
+        """Look up what is known of those in the roster."""
+        self._sizes = {entry.id: entry.train for entry in self.manifest.clients}
+        self._held_out = {entry.id: (entry.validation, entry.test) for entry in self.manifest.clients}
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Take in who came and who left; the attempt, or evaluation, tells of it.
+
+        Raises
+        ------
+        InterruptedRun
+            If the run is stopped while too few are there.
+        """
+        if self.roster.fixed:
+            return
+        change = self.roster.settle(attempt.round, evaluating=attempt.attempt == 0)
+        if change != Change():
+            attempt.joined, attempt.left = change.as_lines()
+            self._know()
+            _log.info(
+                "%d joined and %d left, %s in the roster",
+                len(change.joined), len(change.left), counted(len(self.manifest.clients), "client"),
+            )  # fmt: skip
+        if self._experiment != self.journal.experiment:
+            attempt.experiment = self._experiment
 
     def resume(self) -> None:
         """Go back to the last durable round; what came after it runs again, to equal bits.
@@ -183,8 +222,19 @@ class Loop:
         self._durable = (self.round, self.best)
         self._evaluated = evaluated
         self.journal = journal
+        self.roster.restore(journal.members)
+        self._know()
         self.journal.rewind()
         self.folder.rewrite("metrics.jsonl", kept)
+
+    def advance(self) -> None:
+        """Run to the last round and leave a checkpoint, of a run that another goes on with; raises as :meth:`run`."""
+        try:
+            self._make_rounds()
+            self._checkpoint()
+        finally:
+            self.checkpoints.close()
+            self._helper.shutdown()
 
     def run(self) -> Evaluation:
         """Run to the last round and return its evaluation.
@@ -208,11 +258,20 @@ class Loop:
             self._helper.shutdown()
 
     def _run(self) -> Evaluation:
+        evaluation = self._make_rounds()
+        if evaluation is None or evaluation.round != self.round:  # resumed after the last round
+            self._settle(Attempt(self.round, 0))
+            evaluation = self.evaluate()
+        self._checkpoint()
+        return evaluation
+
+    def _make_rounds(self) -> Evaluation | None:
+        """Make all rounds that are to be made, and return the last evaluation on the way."""
         evaluation: Evaluation | None = None
         if self._evaluation_due() and self._evaluated != self.round:
             evaluation = self._evaluate_and_note()
             self._checkpoint()
-        while self.round < self.schedule.rounds:
+        while not self._is_over():
             self._train_round()
             if self._evaluation_due():
                 evaluation = self._evaluate_and_note()
@@ -221,19 +280,27 @@ class Loop:
             if time.monotonic() - self._saved_at >= self.schedule.checkpoint_every_s:
                 self._checkpoint()
             self._check_stop()
-        if evaluation is None:  # resumed after the last round
-            evaluation = self.evaluate()
-        self._checkpoint()
         return evaluation
+
+    def _is_over(self) -> bool:
+        """Whether there are no more rounds to make."""
+        s = self.schedule
+        if s.rounds is not None and self.round >= s.rounds:
+            return True
+        if s.enough is None or self.best is None or self._evaluated != self.round:
+            return False
+        return s.enough(self.round, self.best)
 
     def evaluate(self) -> Evaluation:
         """Personalize every client, seen and unseen, and let it measure the result. Changes no state."""
         return self._evaluate(Attempt(self.round, 0))
 
     def _evaluate(self, attempt: Attempt) -> Evaluation:
-        clients = [entry.id for entry in self.manifest.clients]
-        size = self.schedule.evaluation_cohort
         planned = self.replay.evaluation(self.round) if self.replay is not None else None
+        clients = list(self.roster.here())
+        if planned is not None and not self.roster.fixed:
+            clients = [client for conversation in planned.conversations for client in conversation.clients]
+        size = self.schedule.evaluation_cohort
         session = self._measuring(attempt, planned)
         measured = nothing_measured(len(clients), len(self.predictors), self.manifest.classes)
         present = torch.zeros(len(clients), dtype=torch.bool)
@@ -264,7 +331,7 @@ class Loop:
         return Evaluation(
             round=self.round,
             clients=tuple(clients),
-            seen=torch.tensor([entry.seen for entry in self.manifest.clients]),
+            seen=torch.tensor([self.manifest.entry(client).seen for client in clients]),
             present=present,
             predictors=self.predictors,
             **measured.tensors(),
@@ -336,6 +403,15 @@ class Loop:
             attempt, "evaluate", self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
         )
 
+    def _training(self, attempt: Attempt, planned: Attempt | None) -> Attempting:
+        """One attempt at a round, with those who train and are here."""
+        roster, rules = self.manifest.roster, self._rules
+        if not self.roster.fixed:
+            here = set(self.roster.here())
+            roster = tuple(client for client in roster if client in here)
+            rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
+        return Attempting(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned)
+
     # --- one round ----------------------------------------------------------------------------------------------------
 
     def _train_round(self) -> None:
@@ -345,12 +421,11 @@ class Loop:
         first = planned.attempt if planned is not None else 1
         for number in range(first, first + self.schedule.attempts):
             attempt = Attempt(t, number)
+            self._settle(attempt)
             started = time.perf_counter()
             up, down = self.carrier.traffic.up, self.carrier.traffic.down
             refused = dict(self.carrier.refusals.counts)
-            session = Attempting(
-                attempt, "train", self.manifest.roster, self._sizes, self.carrier, self._rules, self._helper, planned
-            )
+            session = self._training(attempt, planned)
             before = dict(self.server.state)
             try:
                 statistics = self.server.train_round(session)
@@ -384,13 +459,17 @@ class Loop:
         )
 
     def _evaluation_due(self) -> bool:
-        return self.round % self.schedule.evaluate_every == 0 or self.round == self.schedule.rounds
+        s = self.schedule
+        if self.round == s.rounds and s.measure_last is not None:
+            return s.measure_last
+        return self.round % s.evaluate_every == 0
 
     def _evaluate_and_note(self) -> Evaluation:
         started = time.perf_counter()
         attempt = Attempt(self.round, 0, outcome=EVALUATED)
+        self._settle(attempt)
         evaluation = self._evaluate(attempt)
-        if any(conversation.lost for conversation in attempt.conversations):
+        if not self.roster.fixed or any(conversation.lost for conversation in attempt.conversations):
             attempt.phases.clear()
             self.journal.append(attempt)
         _log.info(
@@ -432,7 +511,8 @@ class Loop:
 
     def _check_stop(self) -> None:
         if self.stop.is_set():
-            raise InterruptedRun(f"stopped after round {self.round} of {self.schedule.rounds}; go on with --resume")
+            of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
+            raise InterruptedRun(f"stopped after round {self.round}{of}; go on with --resume")
 
     # --- what it cost, from the journal -------------------------------------------------------------------------------
 

@@ -15,19 +15,22 @@ import torch
 
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientHalf, Group, ServerHalf, Task, find
-from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
+from fedloom.data.federated import FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import partition
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
+from fedloom.experiment.sections import Until
 from fedloom.federation.carrier import Carrier
+from fedloom.federation.checkpoint import Best
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
 from fedloom.federation.randomness import generator
+from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
@@ -156,13 +159,20 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     return dataset
 
 
-def open_own(experiment: Experiment, data: Sequence[Path], observe: Sequence[Path] = ()) -> OwnDataset:
+def open_own(
+    experiment: Experiment,
+    data: Sequence[Path],
+    observe: Sequence[Path] = (),
+    normalization: Normalization | None = None,
+) -> OwnDataset:
     """Clients with data of their own, in the order of their ids.
 
     Parameters
     ----------
     data, observe
         Folders of packed clients: of those that train, and of those that are measured alone.
+    normalization
+        The one to use, of a run that was begun with others; None: that of these clients.
 
     Raises
     ------
@@ -176,9 +186,11 @@ def open_own(experiment: Experiment, data: Sequence[Path], observe: Sequence[Pat
     own = experiment.data.own
     clients = OwnClients.open(data, observe)
     clients.check(own)
-    dataset = OwnDataset(clients, own_manifest(own, clients.entries, experiment.seed, clients.measured(own)))
+    found = clients.measured(own) if normalization is None else normalization
+    dataset = OwnDataset(clients, own_manifest(own, clients.entries, experiment.seed, found))
     dataset.verify()
-    _check_cohort(experiment, dataset.manifest)
+    if normalization is None:
+        _check_cohort(experiment, dataset.manifest)
     return dataset
 
 
@@ -296,11 +308,12 @@ def states_of(folder: RunFolder) -> str:
 def welcome(parts: Parts) -> str:
     """What the aggregator tells workers: the shared part of the experiment, and which partition it is about.
 
-    Clients with data of their own are told the normalization instead.
+    Clients with data of their own are told the normalization instead, null while it is not known.
     """
     about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
     if isinstance(parts.experiment.data, OwnData):
-        about = {"normalization": vars(parts.manifest.normalization)}
+        found = parts.manifest.normalization
+        about = {"normalization": vars(found) if found.mean or parts.manifest.kind == "tokens" else None}
     return json.dumps({"experiment": parts.experiment.shared_json(), **about})
 
 
@@ -314,14 +327,24 @@ def loop(
     *,
     keep_descriptors: bool = True,
     after: Callable[[int], None] | None = None,
+    roster: Roster | None = None,
+    upto: int | None = None,
+    measure_last: bool | None = True,
 ) -> Loop:
     """The round loop of an experiment; descriptors go to ``descriptors.json`` of the run's folder.
 
-    ``after`` is called with each round that has become durable, while the next ones are trained.
+    Parameters
+    ----------
+    after
+        Is called with each round that has become durable, while the next ones are trained.
+    roster
+        Who takes part; None: those of the manifest, from the beginning to the end.
+    upto, measure_last
+        Of a replay: the round to stop at, and whether it is evaluated (None: if it is due). None: the experiment says.
     """
     e = parts.experiment
     schedule = Schedule(
-        rounds=e.federation.rounds,
+        rounds=e.federation.rounds if upto is None else upto,
         clients_per_round=e.federation.clients_per_round,
         deadline_s=e.federation.deadline_s,
         min_replies=e.federation.min_replies,
@@ -331,10 +354,13 @@ def loop(
         evaluation_cohort=e.evaluation.cohort,
         label_mask=e.evaluation.label_mask,
         seed=e.seed,
+        enough=_enough(e.federation.until) if upto is None else None,
+        measure_last=measure_last,
     )
+    roster = FixedRoster(parts.manifest) if roster is None else roster
     return Loop(
         schedule,
-        parts.manifest,
+        roster,
         parts.algorithm,
         parts.server_half(),
         parts.client_half(),
@@ -342,10 +368,19 @@ def loop(
         folder,
         observer,
         stop,
-        what_else(e, parts.manifest, folder, keep=keep_descriptors),
+        what_else(e, roster, folder, keep=keep_descriptors),
         replay,
         after,
+        "" if roster.fixed else e.shared_json(),
     )
+
+
+def _enough(until: Until | None) -> Callable[[int, Best], bool] | None:
+    """Whether an open federation has trained enough, by its best round so far."""
+    if until is None:
+        return None
+    least, rounds = until.at_least, until.not_better_for
+    return lambda round, best: best.score >= least if least is not None else round - best.round >= (rounds or 0)
 
 
 def fingerprint(experiment: Experiment) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from functools import partial
 
 from fedloom.errors import InterruptedRun, QuorumError
 from fedloom.federation.loop import vocabulary
+from fedloom.federation.measuring import VOCABULARY
+from fedloom.federation.roster import Presence
 from fedloom.run import assemble
 from fedloom.run.assemble import Parts
 from fedloom.run.stop_request import StopRequest
@@ -40,6 +42,7 @@ def serving(
     *,
     lingers: bool,
     resumed: bool,
+    presence: Presence | None = None,
 ) -> Iterator[Serving]:
     """Serve from before the first worker until those who watch have read how the run ended, and workers have, too.
 
@@ -62,6 +65,8 @@ def serving(
         Shows a person a line, such as that clients have no worker.
     lingers, resumed
         Whether workers from elsewhere are waited for that have lost their connection, or that of an aggregator before.
+    presence
+        Where it is written who is connected, of an open federation.
 
     Raises
     ------
@@ -69,12 +74,12 @@ def serving(
         If the port is taken or the address cannot be bound.
     """
     e = parts.experiment
-    notices = Notices(e.name, e.federation.rounds, len(parts.manifest.clients))
+    notices = Notices(e.name, e.federation.rounds or 0, len(parts.manifest.clients))
     server = Aggregator(
         run=e.name,
         incarnation=incarnation,
         experiment=assemble.welcome(parts),
-        vocabulary=vocabulary(parts.algorithm),
+        vocabulary={**vocabulary(parts.algorithm), **({} if presence is None else VOCABULARY)},
         dtype=assemble.DTYPE,
         clients=[entry.id for entry in parts.manifest.clients],
         algorithm=parts.algorithm.name,
@@ -84,6 +89,8 @@ def serving(
         protection=protection,
         audit=audit,
         roster=parts.manifest.roster,
+        presence=presence,
+        classes=parts.manifest.classes,
     )
     address = server.start(listen)
     try:
@@ -148,7 +155,8 @@ def with_workers(
         with stop_request.when_unwatched(lambda: at.notices.unwatched_s, orphan_after_s):
             at.notices.tell("waiting", "waiting for workers")
             count = parts.experiment.runtime.workers if own is not None else 1
-            at.server.wait_for([entry.id for entry in parts.manifest.clients], wait_s, workers=count)
+            if parts.manifest.clients:  # of an open federation the roster waits
+                at.server.wait_for([entry.id for entry in parts.manifest.clients], wait_s, workers=count)
             stop_request.training = True
             at.notices.tell("training")
             yield

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedloom.algorithms.base import Algorithm
@@ -13,8 +13,11 @@ from fedloom.data.own import OwnClients, own_manifest
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.measuring import InputMoments
 from fedloom.messages import Metrics
 from fedloom.run import assemble
+from fedloom.run.open_federation import own_of
+from fedloom.run.worker import member_of
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> lis
     ]
 
 
+def moments() -> list[Leaving]:
+    """Return what a client answers when it is asked, once, what its inputs are like."""
+    return [
+        Leaving(InputMoments.__name__, field.name, str(field.quantity), field.shape) for field in InputMoments.fields()
+    ]
+
+
 def measures(predictors: int, classes: int) -> list[Leaving]:
     """Return what a client answers an evaluation with."""
     shapes = measured_shapes(predictors, classes)
@@ -94,12 +104,14 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Lea
     return answers(parts.algorithm, parts.server_half().sizes), measures(predictors, len(own.classes))
 
 
-def announcements(
-    clients: OwnClients, experiment: Experiment | None, *, class_counts: bool
-) -> Sequence[dict[str, Any]]:
-    """Return what the aggregator is told of each client."""
-    own = experiment.data.own if experiment is not None and isinstance(experiment.data, OwnData) else None
-    return [
-        card.announcement(own, observer=name in clients.observers, class_counts=class_counts)
-        for name, card in clients.cards.items()
-    ]
+def announcements(clients: OwnClients, *, class_counts: bool) -> list[dict[str, Any]]:
+    """Return what the aggregator is told of each client when it comes."""
+    return [asdict(member_of(clients, client, class_counts=class_counts)) for client in clients.cards]
+
+
+def is_measured(experiment: Experiment | None, clients: OwnClients) -> bool:
+    """Whether the aggregator may ask, once, what the inputs of these clients are like."""
+    if all(name in clients.observers or card.kind == "tokens" for name, card in clients.cards.items()):
+        return False
+    own = None if experiment is None else own_of(experiment)
+    return own is None or own.normalization == "measured"

@@ -38,8 +38,8 @@ class RunObserver:
     def stopping(self, *, after_round: bool) -> None:
         """The run was asked to stop, and does so after the round at hand, or at once."""
 
-    def round_done(self, attempt: Attempt, rounds: int) -> None:
-        """A round has ended."""
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """A round has ended; there are to be so many, None: no end."""
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
         """An attempt came to nothing."""
@@ -63,7 +63,7 @@ class Observers:
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
-    def round_done(self, attempt: Attempt, rounds: int) -> None:
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
         """A round has ended."""
         for observer in self._observers:
             observer.round_done(attempt, rounds)

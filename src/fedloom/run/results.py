@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.summary import (
@@ -21,21 +20,24 @@ from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import Extra, Loop
+from fedloom.federation.roster import Roster
 from fedloom.words import as_csv
 
 if TYPE_CHECKING:
     from fedloom.run.assemble import Parts
 
 
-def what_else(e: Experiment, manifest: Manifest, folder: RunFolder, *, keep: bool) -> Extra:
+def what_else(e: Experiment, roster: Roster, folder: RunFolder, *, keep: bool) -> Extra:
     """What a method's own records add to a line of ``metrics.jsonl``.
 
     Parameters
     ----------
+    roster
+        Knows the class mixes of those who are measured.
     keep
         Write ``descriptors.json`` and ``uncertainty.json``, too.
     """
-    mask, pi = e.evaluation.label_mask, manifest.class_proportions()
+    mask = e.evaluation.label_mask
 
     def extra(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
         if keep:
@@ -45,10 +47,10 @@ def what_else(e: Experiment, manifest: Manifest, folder: RunFolder, *, keep: boo
             return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
         if "descriptor" not in evaluation.records:
             return {}
-        v = evaluation.records["descriptor"]
+        v, pi = evaluation.records["descriptor"], roster.manifest.class_proportions(evaluation.clients)
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
         if keep:
-            with _earlier(folder, "descriptors.json") as before:
+            with _earlier(folder, "descriptors.json", evaluation.clients) as before:
                 document = descriptor_document(
                     before,
                     evaluation.round,
@@ -66,8 +68,8 @@ def what_else(e: Experiment, manifest: Manifest, folder: RunFolder, *, keep: boo
 
 
 @contextmanager
-def _earlier(folder: RunFolder, name: str) -> Iterator[dict[str, Any] | None]:
-    """Give what a file of the run has so far, to be gone on with.
+def _earlier(folder: RunFolder, name: str, clients: Sequence[str]) -> Iterator[dict[str, Any] | None]:
+    """Give what a file of the run has so far, to be gone on with; None if it is about other clients.
 
     Raises
     ------
@@ -75,7 +77,8 @@ def _earlier(folder: RunFolder, name: str) -> Iterator[dict[str, Any] | None]:
         If it is not what was written.
     """
     try:
-        yield folder.json_or_none(name)
+        found = folder.json_or_none(name)
+        yield found if found is not None and found["clients"]["ids"] == list(clients) else None
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{folder.path / name}: not what FedLoom writes ({error!r})") from error
 
@@ -86,7 +89,7 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
     uncertainty = evaluation.uncertainty[:, p]
     if not bool(uncertainty[:, INFORMATION].any()):
         return
-    with _earlier(folder, "uncertainty.json") as before:
+    with _earlier(folder, "uncertainty.json", evaluation.clients) as before:
         document = client_document(
             before,
             evaluation.round,
@@ -106,7 +109,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     last = history[-1] if history else {}
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     steps = run.client_steps()
-    folder.write("clients.csv", as_csv(client_rows(final, parts.manifest.clients)))
+    folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
     folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
     folder.write_json("calibration.json", calibration_document(final))
     result = summary(
@@ -134,7 +137,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
 def _new_client(parts: Parts, run: Loop) -> dict[str, Any]:
     """What it costs a client that has just come to get each predictor: SGD steps (mean over clients), tensor bytes."""
     half = parts.client_half()
-    entries = parts.manifest.clients
+    entries = run.manifest.clients
     return {
         name: {
             "client_steps": sum(half.personalization_steps(name, entry.train) for entry in entries) / len(entries),

@@ -13,6 +13,7 @@ from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.reporting.runs import read_run
 from fedloom.run import assemble
+from fedloom.run.open_federation import check_begun_open, check_changes
 
 FREE_ON_RESUME = (
     ("runtime",),
@@ -27,13 +28,17 @@ FREE_ON_RESUME = (
 not follow to another ``storage``: see :func:`check_states`."""
 
 
-def check_folder(folder: RunFolder, e: Experiment, resume: bool, where: str | None = None) -> bool:
+def check_folder(
+    folder: RunFolder, e: Experiment, resume: bool, where: str | None = None, *, is_open: bool = False
+) -> bool:
     """Whether there is a run to resume.
 
     Parameters
     ----------
     where
         The run's place as a person knows it; None: its folder.
+    is_open
+        Whether it is an open federation, whose experiment may change as it goes on.
 
     Raises
     ------
@@ -61,6 +66,10 @@ def check_folder(folder: RunFolder, e: Experiment, resume: bool, where: str | No
             for key in path[:-1]:
                 tree = tree[key]
             tree.pop(path[-1], None)
+    if is_open:
+        check_begun_open(folder)
+        check_changes(old, new)
+        return _enough_rounds(folder, e, where)
     changed = list(_differences(old, new))
     if changed:
         other = "folder with --out" if where is None else "place with --publish"
@@ -68,8 +77,13 @@ def check_folder(folder: RunFolder, e: Experiment, resume: bool, where: str | No
             f"--resume: {where or folder.path} holds another experiment:\n  " + "\n  ".join(changed[:10]),
             hint=f"resume with the same settings, or choose another {other}",
         )
+    return _enough_rounds(folder, e, where)
+
+
+def _enough_rounds(folder: RunFolder, e: Experiment, where: str | None) -> bool:
+    """True, unless more rounds have been done than are asked for."""
     done = max(Checkpoints(folder.checkpoints).rounds(), default=0)
-    if e.federation.rounds < done:
+    if e.federation.rounds is not None and e.federation.rounds < done:
         raise ExperimentError(
             f"federation.rounds: found {e.federation.rounds} with --resume; allowed: at least {done}, which "
             f"{where or folder.path} has done"
@@ -88,7 +102,7 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
         If its last checkpoint is damaged.
     """
     rounds, checkpoints = e.federation.rounds, Checkpoints(folder.checkpoints)
-    if folder.read("summary.json") is None or max(checkpoints.rounds(), default=None) != rounds:
+    if rounds is None or folder.read("summary.json") is None or max(checkpoints.rounds(), default=None) != rounds:
         return None
     try:
         read_run(folder.path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.data.federated import FederatedDataset
+from fedloom.data.own import Own
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
@@ -21,16 +22,28 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
+from fedloom.federation.roster import Presence, ReplayedRoster, Roster
 from fedloom.run import assemble, results
 from fedloom.run.distributed import serving, with_workers
 from fedloom.run.log_file import logged_to
 from fedloom.run.observer import Observers, RunObserver
+from fedloom.run.open_federation import (
+    Leg,
+    begun,
+    check_replay,
+    is_known,
+    known_normalization,
+    open_manifest,
+    own_of,
+    replayed,
+)
 from fedloom.run.options import RunOptions
 from fedloom.run.resume import check_folder, check_partition, check_states, finished
 from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
+from fedloom.transport.aggregator import Aggregator
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection, ServerOptions
 from fedloom.trust.tokens import make_token
@@ -79,32 +92,34 @@ def run_experiment(
     started = time.perf_counter()
     e, options, observer = experiment, options or RunOptions(), observer or RunObserver()
     folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
-    resume = check_folder(folder, e, options.resume)
+    own = own_of(e)
+    is_open = own is not None and options.listen is not None
+    resume = check_folder(folder, e, options.resume, is_open=is_open)
     # Workers of our own are let in by a token that nobody else has; others by what the options say.
     token = make_token()
     protection = Protection(ServerOptions(token=token) if options.listen is None else options.protection)
     audit = Audit()
     assemble.use_device(e.runtime.device if options.listen is None else "cpu", e.runtime.threads)
     repeated = Replay(_existing(options.replay)) if options.replay is not None else None
-    if repeated is not None and e.federation.rounds:
-        repeated.attempt(e.federation.rounds)  # a journal that is too short is said now, not at its end
-    dataset: FederatedDataset
-    if options.data or options.observe:
-        if options.partition is not None:
-            raise ExperimentError(f"--partition: found {options.partition} with --data; allowed: one of them")
-        dataset = assemble.open_own(e, options.data, options.observe)
-    elif options.partition is None:
-        dataset = assemble.make_partition(e)
+    if repeated is not None:
+        check_replay(repeated, own, listen=options.listen)
+        if e.federation.rounds and not repeated.is_open:
+            repeated.attempt(e.federation.rounds)  # a journal that is too short is said now, not at its end
+    dataset = None if is_open else _dataset(e, options, own)
+    if dataset is not None:
+        manifest = dataset.manifest
     else:
-        dataset = assemble.open_partition(e, options.partition, verify=options.listen is None)
-    parts = assemble.make_parts(e, dataset.manifest)
+        assert own is not None
+        manifest = open_manifest(e, own, known_normalization(own, folder))
+    parts = assemble.make_parts(e, manifest)
     url = _published_at(options, e, folder)
     stateful = parts.client_half().stateful
 
     def check(found: RunFolder, where: str | None = None) -> None:
         """Whether the run in a folder is one that this may go on with."""
-        if check_folder(found, e, options.resume, where):
-            check_partition(found, dataset)
+        if check_folder(found, e, options.resume, where, is_open=is_open):
+            if dataset is not None:
+                check_partition(found, dataset)
             if stateful:
                 check_states(found, url)
 
@@ -119,6 +134,8 @@ def run_experiment(
                 held.enter_context(folder.held())
                 resume = published.take_up(partial(check, where=url)) or resume
         before = finished(folder, e) if resume else None
+        if own is not None and is_open and (known := known_normalization(own, folder)) is not None:
+            parts = assemble.make_parts(e, open_manifest(e, own, known))  # what was published may have told it
 
         def prepare() -> None:
             """Make the run's folder, once nothing but the work itself can fail."""
@@ -126,7 +143,8 @@ def run_experiment(
                 held.enter_context(folder.held())
             folder.make(e.resolved_yaml())
             held.enter_context(logged_to(folder.logs / "aggregator.jsonl", alone=True))
-            folder.write("partition.json", dataset.manifest.to_json())
+            if not is_open or is_known(parts.manifest):
+                folder.write("partition.json", parts.manifest.to_json())
             folder.write_json("environment.json", assemble.fingerprint(e))
             if options.listen is not None and protection.access is not None:
                 audit.keep(folder.logs / "audit.jsonl")
@@ -138,10 +156,11 @@ def run_experiment(
         stop_request = StopRequest(observer)
         # A folder in a pod is gone before anyone looks at it.
         kept = str(folder.path) if url is None or options.listen is None else url
-        observer.started(e, len(dataset.manifest.clients), kept)
+        observer.started(e, len(parts.manifest.clients), kept)
         held.callback(observer.ended)
         if options.resume and not resume:
             observer.notice(f"nothing to resume at {kept}: starting at round 0")
+        presence = Presence() if is_open else None
         serve = partial(
             serving,
             parts,
@@ -152,6 +171,7 @@ def run_experiment(
             say=observer.notice,
             lingers=options.listen is not None,
             resumed=bool(resume),
+            presence=presence,
         )
         if before is not None:
             if store is None:
@@ -163,7 +183,9 @@ def run_experiment(
                 reported = _complete(folder, published, url, options, observer)
             return RunResult(folder.path, before, f"{kept}/report.html" if reported else None)
         with ExitStack() as serves:
-            if options.listen is None and e.runtime.workers == 0:
+            in_hand = options.listen is None and (e.runtime.workers == 0 or (repeated is not None and repeated.is_open))
+            if in_hand:
+                assert dataset is not None
                 prepare()
                 carrier: Carrier = assemble.in_process(parts, dataset, folder)
                 told: Observer = observer
@@ -174,37 +196,79 @@ def run_experiment(
                 at = serves.enter_context(serve(listen))
                 prepare()
                 carrier, told, tell = at.server, Observers(observer, at.notices), at.notices.tell
-                where = options.partition or str(dataset.folder)
                 workers = None
-                if options.listen is None:
+                if dataset is None:
+                    observer.notice(f"waiting for: fedloom worker --aggregator {at.address} --data DIR")
+                elif options.listen is None:
+                    where = options.partition or str(dataset.folder)
                     whose = options.serves or ["--partition", where]
                     workers = partial(Workers, e.runtime, whose, assemble.states_of(folder), folder.logs, token)
                 else:
                     states = assemble.states_of(folder) if stateful and url is not None else None
-                    observer.waiting_for_workers(at.address, where, states)
+                    observer.waiting_for_workers(at.address, options.partition or str(dataset.folder), states)
                 hands = with_workers(at, parts, workers, stop_request, options.wait_s, options.orphan_after_s)
             signals = stop_request.signals() if options.signals else nullcontext()
             with _logs_kept(published), signals, hands:
                 after = None if published is None else published.publish
-                loop = assemble.loop(parts, carrier, folder, told, stop_request.event, repeated, after=after)
+                legs: list[Leg] = [Leg(parts)]
+                roster: Roster | None = None
+                if own is not None and isinstance(carrier, Aggregator) and presence is not None:
+                    parts, roster = begun(parts, own, carrier, presence, folder, stop_request.event, observer.notice)
+                    legs = [Leg(parts)]
+                elif repeated is not None and repeated.is_open:
+                    legs = replayed(e, repeated, parts.manifest)
                 earlier_s = 0.0
-                if resume:
-                    loop.resume()
-                    earlier_s = loop.training_seconds()
-                    observer.resumed(loop.round)
-                    if tell is not None:
-                        tell("training", f"resuming after round {loop.round}", round=loop.round)
+                for number, leg in enumerate(legs):
+                    if repeated is not None and repeated.is_open and dataset is not None:
+                        roster = ReplayedRoster(leg.parts.manifest, repeated)
+                        carrier = assemble.in_process(leg.parts, dataset, folder)
+                    loop = assemble.loop(
+                        leg.parts,
+                        carrier,
+                        folder,
+                        told,
+                        stop_request.event,
+                        repeated,
+                        after=after,
+                        roster=roster,
+                        upto=leg.upto,
+                        measure_last=leg.measured,
+                    )
+                    if resume or number:
+                        loop.resume()
+                        earlier_s = loop.training_seconds()
+                        observer.resumed(loop.round)
+                        if tell is not None:
+                            tell("training", f"resuming after round {loop.round}", round=loop.round)
+                    if leg is not legs[-1]:
+                        loop.advance()
                 gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
                 log.info("ready to train after %.2f s", time.perf_counter() - started)
                 final = loop.run()
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
-            summary = results.conclude(parts, loop, final, earlier_s + time.perf_counter() - started)
+            if not loop.roster.fixed:
+                folder.write("partition.json", loop.manifest.to_json())
+            summary = results.conclude(legs[-1].parts, loop, final, earlier_s + time.perf_counter() - started)
             reported = options.report and _report(folder, observer)
             folder.tidy()
             if published is not None:
                 published.finish()
                 folder.write_json("published.json", {"url": url, "finished": True})
     return RunResult(folder.path, summary, f"{kept}/report.html" if reported else None)
+
+
+def _dataset(e: Experiment, options: RunOptions, own: Own | None) -> FederatedDataset:
+    """The data of a run whose clients are all known."""
+    if options.data or options.observe:
+        if options.partition is not None:
+            raise ExperimentError(f"--partition: found {options.partition} with --data; allowed: one of them")
+        found = None
+        if own is not None and options.replay is not None:
+            found = RunFolder(options.replay).manifest().normalization
+        return assemble.open_own(e, options.data, options.observe, found)
+    if options.partition is None:
+        return assemble.make_partition(e)
+    return assemble.open_partition(e, options.partition, verify=options.listen is None)
 
 
 def _published_at(options: RunOptions, e: Experiment, folder: RunFolder) -> str | None:

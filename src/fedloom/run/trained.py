@@ -164,7 +164,7 @@ def restore(
     text = folder.text("partition.json")
     e = experiments.load(run / "experiment.yaml")
     trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
-    dataset = _clients_of(e, trained_on, partition, data)
+    dataset = _clients_of(folder, e, trained_on, partition, data)
     for what in ("dataset", "classes", "input_shape"):
         found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
         if found != needed:
@@ -194,7 +194,7 @@ def restore(
 
 
 def _clients_of(
-    e: Experiment, trained_on: Manifest, partition: str | Path | None, data: Sequence[Path]
+    folder: RunFolder, e: Experiment, trained_on: Manifest, partition: str | Path | None, data: Sequence[Path]
 ) -> FederatedDataset:
     """Whose models are asked for: the run's clients, those of another partition, or packed ones."""
     if isinstance(e.data, OwnData):
@@ -205,7 +205,7 @@ def _clients_of(
             )
         clients = OwnClients.open(data)
         clients.check(e.data.own)
-        trained = set(trained_on.roster)
+        trained = Journal.read(folder).ever.union(trained_on.roster)
         entries = [card.entry(seen=name in trained) for name, card in clients.cards.items()]
         dataset = OwnDataset(clients, own_manifest(e.data.own, entries, e.seed, trained_on.normalization))
         dataset.verify()

@@ -14,14 +14,15 @@ from typing import Any, Literal
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
-from fedloom.data.own import AGAIN, OwnClients, own_manifest, read_own_shard
+from fedloom.data.own import AGAIN, Own, OwnClients, own_manifest, read_own_shard
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.client_side import ClientSide
+from fedloom.federation.measuring import MeasuringSession
+from fedloom.federation.roster import Member
 from fedloom.run import assemble
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
-from fedloom.transport.worker import Identity, Joined, serve
+from fedloom.transport.worker import Identity, Joined, Session, serve
 from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.words import shortened
 
@@ -106,6 +107,7 @@ class Worker:
         self._identity = Identity(
             worker=name,
             clients=self._serves.clients,
+            members=self._serves.members(options.class_counts) if isinstance(self._serves, Brought) else (),
             algorithms={known: find(known).version for known in available()},
             device=options.device,
         )
@@ -132,13 +134,15 @@ class Worker:
             credentials=self._credentials,
         )
 
-    def _session(self, joined: Joined) -> ClientSide:
+    def _session(self, joined: Joined) -> Session:
         told: dict[str, Any] = json.loads(joined.experiment)
         options = self._options
         runtime = experiments.Runtime(
             workers=0, threads=options.threads, device=options.device, clients_at_once=options.clients_at_once
         )
         shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
+        if isinstance(self._serves, Brought) and "normalization" in told and told["normalization"] is None:
+            return self._serves.measuring(shared)
         dataset = self._serves.dataset(shared, told)
         return assemble.client_side(
             assemble.make_parts(shared, dataset.manifest), dataset, self._device, options.states
@@ -207,6 +211,30 @@ class Brought:
             if options.verify:
                 read_own_shard(self._packed.folders[client], self._packed.cards[client])
 
+    def members(self, class_counts: bool) -> list[Member]:
+        """Return what the aggregator is told of them."""
+        return [member_of(self._packed, client, class_counts=class_counts) for client in self.clients]
+
+    def measuring(self, shared: Experiment) -> MeasuringSession:
+        """Return what answers while the aggregator asks what all clients' inputs are like.
+
+        Raises
+        ------
+        DataError
+            If they are not what the experiment asks for, or it asks for a partition.
+        """
+        self._check(shared)
+        return MeasuringSession({client: self._packed.cards[client] for client in self.clients})
+
+    def _check(self, shared: Experiment) -> Own:
+        if not isinstance(shared.data, OwnData):
+            raise DataError(
+                f"--data: found packed clients; the aggregator's experiment deals out {shared.data.dataset}; allowed: "
+                "--partition"
+            )
+        self._packed.check(shared.data.own)
+        return shared.data.own
+
     def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
         """Return their data, if they are what the experiment asks for.
 
@@ -215,15 +243,17 @@ class Brought:
         DataError
             If they are not, or it asks for a partition.
         """
-        if not isinstance(shared.data, OwnData):
-            raise DataError(
-                f"--data: found packed clients; the aggregator's experiment deals out {shared.data.dataset}; allowed: "
-                "--partition"
-            )
-        own = shared.data.own
-        self._packed.check(own)
+        own = self._check(shared)
         normalization = Normalization(*(tuple(told["normalization"][key]) for key in ("mean", "std")))
         return OwnDataset(self._packed, own_manifest(own, self._packed.entries, shared.seed, normalization))
+
+
+def member_of(packed: OwnClients, client: str, *, class_counts: bool) -> Member:
+    """Return what an aggregator is told of a packed client when it comes."""
+    card = packed.cards[client]
+    counts = card.class_counts["train"] if class_counts and card.labelled else ()
+    observer = client in packed.observers
+    return Member(client, card.train, card.validation, card.test, card.labelled, observer, counts)
 
 
 def serves(options: WorkerOptions) -> Dealt | Brought:

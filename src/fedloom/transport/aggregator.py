@@ -28,8 +28,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import fedloom
+from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, QuorumError
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
+from fedloom.federation.roster import Member, Presence
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
 from fedloom.transport.address import split_address
@@ -63,6 +65,7 @@ log.addFilter(Sparing())
 HELLO_TIMEOUT_S = 10.0
 NAME_CHARACTERS = 200
 ROWS_EVERY_S = 0.25  # how often rows are looked for of which there is no sign
+MOST_EXAMPLES = 10**9  # of a client in a split
 LINGER_S = 2 * LAST_BACKOFF_S  # in which a worker that has lost its connection has dialled again
 HELLO_BYTES = 10_000  # that cost as much as another Hello
 CONNECTIONS_EVERY_S = 5.0  # how often it is looked whether they are as many as may be
@@ -104,6 +107,10 @@ class Aggregator:
         Where it is written who was let in and who was not; without, nowhere.
     roster
         The clients that train: an observer may not speak for them.
+    presence
+        Where it is written who is connected, if clients with data of their own come and go; without, they do not.
+    classes
+        C, where they do.
 
     Examples
     --------
@@ -132,8 +139,13 @@ class Aggregator:
         protection: Protection | None = None,
         audit: Audit | None = None,
         roster: Collection[str] = (),
+        presence: Presence | None = None,
+        classes: int = 0,
     ) -> None:
+        self._run_name = run
         self._incarnation = incarnation
+        self._presence = presence
+        self._classes = classes
         self._algorithm = algorithm
         self._version = version
         self._notices = notices
@@ -143,12 +155,7 @@ class Aggregator:
         access = self._protection.access
         self._gate = None if access is None else Gate(access, self._audit)
         self._roster = frozenset(roster)
-        welcome = wire.Welcome(run=run, incarnation=incarnation, experiment=experiment)
-        self._welcome = _frame(wire.AggregatorPart(welcome=welcome))
-        if len(self._welcome) > FRAME_BYTES:
-            raise ExperimentError(
-                f"the experiment as JSON takes {len(self._welcome)} bytes on the wire, allowed: {FRAME_BYTES}"
-            )
+        self._welcome = self._welcoming(experiment)
         self._up = self._down = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -165,6 +172,28 @@ class Aggregator:
         self._board = Dispatcher(run, incarnation, vocabulary, dtype, self._publish, self._tell)
 
     # ---- what the round loop uses, in its own thread
+
+    def _welcoming(self, experiment: str) -> bytes:
+        welcome = wire.Welcome(run=self._run_name, incarnation=self._incarnation, experiment=experiment)
+        frame = _frame(wire.AggregatorPart(welcome=welcome))
+        if len(frame) > FRAME_BYTES:
+            raise ExperimentError(
+                f"the experiment as JSON takes {len(frame)} bytes on the wire, allowed: {FRAME_BYTES}"
+            )
+        return frame
+
+    def go_on_as(self, incarnation: str, experiment: str) -> None:
+        """Be another incarnation, with something else to tell workers; those that are connected come back to hear it.
+
+        Conversations have to be closed before.
+        """
+
+        def renamed() -> None:
+            self._incarnation = incarnation
+            self._welcome = self._welcoming(experiment)
+            self._board.rename(incarnation)
+
+        self._post(renamed)
 
     def start(self, address: str) -> str:
         """Serve on ``host:port`` (port 0: any free one) and return the address that was bound.
@@ -420,6 +449,8 @@ class Aggregator:
         with self._joined:
             self._stopped = True
             self._joined.notify_all()
+        if self._presence is not None:
+            self._presence.end()
         self._board.stop(finished)
 
     async def _watch_rows(self) -> None:
@@ -459,7 +490,13 @@ class Aggregator:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
             return
         device = printable(hello.device, NAME_CHARACTERS)
-        worker = WorkerInfo(hello.worker, hello.incarnation, Clients(self._index, hello.clients), device)
+        if self._presence is None:
+            worker = WorkerInfo(hello.worker, hello.incarnation, Clients(self._index, hello.clients), device)
+        else:
+            worker = WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), device, _members(hello))
+            if self._board.claimed(worker.name, hello.clients) is not None:  # since it was let in
+                await context.abort(STATUS[Refusal.NAME], "another worker has come with one of its clients")
+                return
         link = Link(worker, owner=_owner())
         if self._board.taken(worker.name, worker.incarnation, link.owner):  # since it was let in
             await context.abort(STATUS[Refusal.NAME], str(WireError(Refusal.NAME, f"worker {worker.name}")))
@@ -551,13 +588,21 @@ class Aggregator:
         identity, kind, reason = peer.identity, "clients", ""
         if foreign := identity.foreign(hello.clients):
             reason = f"may not speak for {_some(foreign)}"
-        elif not identity.may(Action.TRAIN) and (training := self._roster.intersection(hello.clients)):
+        elif not identity.may(Action.TRAIN) and (training := self._training(hello)):
             reason = f"is an observer, and may not speak for clients that train: {_some(sorted(training))}"
         elif self._board.taken(hello.worker, hello.incarnation, identity.name):
             kind, reason = "name", f"may not be worker {hello.worker!r}, which is connected and somebody else's"
         if reason:
             peer.refuse(kind, reason)
             raise Denied(f"{identity.name} {reason}", identity)
+
+    def _training(self, hello: wire.Hello) -> set[str]:
+        """Those of a worker's clients that train; all whose announcement is missing."""
+        if self._presence is None:
+            return set(self._roster.intersection(hello.clients))
+        if len(hello.announced) != len(hello.clients):
+            return set(hello.clients)
+        return {client for client, told in zip(hello.clients, hello.announced, strict=True) if not told.observer}
 
     @staticmethod
     async def _watch(notices: Notices, request: wire.WatchRequest, context: Any) -> None:
@@ -583,25 +628,50 @@ class Aggregator:
             return wire.REFUSAL_CODE_HELLO, f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
         if not hello.worker.isprintable() or not hello.incarnation.isprintable():
             return wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print"
+        if self._presence is not None:
+            return self._judge_members(hello)
         stranger = next((client for client in hello.clients if client not in self._index), None)
         if stranger is not None:
             found = printable(stranger, NAME_CHARACTERS)
             return wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition"
         return wire.REFUSAL_CODE_UNSPECIFIED, ""
 
+    def _judge_members(self, hello: wire.Hello) -> tuple[wire.RefusalCode, str]:
+        """Say what is wrong with clients that have data of their own; an empty reason if nothing is."""
+        code = wire.REFUSAL_CODE_CLIENTS
+        if not hello.clients or len(hello.announced) != len(hello.clients):
+            return code, "this federation is of clients with data of their own: start the worker with --data DIR"
+        for client, told in zip(hello.clients, hello.announced, strict=True):
+            sizes, counts = (told.train, told.validation, told.test), told.class_counts
+            if not CLIENT_ID.fullmatch(client):
+                return code, "a client's id must have letters, digits, '.', '_' and '-', at most 128"
+            if not all(0 < size <= MOST_EXAMPLES for size in sizes):
+                return code, f"client {client}: found sizes {sizes}; allowed: from 1 to {MOST_EXAMPLES:,}"
+            if counts and (len(counts) != self._classes or sum(counts) != told.train):
+                return code, f"client {client}: class counts must be {self._classes}, of {told.train} examples"
+        if len(set(hello.clients)) != len(hello.clients):
+            return code, "a client is there twice"
+        if (claimed := self._board.claimed(hello.worker, hello.clients)) is not None:
+            return wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker"
+        return wire.REFUSAL_CODE_UNSPECIFIED, ""
+
     def _publish(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
         with self._joined:
             if gone is not None:
-                self._served -= gone.clients.mask
+                if isinstance(gone.clients, Clients):
+                    self._served -= gone.clients.mask
                 del self._workers[gone.name]
                 if not self._stopped:
                     self._absent[gone.name] = time.monotonic()
             if come is not None:
-                self._served += come.clients.mask
+                if isinstance(come.clients, Clients):
+                    self._served += come.clients.mask
                 self._workers[come.name] = come
                 self._absent.pop(come.name, None)
             self._joined.notify_all()
             count, unserved = len(self._workers), int((self._served == 0).sum())
+        if self._presence is not None:
+            self._presence.change(() if come is None else come.members, () if gone is None else gone.members)
         if self._notices is not None:
             self._notices.workers(count, unserved)
 
@@ -623,6 +693,21 @@ class Aggregator:
         while (data := await context.read()) is not grpc.aio.EOF:
             self._up += len(data)
             self._board.take(link, data)
+
+
+def _members(hello: wire.Hello) -> tuple[Member, ...]:
+    return tuple(
+        Member(
+            client,
+            told.train,
+            told.validation,
+            told.test,
+            told.labelled,
+            told.observer,
+            tuple(told.class_counts),
+        )
+        for client, told in zip(hello.clients, hello.announced, strict=True)
+    )
 
 
 def _owner() -> str | None:

@@ -134,6 +134,17 @@ class Dispatcher:
         elif told.exchange < len(conversation.calls):
             link.held[key] = dict.fromkeys(conversation.rows.intersection(told.rows), told.exchange)
 
+    def claimed(self, worker: str, clients: Iterable[str]) -> str | None:
+        """Return the first of the clients that another worker serves; None if there is none."""
+        others = [link.worker.clients for link in self._links.values() if link.name != worker]
+        return next((client for client in clients if any(client in served for served in others)), None)
+
+    def rename(self, incarnation: str) -> None:
+        """Go on as another incarnation: all streams end, and workers come back to be told of it."""
+        self._incarnation = incarnation
+        for link in self._links.values():
+            link.outbox.close()
+
     def leave(self, link: Link) -> None:
         """A worker's stream has ended: its rows go to another, or wait."""
         if self._links.get(link.name) is not link:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedloom.federation.carrier import Call, ConversationKey, Lost
+from fedloom.federation.roster import Member
 from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
 from fedloom.transport.codec import Assembler, Cutter, WireError
@@ -70,12 +71,13 @@ LEAST_PATIENCE_S = 2.0
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A connected worker, as it introduced itself."""
+    """A connected worker, as it introduced itself; ``members`` are its clients, where they have data of their own."""
 
     name: str
     incarnation: str
-    clients: Clients
+    clients: Collection[str]
     device: str
+    members: tuple[Member, ...] = ()
 
 
 @dataclass(eq=False)

@@ -60,7 +60,7 @@ class Notices:
 
     # ---- the round loop's observer
 
-    def round_done(self, attempt: Attempt, rounds: int) -> None:
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
         """A round has ended."""
         self.tell("training", round=attempt.round)
 

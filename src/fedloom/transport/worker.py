@@ -24,6 +24,7 @@ import grpc
 import fedloom
 from fedloom.errors import AbandonedError, DataError, FedloomError, RefusedError
 from fedloom.federation.carrier import REASON_CHARACTERS, ConversationKey, Lost, MissingConversation
+from fedloom.federation.roster import Member
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
 from fedloom.transport import dial
@@ -89,6 +90,8 @@ class Identity:
         What it computes on.
     incarnation
         Of this process: conversations are held for as long as it stays the same.
+    members
+        What the aggregator is told of the clients, in their order, where they have data of their own.
     """
 
     worker: str
@@ -96,6 +99,7 @@ class Identity:
     algorithms: Mapping[str, int]
     device: str = "cpu"
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    members: Sequence[Member] = ()
 
 
 @dataclass(frozen=True)
@@ -346,6 +350,17 @@ class _Connection:
             clients=identity.clients,
             device=identity.device,
             algorithms=dict(identity.algorithms),
+            announced=[
+                wire.Announced(
+                    train=member.train,
+                    validation=member.validation,
+                    test=member.test,
+                    labelled=member.labelled,
+                    observer=member.observer,
+                    class_counts=member.class_counts,
+                )
+                for member in identity.members
+            ],
         )
         takes = len(self._introduction())
         if takes > FRAME_BYTES:

@@ -41,6 +41,7 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_CODE_ALGORITHM: _ClassVar[RefusalCode]
     REFUSAL_CODE_CLIENTS: _ClassVar[RefusalCode]
     REFUSAL_CODE_REPLACED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_CLIENT_TAKEN: _ClassVar[RefusalCode]
 
 class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -76,6 +77,7 @@ REFUSAL_CODE_PACKAGE: RefusalCode
 REFUSAL_CODE_ALGORITHM: RefusalCode
 REFUSAL_CODE_CLIENTS: RefusalCode
 REFUSAL_CODE_REPLACED: RefusalCode
+REFUSAL_CODE_CLIENT_TAKEN: RefusalCode
 STATE_UNSPECIFIED: State
 STATE_WAITING: State
 STATE_TRAINING: State
@@ -158,7 +160,7 @@ class StateVersion(_message.Message):
     def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., row: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held")
+    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held", "announced")
     class AlgorithmsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +177,7 @@ class Hello(_message.Message):
     ALGORITHMS_FIELD_NUMBER: _ClassVar[int]
     HELD_OF_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     package: str
     worker: str
@@ -184,7 +187,24 @@ class Hello(_message.Message):
     algorithms: _containers.ScalarMap[str, int]
     held_of: str
     held: _containers.RepeatedCompositeFieldContainer[Held]
-    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+    announced: _containers.RepeatedCompositeFieldContainer[Announced]
+    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., announced: _Optional[_Iterable[_Union[Announced, _Mapping]]] = ...) -> None: ...
+
+class Announced(_message.Message):
+    __slots__ = ("train", "validation", "test", "labelled", "observer", "class_counts")
+    TRAIN_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_FIELD_NUMBER: _ClassVar[int]
+    TEST_FIELD_NUMBER: _ClassVar[int]
+    LABELLED_FIELD_NUMBER: _ClassVar[int]
+    OBSERVER_FIELD_NUMBER: _ClassVar[int]
+    CLASS_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    train: int
+    validation: int
+    test: int
+    labelled: bool
+    observer: bool
+    class_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, train: _Optional[int] = ..., validation: _Optional[int] = ..., test: _Optional[int] = ..., labelled: bool = ..., observer: bool = ..., class_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("conversation", "exchange", "rows")

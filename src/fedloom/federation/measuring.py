@@ -1,0 +1,115 @@
+"""Before round 1 of an open federation: what its clients' inputs are like, from sums that each tells once.
+
+A conversation of one exchange, held by no method: the aggregator asks the clients that train and are connected, and
+makes the normalization of all rounds of what they answer, in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedloom.data.manifest import Normalization
+from fedloom.data.own import ClientCard, Moments, Own, pooled
+from fedloom.errors import QuorumError
+from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
+from fedloom.federation.states import Versions
+from fedloom.messages import Message, Quantity, broadcast, rows
+
+KEY = ConversationKey(0, 0, 0, "measure")
+
+
+class MeasureInputs(Message):
+    """Asks for :class:`InputMoments`."""
+
+    numbers: Tensor = broadcast(Quantity.COUNT)  # [1] float64, channels or features
+
+
+class InputMoments(Message):
+    """Count, sums and sums of squares of the values of each channel or feature, over the training examples."""
+
+    count: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64
+    sum: Tensor = rows(Quantity.OTHER, "numbers")  # [c, numbers] float64
+    squares: Tensor = rows(Quantity.OTHER, "numbers")  # [c, numbers] float64
+
+
+VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (MeasureInputs, InputMoments)}
+
+
+def measured_normalization(carrier: Carrier, own: Own, clients: Sequence[str], deadline_s: float) -> Normalization:
+    """Ask clients for their moments, and return the normalization over those who answer.
+
+    Raises
+    ------
+    QuorumError
+        If nobody does, or what they answer makes no sense.
+    """
+    numbers = own.input_shape[0]
+    asked = torch.tensor([float(numbers)], dtype=torch.float64)
+    call = Call(
+        key=KEY,
+        exchange=0,
+        rows=tuple(range(len(clients))),
+        clients=tuple(clients),
+        message=MeasureInputs(asked),
+        shapes={InputMoments: {"count": (1,), "sum": (numbers,), "squares": (numbers,)}},
+        deadline_s=deadline_s,
+    )
+    try:
+        answers = carrier.exchange(call)
+    finally:
+        carrier.close(KEY)
+    found = [_moments(answer) for answer in answers if isinstance(answer, InputMoments)]
+    sensible = [moments for moments in found if moments is not None]
+    if not sensible:
+        reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["what they say makes no sense"]
+        raise QuorumError(
+            f"data.own.normalization: found measured, and none of {len(clients)} clients told its sums: {reasons[0]}",
+            hint="go on with --resume, or give mean and std",
+        )
+    return pooled(own.kind, numbers, sensible)
+
+
+def _moments(answer: InputMoments) -> Moments | None:
+    """What a client tells; None if no examples can be like that."""
+    count, first, second = float(answer.count[0, 0]), answer.sum[0].tolist(), answer.squares[0].tolist()
+    if not (1 <= count <= 1e15 and count == int(count) and all(square >= 0 for square in second)):
+        return None
+    return Moments(int(count), tuple(first), tuple(second))
+
+
+class MeasuringSession:
+    """A worker's side, from its clients' cards (``transport.worker.Session``)."""
+
+    def __init__(self, cards: Mapping[str, ClientCard]) -> None:
+        self.vocabulary: Mapping[str, type[Message]] = VOCABULARY
+        self._cards = cards
+
+    def answer(
+        self,
+        key: ConversationKey,
+        exchange: int,
+        rows: Sequence[int],
+        clients: Sequence[str],
+        message: Message,
+        states: Sequence[Versions] = (),
+    ) -> Iterator[tuple[int, Message | Lost]]:
+        """Yield each row's moments."""
+        for row, client in zip(rows, clients, strict=True):
+            if client not in self._cards:
+                yield row, Lost(f"client {client} is not served here")
+                continue
+            moments = self._cards[client].moments
+            yield (
+                row,
+                InputMoments(
+                    torch.tensor([[float(moments.count)]], dtype=torch.float64),
+                    torch.tensor([moments.sum], dtype=torch.float64),
+                    torch.tensor([moments.squares], dtype=torch.float64),
+                ),
+            )
+
+    def close(self, key: ConversationKey) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,190 @@
+"""An open federation: clients with data of their own, who come and go, and what an aggregator makes of that."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fedloom import experiment as experiments
+from fedloom.data.manifest import Manifest, Normalization
+from fedloom.data.own import Given, Own, normalization, own_manifest
+from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import Replay
+from fedloom.federation.measuring import measured_normalization
+from fedloom.federation.roster import OpenRoster, Presence
+from fedloom.run import assemble
+from fedloom.run.assemble import Parts
+from fedloom.transport.aggregator import Aggregator
+
+
+def own_of(experiment: Experiment) -> Own | None:
+    """What every client must bring; None where a data set is dealt out."""
+    return experiment.data.own if isinstance(experiment.data, OwnData) else None
+
+
+def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
+    """The normalization, if it is given or nothing, or was measured when the run began; else None.
+
+    Raises
+    ------
+    DataError
+        If the run's manifest is damaged.
+    """
+    if isinstance(own.normalization, Given) or own.kind == "tokens":
+        return normalization(own, ())
+    before = folder.read("partition.json")
+    return (
+        None if before is None else Manifest.from_json(before, where=str(folder.path / "partition.json")).normalization
+    )
+
+
+def open_manifest(experiment: Experiment, own: Own, found: Normalization | None) -> Manifest:
+    """A manifest without clients; without a normalization, too, while it is not known."""
+    return own_manifest(own, (), experiment.seed, Normalization((), ()) if found is None else found)
+
+
+def is_known(manifest: Manifest) -> bool:
+    """Whether a manifest has its normalization."""
+    return manifest.kind == "tokens" or bool(manifest.normalization.mean)
+
+
+def begun(
+    parts: Parts,
+    own: Own,
+    server: Aggregator,
+    presence: Presence,
+    folder: RunFolder,
+    stop: threading.Event,
+    say: Callable[[str], None],
+) -> tuple[Parts, OpenRoster]:
+    """Return the parts of an open federation, and its roster, once the normalization is known.
+
+    If it is not, it is measured on the clients that are there as soon as there are enough, told to the workers, and
+    kept in the run's manifest.
+
+    Raises
+    ------
+    QuorumError
+        If no client tells what it takes.
+    InterruptedRun
+        If the run is stopped meanwhile.
+    """
+    federation = parts.experiment.federation
+
+    def roster_of(manifest: Manifest) -> OpenRoster:
+        return OpenRoster(manifest, presence, federation.min_clients, federation.absent_after_s, stop, say)
+
+    if not is_known(parts.manifest):
+        roster = roster_of(parts.manifest)
+        roster.settle(0, evaluating=True)
+        found = measured_normalization(server, own, roster.manifest.roster, federation.deadline_s)
+        parts = assemble.make_parts(parts.experiment, open_manifest(parts.experiment, own, found))
+        folder.write("partition.json", parts.manifest.to_json())
+        server.go_on_as(uuid.uuid4().hex, assemble.welcome(parts))
+    return parts, roster_of(parts.manifest)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a run with one experiment.
+
+    Attributes
+    ----------
+    upto
+        The round to stop at; None: the experiment says when.
+    measured
+        Whether that is evaluated; None: if it is due.
+    """
+
+    parts: Parts
+    upto: int | None = None
+    measured: bool | None = True
+
+
+def replayed(experiment: Experiment, replay: Replay, manifest: Manifest) -> list[Leg]:
+    """Return the legs of a federation whose experiment may have changed as it went on, to be replayed."""
+    legs = []
+    texts = [text for _, text in replay.experiments]
+    for i, text in enumerate(texts):
+        shared = experiments.from_shared_json(text, runtime=experiment.runtime)
+        parts = assemble.make_parts(shared, manifest)
+        if i + 1 == len(texts):
+            legs.append(Leg(parts, replay.rounds))
+        elif replay.evaluation_begins(i + 1):
+            legs.append(Leg(parts, replay.experiments[i + 1][0], measured=False))
+        else:
+            legs.append(Leg(parts, replay.experiments[i + 1][0] - 1, measured=None))
+    return legs
+
+
+def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
+    """Refuse what cannot change between two rounds of an open federation.
+
+    Parameters
+    ----------
+    old, new
+        The resolved experiments, without ``runtime`` and ``storage``.
+
+    Raises
+    ------
+    ExperimentError
+        If the name, the seed, the model, the method, or the kind of data is another.
+    """
+
+    def fixed(tree: dict[str, object]) -> dict[str, object]:
+        algorithm = tree["algorithm"]
+        assert isinstance(algorithm, dict)
+        kept = {key: tree[key] for key in ("name", "seed", "data", "model")}
+        return {**kept, "algorithm.name": algorithm["name"]}
+
+    before, after = fixed(old), fixed(new)
+    changed = [
+        f"{key}: the run has {before[key]!r}, found {after[key]!r}" for key in before if before[key] != after[key]
+    ]
+    if changed:
+        raise ExperimentError(
+            "--resume: what cannot change as a federation goes on:\n  " + "\n  ".join(changed),
+            hint="resume with the same, or begin another run, elsewhere with --out",
+        )
+
+
+def check_begun_open(folder: RunFolder) -> None:
+    """Refuse to go on, as an open federation, with a run that was begun with packed folders at hand.
+
+    Raises
+    ------
+    ExperimentError
+        If it was.
+    """
+    first = next(iter(folder.objects("journal.jsonl")), None)
+    if first is not None and "experiment" not in first:
+        raise ExperimentError(
+            f"--resume: found {folder.path}, a run whose clients were all known; allowed: a folder of an aggregator",
+            hint="go on with `fedloom run --data ...`, or begin another run, elsewhere with --out",
+        )
+
+
+def check_replay(replay: Replay, own: Own | None, listen: str | None) -> None:
+    """Refuse to replay an open federation as what it is not.
+
+    Raises
+    ------
+    ExperimentError
+        If the experiment deals out a data set, or workers would come.
+    DataError
+        If the journal has no round.
+    """
+    if listen is not None and (replay.is_open or own is not None):
+        raise ExperimentError(
+            "--replay: found with data.own; allowed with `fedloom run --data`, not with an aggregator"
+        )
+    if replay.is_open and own is None:
+        raise ExperimentError(
+            "--replay: found the journal of an open federation; allowed with data.own, and --data DIR"
+        )
+    if replay.is_open and not replay.rounds:
+        raise DataError("the journal to replay has no round")

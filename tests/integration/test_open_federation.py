@@ -1,0 +1,281 @@
+"""An open federation of real processes: members come, leave and are killed, and so is the aggregator."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from facts import tells
+from run_processes import ended, fedloom, final, rounds, started, until
+from s3_support import S3Server
+
+from fedloom.data.own import Own
+from fedloom.data.pack import PackSettings, pack
+from fedloom.data.pack.examples import Request
+from fedloom.data.sources.vowel import CLASS_NAMES, read
+from fedloom.experiment import load
+from fedloom.federation.folder import RunFolder
+from fedloom.run.options import RunOptions
+from fedloom.run.run_experiment import run_experiment
+from fedloom.storage import open_store
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+OWN = Own(kind="features", input_shape=(9,), classes=CLASS_NAMES)
+
+EXPERIMENT = f"""\
+name: vowels
+data: {{own: {{kind: features, input_shape: [9], classes: [{", ".join(CLASS_NAMES)}]}}}}
+model: {{name: mlp, hidden: [6]}}
+algorithm: {{name: fedavg, local: {{steps: 2, lr: 0.1}}}}
+federation:
+  {{rounds: null, clients_per_round: 3, min_clients: 2, absent_after_s: 0.5, deadline_s: 3, checkpoint_every_s: 0}}
+evaluation: {{every: 20, cohort: 2}}
+runtime: {{workers: 0}}
+"""
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six speakers, packed: ``s0`` to ``s5``."""
+    root = tmp_path_factory.mktemp("members")
+    official = read({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
+    pools = (official.train, official.test)
+    x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
+    for speaker in range(6):
+        np.savez(root / "source.npz", x=x[owners == speaker], y=y[owners == speaker])
+        pack(root / "source.npz", root / f"s{speaker}", PackSettings(f"speaker-{speaker}", Request(OWN)))
+    return root
+
+
+class Federation:
+    """An aggregator's folder and port, and the processes of a test."""
+
+    def __init__(self, folder: Path, members: Path, processes: contextlib.ExitStack, experiment: str) -> None:
+        self.run, self.members, self._processes = folder / "run", members, processes
+        self.experiment = folder / "vowels.yaml"
+        self.experiment.write_text(experiment)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def aggregator(self, *arguments: object, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        at = ("aggregator", self.experiment, "--listen", self.address, "--out", self.run, "--no-report")
+        return self._processes.enter_context(started(*at, *arguments, environment=environment))
+
+    def worker(self, *speakers: int, name: str, observes: tuple[int, ...] = (), more: tuple[object, ...] = ()) -> Any:
+        whose = [word for i in speakers for word in ("--data", self.members / f"s{i}")]
+        whose += [word for i in observes for word in ("--observe", self.members / f"s{i}")]
+        at = ("worker", "--aggregator", self.address, "--name", name, "--reconnect", 200)
+        return self._processes.enter_context(started(*at, *whose, *more))
+
+    def lines(self) -> list[dict[str, Any]]:
+        return list(RunFolder(self.run).objects("journal.jsonl")) if (self.run / "journal.jsonl").exists() else []
+
+    def told(self, what: str) -> list[str]:
+        """Everyone whom the journal says to have joined, or left."""
+        return [told["id"] if isinstance(told, dict) else told for line in self.lines() for told in line.get(what, ())]
+
+    def more_rounds(self, count: int = 3) -> None:
+        before = rounds(self.run)
+        until(lambda: rounds(self.run) >= before + count, f"{count} more rounds")
+
+    def replay(self, out: Path, *observes: int) -> Path:
+        data = [self.members / f"s{i}" for i in range(6) if i not in observes]
+        options = RunOptions(
+            out,
+            replay=self.run,
+            data=tuple(data),
+            observe=tuple(self.members / f"s{i}" for i in observes),
+            report=False,
+        )
+        run_experiment(load(self.experiment), options)
+        return out
+
+
+@pytest.fixture
+def federation(tmp_path: Path, members: Path) -> Iterator[Federation]:
+    with contextlib.ExitStack() as processes:
+        yield Federation(tmp_path, members, processes, EXPERIMENT)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+
+
+def equal_to_the_replay(federation: Federation, out: Path, *observes: int) -> None:
+    """The run has the numbers of its journal's replay, to the bit: the model, and what was measured."""
+    again = federation.replay(out, *observes)
+    assert final(again) == final(federation.run)
+    mine, other = (list(RunFolder(run).objects("metrics.jsonl")) for run in (federation.run, again))
+    for key in ("round", "seen", "unseen", "global", "validation_pooled"):
+        assert [line[key] for line in mine] == [line[key] for line in other]
+
+
+@pytest.mark.slow
+def test_members_come_leave_and_are_killed_as_is_the_aggregator_and_the_replay_is_equal(
+    federation: Federation, tmp_path: Path
+) -> None:
+    aggregator = federation.aggregator()
+    first = federation.worker(0, name="first", observes=(3,))
+    until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
+    second = federation.worker(1, name="second")
+    until(lambda: federation.lines(), "the first evaluation")
+    assert sorted(federation.told("joined")) == ["speaker-0", "speaker-1", "speaker-3"]
+    manifest = RunFolder(federation.run).manifest()
+    federation.more_rounds()
+
+    third = federation.worker(2, 4, name="third")
+    until(lambda: {"speaker-2", "speaker-4"} <= set(federation.told("joined")), "the third joins")
+    federation.more_rounds()
+    kill(second)
+    until(lambda: "speaker-1" in federation.told("left"), "the second leaves")
+    federation.more_rounds()
+
+    kill(aggregator)
+    aggregator = federation.aggregator("--resume")
+    federation.more_rounds()
+    fourth = federation.worker(1, name="fourth")  # the same client, from elsewhere
+    until(lambda: federation.told("joined").count("speaker-1") > 1, "the second client comes back")
+    federation.more_rounds()
+
+    aggregator.send_signal(signal.SIGTERM)
+    ended(aggregator, 130)
+    last = rounds(federation.run) + 40
+    changed = ("--set", f"federation.rounds={last}", "--set", "algorithm.local.lr=0.05", "--set", "evaluation.every=7")
+    aggregator = federation.aggregator("--resume", *changed)
+    ended(aggregator, 0)
+    for process in (first, third, fourth):
+        ended(process, 0)
+
+    experiments = [json.loads(line["experiment"]) for line in federation.lines() if "experiment" in line]
+    assert [e["algorithm"]["local"]["lr"] for e in experiments] == [0.1, 0.05]
+    assert RunFolder(federation.run).manifest().normalization == manifest.normalization
+    summary = json.loads((federation.run / "summary.json").read_text())
+    assert (summary["rounds"], summary["seen"]["clients"], summary["unseen"]["clients"]) == (last, 4, 1)
+    equal_to_the_replay(federation, tmp_path / "replay", 3)
+
+
+def test_below_min_clients_it_waits_and_says_so_until_it_is_told_to_stop(federation: Federation) -> None:
+    aggregator = federation.aggregator()
+    alone = federation.worker(0, name="alone", observes=(1, 2))  # observers do not count
+    log = federation.run / "logs" / "aggregator.jsonl"
+    until(lambda: log.exists() and "worker alone" in log.read_text(), "the worker joins")
+    aggregator.send_signal(signal.SIGTERM)
+    said = ended(aggregator, 130)
+    assert tells(said, "waiting", "0 clients", "federation.min_clients", 2)
+    assert "Traceback" not in said
+    assert federation.lines() == []
+    kill(alone)
+
+
+def test_who_may_not_join_is_told_why_and_the_others_go_on(
+    federation: Federation, tmp_path: Path, members: Path
+) -> None:
+    federation.aggregator()
+    federation.worker(0, 1, name="first")
+    until(lambda: federation.lines(), "the federation begins")
+    at = ("worker", "--aggregator", federation.address)
+    said = fedloom(*at, "--data", members / "s1", "--name", "second", code=4)
+    assert tells(said, "speaker-1", "another worker")
+    np.savez(tmp_path / "other.npz", x=np.eye(9, dtype=np.float32), y=np.arange(9) % 2)
+    other = Own(kind="features", input_shape=(9,), classes=("a", "b"))
+    pack(tmp_path / "other.npz", tmp_path / "other", PackSettings("other", Request(other)))
+    said = fedloom(*at, "--data", tmp_path / "other", "--name", "third", code=3)
+    assert tells(said, "other", "classes", "a, b", "data.own.classes", "hid")
+    federation.more_rounds()
+    assert set(federation.told("joined")) <= {"speaker-0", "speaker-1", "other"}
+
+
+@pytest.mark.slow
+def test_it_goes_on_elsewhere_with_what_is_published(
+    federation: Federation, s3_server: S3Server, tmp_path: Path
+) -> None:
+    environment, url = s3_server.environment, f"s3://{s3_server.new_bucket()}/runs/vowels"
+    aggregator = federation.aggregator("--publish", url, "--resume", environment=environment)
+    first, second = (federation.worker(i, name=f"worker-{i}") for i in range(2))
+    until(lambda: federation.lines(), "the federation begins")
+    federation.more_rounds(5)
+    published = open_store(url, environment)
+    until(lambda: any(published.entries("published/")), "it is published")
+    federation.more_rounds(5)
+    kill(aggregator)
+    normalization = RunFolder(federation.run).manifest().normalization
+
+    federation.run = tmp_path / "elsewhere"
+    again = ("--publish", url, "--resume", "--set", "federation.rounds=60")
+    aggregator = federation.aggregator(*again, environment=environment)
+    third = federation.worker(2, name="worker-2")
+    ended(aggregator, 0)
+    for process in (first, second, third):
+        ended(process, 0)
+    assert RunFolder(federation.run).manifest().normalization == normalization
+    equal_to_the_replay(federation, tmp_path / "replay")
+
+
+def test_a_method_whose_clients_keep_states_and_descriptors(federation: Federation, tmp_path: Path) -> None:
+    for name, settings in (
+        ("pfedbayes", "{name: pfedbayes, steps: 2}"),
+        ("pefll", "{name: pefll, descriptor: {size: 3}, embedding: {network: mlp}, local: {steps: 2, epochs: null}}"),
+    ):
+        federation.run = tmp_path / name
+        changed = ("--set", f"algorithm={settings}", "--set", "federation.rounds=6")
+        aggregator = federation.aggregator(*changed, "--set", "evaluation.every=3")
+        more = [("--states", tmp_path / f"{name}-{i}") for i in range(2)]
+        first = federation.worker(0, name="first", observes=(2,), more=(*more[0], "--class-counts"))
+        second = federation.worker(1, name="second", more=more[1])
+        ended(aggregator, 0)
+        ended(first, 0)
+        ended(second, 0)
+        federation.experiment.write_text(EXPERIMENT.replace("{name: fedavg, local: {steps: 2, lr: 0.1}}", settings))
+        equal_to_the_replay(federation, tmp_path / f"{name}-replay", 2)
+        federation.experiment.write_text(EXPERIMENT)
+
+
+def test_what_cannot_change_as_it_goes_on_is_refused(federation: Federation) -> None:
+    aggregator = federation.aggregator("--set", "federation.rounds=2")
+    worker = federation.worker(0, 1, name="first")
+    ended(aggregator, 0)
+    ended(worker, 0)
+    at = ("aggregator", federation.experiment, "--listen", federation.address, "--out", federation.run, "--resume")
+    for change, facts in (
+        ("model={name: mlp, hidden: [7]}", ("model", "6", "7")),
+        ("algorithm={name: fedprox}", ("algorithm.name", "fedavg", "fedprox")),
+        ("data.own.classes=[a, b]", ("data", "hid", "'a'")),
+        ("seed=2", ("seed", 1, 2)),
+    ):
+        said = fedloom(*at, "--set", change, "--set", "federation.rounds=3", code=2)
+        assert tells(said, "--resume", *facts), said
+    said = fedloom(
+        "run", federation.experiment, "--replay", federation.run, "--out", federation.run.parent / "x", code=2
+    )
+    assert tells(said, "data.own", "--data")
+
+
+def test_rounds_end_when_it_is_enough(members: Path, tmp_path: Path) -> None:
+    path = tmp_path / "vowels.yaml"
+    path.write_text(EXPERIMENT)
+    data = tuple(members / f"s{i}" for i in range(3))
+    for i, (end, check) in enumerate(
+        (
+            ("{metric: validation_accuracy, at_least: 0.2}", lambda best, last: best["value"] >= 0.2),
+            ("{metric: validation_accuracy, not_better_for: 12}", lambda best, last: last - best["round"] >= 12),
+        )
+    ):
+        e = load(path, [f"federation.until={end}", "evaluation.every=3"])
+        summary = run_experiment(e, RunOptions(tmp_path / f"run-{i}", data=data, report=False)).summary
+        assert summary["rounds"] % 3 == 0
+        history = list(RunFolder(tmp_path / f"run-{i}").objects("metrics.jsonl"))
+        scores = {line["round"]: line["validation_pooled"] for line in history}
+        best = max(scores, key=lambda t: (scores[t], -t))
+        assert check({"value": scores[best], "round": best}, summary["rounds"])
+        if "at_least" in end:
+            assert all(score < 0.2 for t, score in scores.items() if t < summary["rounds"])

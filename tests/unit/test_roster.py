@@ -1,0 +1,197 @@
+"""The roster of an open federation: who comes and goes, when rounds wait, and what a journal tells of it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.data.manifest import Manifest, Normalization
+from fedloom.data.own import Own, own_manifest
+from fedloom.errors import DataError, InterruptedRun
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import EVALUATED, Attempt, ConversationRecord, Journal, Replay, fold
+from fedloom.federation.roster import Change, FixedRoster, Member, OpenRoster, Presence, ReplayedRoster, between
+
+OWN = Own(kind="features", input_shape=(2,), classes=("a", "b", "c"))
+MANIFEST = own_manifest(OWN, (), 1, Normalization((0.0, 0.0), (1.0, 1.0)))
+
+
+def member(name: str, train: int = 10, **changes: Any) -> Member:
+    return Member(name, train, 3, 4, **changes)
+
+
+def opened(presence: Presence, said: list[str] | None = None, **changes: Any) -> OpenRoster:
+    settings = {"min_clients": 1, "absent_after_s": 1000.0, "stop": threading.Event(), **changes}
+    return OpenRoster(MANIFEST, presence, say=([] if said is None else said).append, **settings)
+
+
+def ids(roster: OpenRoster | ReplayedRoster) -> list[str]:
+    return [entry.id for entry in roster.manifest.clients]
+
+
+def test_who_comes_is_in_the_roster_in_the_order_of_ids_and_who_is_away_for_long_leaves() -> None:
+    presence = Presence()
+    roster = opened(presence)
+    presence.change([member("b"), member("a", observer=True)], [])
+    assert roster.settle(1, evaluating=False) == Change((member("a", observer=True), member("b")))
+    assert (ids(roster), roster.manifest.roster, roster.here()) == (["a", "b"], ("b",), ("a", "b"))
+    assert roster.settle(2, evaluating=False) == Change()
+
+    presence.change([member("c")], [member("b")])
+    assert roster.settle(3, evaluating=False) == Change((member("c"),))
+    assert (ids(roster), roster.here()) == (["a", "b", "c"], ("a", "c"))  # away, and not yet for long
+
+    short = opened(presence, absent_after_s=1e-9)
+    short.restore({name: asdict(member(name)) for name in ("a", "b", "c")})
+    assert short.settle(4, evaluating=False).left == ("a", "b")  # a is another than it was: it observes
+    assert ids(short) == ["a", "c"]
+
+
+def test_a_client_that_never_came_back_is_away_since_the_aggregator_began() -> None:
+    presence = Presence()
+    presence.change([member("a")], [])
+    for absent_after_s, left in ((1000.0, ()), (1e-9, ("z",))):
+        roster = opened(presence, absent_after_s=absent_after_s)
+        roster.restore({"z": asdict(member("z"))})
+        assert roster.settle(1, evaluating=False).left == left
+
+
+def test_a_client_with_other_data_leaves_and_joins() -> None:
+    presence = Presence()
+    roster = opened(presence)
+    presence.change([member("a", 10)], [])
+    roster.settle(1, evaluating=False)
+    presence.change([member("a", 11)], [member("a", 10)])
+    assert roster.settle(2, evaluating=False) == Change((member("a", 11),), ("a",))
+    assert roster.manifest.entry("a").train == 11
+
+
+def test_rounds_wait_below_min_clients_and_say_so_and_observers_do_not_count() -> None:
+    presence, said = Presence(), list[str]()
+    roster = opened(presence, said, min_clients=2)
+    presence.change([member("a"), member("o", observer=True)], [])
+    settled: list[Change] = []
+    waiting = threading.Thread(target=lambda: settled.append(roster.settle(7, evaluating=False)))
+    waiting.start()
+    while not said:
+        waiting.join(0.01)
+    assert not settled
+    assert "1 client" in said[0]
+    assert "federation.min_clients" in said[0]
+    presence.change([member("b")], [])
+    waiting.join()
+    assert [told.id for told in settled[0].joined] == ["a", "b", "o"]
+
+
+def test_a_stop_ends_the_waiting() -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(InterruptedRun):
+        opened(Presence(), stop=stop).settle(1, evaluating=False)
+    presence = Presence()
+    presence.end()
+    with pytest.raises(InterruptedRun):
+        opened(presence).settle(1, evaluating=False)
+
+
+def test_nobody_comes_or_goes_where_all_are_known() -> None:
+    manifest = own_manifest(OWN, [member("b").entry(3), member("a").entry(3)], 1, MANIFEST.normalization)
+    roster = FixedRoster(manifest)
+    assert roster.settle(1, evaluating=False) == Change()
+    assert roster.here() == ("b", "a")
+
+
+def test_what_a_manifest_says_of_a_member() -> None:
+    told = member("a", 10, class_counts=(4, 6, 0)).entry(3)
+    assert (told.train, told.validation, told.test, told.seen) == (10, 3, 4, True)
+    assert told.class_counts["train"] == (4, 6, 0)
+    assert member("a").entry(3).class_counts["train"] == (0, 0, 0)
+    manifest = own_manifest(OWN, [told], 1, MANIFEST.normalization)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST  # nobody yet
+
+
+NAMES = st.sampled_from("abcd")
+ROSTERS = st.dictionaries(NAMES, st.integers(1, 3)).map(lambda sizes: {n: member(n, s) for n, s in sizes.items()})
+
+
+@given(st.lists(ROSTERS, max_size=6))
+def test_changes_told_one_after_another_give_the_last_roster(rosters: list[dict[str, Member]]) -> None:
+    told: dict[str, Any] = {}
+    before: dict[str, Member] = {}
+    for after in rosters:
+        fold(told, *between(before, after).as_lines())
+        before = after
+        assert {name: Member.read(line) for name, line in told.items()} == after
+
+
+def journal(folder: Path) -> RunFolder:
+    """A journal with two settings: an evaluation, a failed attempt, rounds 1 to 3, an evaluation after 2."""
+    run = RunFolder(folder)
+    run.make()
+    written = Journal(run)
+    statistics = {"client_steps": 1.0}
+    a, b, c, o = member("a"), member("b"), member("c"), member("o", observer=True)
+
+    def line(round: int, attempt: int, outcome: str, change: Change, experiment: str = "") -> None:
+        joined, left = change.as_lines()
+        cohort = [ConversationRecord(["a"])]
+        told = statistics if outcome == "done" else {}
+        written.append(Attempt(round, attempt, outcome, cohort, told, joined=joined, left=left, experiment=experiment))
+
+    line(0, 0, EVALUATED, Change((a, o)), "one")
+    line(1, 1, "too few", Change((b,)))
+    line(1, 2, "done", Change((), ("b",)))
+    line(2, 1, "done", Change((c,)))
+    line(2, 0, EVALUATED, Change((b,), ("c",)), "two")
+    line(3, 1, "done", Change((c,)), "three")
+    return run
+
+
+def test_a_journal_tells_who_is_there_and_a_replay_who_was_when(tmp_path: Path) -> None:
+    run = journal(tmp_path)
+    read = Journal.read(run)
+    assert (sorted(read.members), sorted(read.ever), read.experiment) == (
+        ["a", "b", "c", "o"],
+        ["a", "b", "c"],
+        "three",
+    )
+    assert sorted(Journal.read(run, upto=1).members) == ["a", "o"]
+    assert Journal.read(run, upto=1).experiment == "one"
+
+    replay = Replay(run)
+    assert (replay.is_open, replay.rounds) == (True, 3)
+    assert replay.experiments == [(0, "one"), (2, "two"), (3, "three")]
+    assert [replay.evaluation_begins(i) for i in range(3)] == [True, True, False]
+    roster = ReplayedRoster(MANIFEST, replay)
+    for round, evaluating, expected in (
+        (0, True, "ao"), (1, False, "ao"), (2, False, "aco"), (2, True, "abo"), (3, False, "abco"), (3, True, "abco"),
+    ):  # fmt: skip
+        roster.settle(round, evaluating=evaluating)
+        assert "".join(ids(roster)) == expected, (round, evaluating)
+
+
+def test_lines_of_a_closed_run_do_not_have_what_it_has_not(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.make()
+    Journal(run).append(Attempt(1, 1, statistics={"client_steps": 1.0}))
+    line = next(iter(run.objects("journal.jsonl")))
+    assert not {"joined", "left", "experiment"} & set(line)
+    assert not Replay(run).is_open
+
+
+@pytest.mark.parametrize("joined", [[{"id": 3, "observer": False}], [{"id": "a"}], ["a"], 3])
+def test_a_damaged_line_is_refused(joined: object, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.make()
+    run.append("journal.jsonl", {**asdict(Attempt(1, 1, statistics={"client_steps": 1.0})), "joined": joined})
+    with pytest.raises(DataError, match=r"journal\.jsonl"):
+        Journal.read(run)
+    with pytest.raises(DataError, match="journal"):
+        Member.read({"id": "a"})
