@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.errors import DataError
+from fedloom.federation.folder import RunFolder
 
 SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 3, "lr": 0.05}})
 
@@ -109,7 +111,7 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
 def test_a_file_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
     made(tmp_path).run()
-    (tmp_path / name).write_bytes(b"\xff" + (tmp_path / name).read_bytes())
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-2] + b"\xff}\n")
     with pytest.raises(DataError, match=rf"{name}: damaged, found bytes that are no UTF-8"):
         made(tmp_path).loop.resume()
 
@@ -132,3 +134,50 @@ def test_a_checkpoint_that_says_too_little_of_itself_is_refused(tmp_path: Path, 
     save_file({"theta": torch.zeros(1)}, last, metadata={"fedloom": about})
     with pytest.raises(DataError, match="not a checkpoint"):
         made(tmp_path).loop.resume()
+
+
+@pytest.mark.parametrize("end", ["", "\n", '{"round": 7', "\n\n[]\n"])
+def test_lines_are_found_from_the_end(tmp_path: Path, end: str) -> None:
+    made(tmp_path).run()
+    folder = RunFolder(tmp_path)
+    lines = list(folder.metrics())
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(end)
+    placed = list(folder.placed("metrics.jsonl"))
+    assert list(folder.backwards("metrics.jsonl")) == placed[::-1]
+    assert list(folder.backwards("metrics.jsonl", '{"round": 3,')) == [p for p in placed if p.object == lines[1]]
+    last = folder.last_evaluation()
+    assert last is not None
+    assert (last[0], folder.last_evaluation(-1)) == (lines[-1], None)
+    assert folder.last_evaluation(2) == (lines[0], placed[0].end)
+    assert [folder.evaluation_of(line["round"]) for line in lines] == lines
+    assert folder.evaluation_of(77) is None
+
+
+def test_a_long_history_is_not_read_when_a_run_goes_on(tmp_path: Path) -> None:
+    """What lies before the last durable line stays as it is, to the byte, whatever it is."""
+    f = made(tmp_path, rounds=2)
+    f.run()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\xff no line\n" + path.read_bytes())
+    before = path.read_bytes()
+    with path.open("a") as file:
+        file.write('{"round": 3}\n')
+    made(tmp_path, rounds=2).loop.resume()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("every", "evaluations", "read"), [(1, 2000, 2000), (1, 2001, 1001), (7, 5000, 1251)])
+def test_of_a_long_history_as_much_is_read_as_a_curve_shows(
+    tmp_path: Path, every: int, evaluations: int, read: int
+) -> None:
+    made(tmp_path).run()
+    folder = RunFolder(tmp_path)
+    line = folder.metrics()[0]
+    folder.rewrite("metrics.jsonl", ({**line, "round": every * i} for i in range(evaluations)))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 5')
+    found = folder.metrics()
+    rounds = [each["round"] for each in found]
+    assert (len(rounds), rounds[0], rounds[-1]) == (read, 0, every * (evaluations - 1))
+    assert len({b - a for a, b in itertools.pairwise(rounds[:-1])}) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedloom.evaluation.descriptors import (
+    CURVE,
     MAPS,
     average_ranks,
+    curve,
     descriptor_correlation,
     descriptor_document,
     principal_axes,
@@ -195,6 +197,25 @@ def test_a_resumed_run_keeps_the_maps_of_one_that_was_never_stopped() -> None:
     v, rounds = some(13, 4), list(range(13))
     stopped = [*rounds[:10], *rounds[4:]]  # at round 9, back to the checkpoint before round 4
     assert documents(stopped, [v[r] for r in stopped]) == documents(rounds, v)
+
+
+@pytest.mark.parametrize("every", [1, 7, 100])
+def test_the_curve_of_a_long_run_is_thinned_out_evenly(every: int) -> None:
+    def grown(evaluated: Iterable[int]) -> list[int]:
+        rounds: list[int] = []
+        for new in evaluated:
+            rounds = [*(rounds[i] for i in curve(rounds, new)), new]
+            assert len(rounds) <= CURVE + 1
+        return rounds
+
+    whole = [every * i for i in range(9000)]
+    assert grown(whole[:CURVE]) == whole[:CURVE]
+    rounds = grown(whole)
+    assert len(rounds) > CURVE // 2
+    assert rounds[-1] == whole[-1]
+    assert len({b - a for a, b in itertools.pairwise(rounds[:-1])}) == 1
+    back = [*whole[:4100], *whole[3900:]]  # to a checkpoint from before rounds were left out again
+    assert grown(back) == rounds
 
 
 def test_absent_clients_are_on_no_map() -> None:

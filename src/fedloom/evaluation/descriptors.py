@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CURVE = 2000
+"""Rounds at most of which the correlation is kept."""
+
 MAPS = 5
 """Rounds of which a run keeps a map of its descriptors."""
 
@@ -199,12 +202,13 @@ def descriptor_document(
     -------
     dict
         ``round``, ``spearman``, ``spearman_std``, ``excluded``: lists, one entry per evaluated round (null where no
-        unseen client has a coefficient); ``clients`` {``ids``, ``class`` (majority class, the lowest on ties),
-        ``seen``}; ``maps``, ascending: {``round``, ``explained`` [2] (of the variance of this round's descriptors),
+        unseen client has a coefficient), or, of more than :data:`CURVE`, of every second, fourth, ... and the last;
+        ``clients`` {``ids``, ``class`` (majority class, the lowest on ties), ``seen``}; ``maps``, ascending:
+        {``round``, ``explained`` [2] (of the variance of this round's descriptors),
         ``xy`` (per client [x, y] around the mean, or null for one that was absent), ``descriptors`` (base64 of
         ``[n, l]`` float32, little-endian, zero rows for absent clients)}.
     """
-    kept = [i for i, r in enumerate(before["round"]) if r < round] if before else []
+    kept = curve(before["round"], round) if before else []
     new = {
         "round": round,
         "spearman": correlation.mean,
@@ -226,6 +230,15 @@ def descriptor_document(
     document["maps"] = [_map(m["round"], *_unpacked(m), axes) for m in earlier]
     document["maps"].append(_map(round, v, present, axes))
     return document
+
+
+def curve(rounds: Sequence[int], new: int) -> list[int]:
+    """Positions of the rounds whose correlation stays when a new one comes: all, or those of a wider spacing."""
+    spacing = max(1, rounds[1] - rounds[0]) if len(rounds) > 1 else 1
+    while new >= CURVE * spacing:
+        spacing *= 2
+    wide = 2 * new >= CURVE * spacing  # else there are few, and none was left out
+    return [i for i, r in enumerate(rounds) if r < new and not (wide and r % spacing)]
 
 
 def _mapped(rounds: Sequence[int]) -> list[int]:

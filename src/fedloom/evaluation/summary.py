@@ -281,14 +281,14 @@ def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     dict or None
         ``round``, ``seen``, ``unseen``, ``global``; None if no round was validated.
     """
-    scored = [(score, line) for line in history if (score := _score(line)) is not None]
-    if not scored:
+    scored = ((score, line) for line in history if (score := line_score(line)) is not None)
+    _, chosen = min(scored, key=lambda pair: (-pair[0], pair[1]["round"]), default=(None, None))
+    if chosen is None:
         return None
-    _, chosen = min(scored, key=lambda pair: (-pair[0], pair[1]["round"]))
     return {key: chosen[key] for key in ("round", "seen", "unseen", "global")}
 
 
-def _score(line: Mapping[str, Any]) -> float | None:
+def line_score(line: Mapping[str, Any]) -> float | None:
     """:func:`validation_score` of a line of ``metrics.jsonl``."""
     loss = line.get("validation_loss")
     accuracy: float | None = line["validation_pooled"]
@@ -321,7 +321,7 @@ def summary(
     final
         Evaluation of the last round.
     history
-        All lines of ``metrics.jsonl``.
+        Lines of ``metrics.jsonl``, that of the best round among them.
     rounds
         Rounds trained.
     client_steps, training_s

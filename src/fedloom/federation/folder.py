@@ -5,9 +5,13 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
+import itertools
 import json
+import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +22,10 @@ from fedloom.storage.folder import PARTIAL, open_file, read_file, staged, storin
 from fedloom.words import parsed_json
 
 EXPERIMENT = "experiment.yaml"
+METRICS = "metrics.jsonl"
+MANY_ROUNDS = 2000
+"""Of more evaluated rounds only some are read where all are asked for."""
+_ROUND = re.compile(rb'\{"round": (\d+),')
 PIECE = 1 << 20
 
 
@@ -188,14 +196,14 @@ class RunFolder:
         """Give the objects of a JSON-lines file one after another, however many there are; none if it is not there."""
         return (line.object for line in self.placed(name) if line.object is not None)
 
-    def placed(self, name: str) -> Iterator[Placed]:
-        """Give the lines of a JSON-lines file that are not empty, and where they are; none if it is not there."""
+    def placed(self, name: str, skipped: Callable[[bytes], bool] = bytes.isspace) -> Iterator[Placed]:
+        """Give the lines of a JSON-lines file but those ``skipped``, and where they are; none if it is not there."""
         path, end = self.path / name, 0
         try:
             with open_file(path) as file:
                 for line in file:  # of bytes: lines end with \n alone
                     start, end = end, end + len(line)
-                    if not line.isspace():
+                    if not skipped(line):
                         yield Placed(start, end, as_object(line.decode()), line.endswith(b"\n"))
         except FileNotFoundError:
             return
@@ -204,12 +212,72 @@ class RunFolder:
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
+    def backwards(self, name: str, beginning: str = "") -> Iterator[Placed]:
+        """Give the lines of a JSON-lines file as :meth:`placed` does, from the last to the first.
+
+        However long the file is, its end is read at once; lines that do not have the ``beginning`` are not parsed.
+        """
+        path, start = self.path / name, beginning.encode()
+        try:
+            with open_file(path) as file:
+                if not (end := os.fstat(file.fileno()).st_size):
+                    return
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    while end:
+                        at = content.rfind(b"\n" + start, 0, end - 1) + 1
+                        stop = content.find(b"\n", at) + 1 or len(content)
+                        line, end = content[at:stop], at
+                        if line.startswith(start) and not line.isspace():
+                            yield Placed(at, stop, as_object(line.decode()), line.endswith(b"\n"))
+        except FileNotFoundError:
+            return
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: damaged, found bytes that are no UTF-8 ({error.reason})") from error
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+    def last_evaluation(self, upto: int = sys.maxsize) -> tuple[dict[str, Any], int] | None:
+        """Return the object of ``metrics.jsonl`` of the last round up to this one, and where its line ends; or None.
+
+        Only as much of the file is read as comes after it.
+        """
+        for line in self.backwards(METRICS):
+            if line.whole and line.object is not None and _is_evaluation(line.object) and line.object["round"] <= upto:
+                return line.object, line.end
+        return None
+
+    def evaluation_of(self, round: int) -> dict[str, Any] | None:
+        """Return the object of ``metrics.jsonl`` of one round; None if there is none."""
+        of_round = (line.object for line in self.backwards(METRICS, f'{{"round": {round},'))
+        return next((line for line in of_round if line is not None and _is_evaluation(line)), None)
+
     def metrics(self) -> Lines:
-        """Return the evaluated rounds, ascending; of one written twice (before and after a resume) the later line."""
-        found = self.lines("metrics.jsonl")
-        whole = [line for line in found if _is_evaluation(line)]
-        by_round = {line["round"]: line for line in whole}
-        return Lines((by_round[number] for number in sorted(by_round)), found.unreadable + len(found) - len(whole))
+        """Return the evaluated rounds, ascending; of one written twice (before and after a resume) the later line.
+
+        Of more than :data:`MANY_ROUNDS` only those of a wider spacing are read, and the last: as many as a curve shows.
+        """
+        spacing, last = 1, self.last_evaluation()
+        first = [line["round"] for line in itertools.islice(self.evaluations(), 2)]
+        if last is not None and len(first) == 2:
+            every = max(1, first[1] - first[0])
+            while last[0]["round"] >= MANY_ROUNDS * every * spacing:
+                spacing *= 2
+            spacing = every * spacing if spacing > 1 else 1
+
+        def skipped(line: bytes) -> bool:
+            of_round = _ROUND.match(line)
+            return line.isspace() or (of_round is not None and int(of_round[1]) % spacing > 0)
+
+        found = [line.object for line in self.placed(METRICS, skipped)]
+        by_round = {line["round"]: line for line in found if line is not None and _is_evaluation(line)}
+        unreadable = sum(line is None or not _is_evaluation(line) for line in found)
+        if last is not None:
+            by_round.setdefault(last[0]["round"], last[0])
+        return Lines((by_round[number] for number in sorted(by_round)), unreadable)
+
+    def evaluations(self) -> Iterator[dict[str, Any]]:
+        """Give all evaluated rounds one after another, as they were written, however many there are."""
+        return (line for line in self.objects(METRICS) if _is_evaluation(line))
 
     def training_loss(self) -> dict[int, float]:
         """Return the training loss of each round that is in the journal, ascending; none of methods without one."""

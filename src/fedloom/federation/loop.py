@@ -21,8 +21,7 @@ from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
-from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
-from fedloom.evaluation.summary import best as best_line
+from fedloom.evaluation.summary import Communication, Evaluation, line_score, metrics_line, validation_score
 from fedloom.federation.carrier import REASON_CHARACTERS, Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewReplies
@@ -202,14 +201,14 @@ class Loop:
             return
         checkpoint = self.checkpoints.load("last")
         check_fits(checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
-        kept = [line for line in self.folder.metrics() if line["round"] <= checkpoint.round]
         # Killed after this round had been evaluated and before a checkpoint said that it is the best: with its line
         # gone it is evaluated again, and found to be the best again.
-        highest = best_line(kept)
-        known = -1 if checkpoint.best is None else checkpoint.best.round
-        if highest is not None and known < checkpoint.round == highest["round"]:
-            kept = [line for line in kept if line["round"] < checkpoint.round]
-        evaluated = max((line["round"] for line in kept), default=-1)
+        last = self.folder.last_evaluation(checkpoint.round)
+        if last is not None and last[0]["round"] == checkpoint.round:
+            score, best = line_score(last[0]), checkpoint.best
+            if score is not None and (best is None or score > best.score):
+                last = self.folder.last_evaluation(checkpoint.round - 1)
+        evaluated = -1 if last is None else last[0]["round"]
         journal = Journal.read(self.folder, checkpoint.round, self.checkpoints.rounds(), evaluated)
         if not journal.whole == journal.counted_rounds == checkpoint.round:
             raise DataError(
@@ -225,7 +224,7 @@ class Loop:
         self.roster.restore(journal.members)
         self._know()
         self.journal.rewind()
-        self.folder.rewrite("metrics.jsonl", kept)
+        self.folder.cut("metrics.jsonl", 0 if last is None else last[1])
 
     def advance(self) -> None:
         """Run to the last round and leave a checkpoint, of a run that another goes on with; raises as :meth:`run`."""

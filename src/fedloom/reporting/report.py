@@ -283,7 +283,7 @@ def _results(run: RunFolder) -> Section:
     last = lines[-1]
     masked = any(is_masked(last[key]) for key in ("seen", "unseen", "global") if last[key] is not None)
     main, other = ("masked", "unmasked") if masked else ("unmasked", "masked")
-    chosen = _best(run, lines)
+    chosen = _best(run)
     which = "last and best by validation" if chosen is not None and chosen["round"] == last["round"] else "last"
     blocks = [Block(f"Round {last['round']} ({which}), {main}", _rows(last))]
     read_otherwise = _other_reading(last, other)
@@ -301,7 +301,7 @@ def _results(run: RunFolder) -> Section:
     return Section("Results", blocks=tuple(blocks), text=text)
 
 
-def _best(run: RunFolder, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _best(run: RunFolder) -> Mapping[str, Any] | None:
     """The best round: of a finished run as its summary has it, so that no torch is needed."""
     try:
         found: Mapping[str, Any] | None = run.json("summary.json")["best"]
@@ -309,7 +309,7 @@ def _best(run: RunFolder, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, An
     except (DataError, KeyError):
         from fedloom.evaluation.summary import best
 
-        return best(lines)
+        return best(run.evaluations())
 
 
 def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:
@@ -373,9 +373,9 @@ def _curves(run: RunFolder) -> Section:
 
 def _reading(run: RunFolder) -> str:
     """The reading that comes first, ``masked`` or ``unmasked``."""
-    lines = run.metrics()
-    groups = [lines[-1][key] for key in ("seen", "unseen") if lines[-1][key] is not None] if lines else []
-    return "masked" if any(is_masked(group) for group in groups) else "unmasked"
+    last, _ = run.last_evaluation() or ({}, 0)
+    groups = (last.get(key) for key in ("seen", "unseen"))
+    return "masked" if any(is_masked(group) for group in groups if group is not None) else "unmasked"
 
 
 def _clients(run: RunFolder) -> Section:
@@ -495,8 +495,8 @@ def _calibration(run: RunFolder) -> Section:
     from fedloom.reporting.uncertainty_figures import reliability
 
     panel = Panel("reliability", reliability(run.json("calibration.json")))
-    lines = run.metrics()
-    measured = lines[-1]["uncertainty"] if lines else {}
+    last, _ = run.last_evaluation() or ({}, 0)
+    measured = last.get("uncertainty", {})
     rows = tuple(
         Row(label, (_percent(found["ece"]), f"{found['entropy']:.3f}", f"{found['mutual_information']:.3f}"), key)
         for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model"))

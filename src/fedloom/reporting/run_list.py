@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedloom.errors import DataError
 from fedloom.federation.folder import EXPERIMENT, RunFolder
@@ -90,8 +89,7 @@ def _listed(path: Path) -> Listed:
         method = e["algorithm"]
         rule = f" {method['rule']}" if "rule" in method else ""
         summary = run.json("summary.json") if (path / "summary.json").exists() else None
-        lines = run.metrics()
-        last: dict[str, Any] = summary or (lines[-1] if lines else {})
+        last = summary or (run.last_evaluation() or ({}, 0))[0]
         rounds = int(e["federation"]["rounds"])
         journal = (line.get("round", 0) for line in run.objects("journal.jsonl") if line.get("outcome") == DONE)
         done = int(summary["rounds"]) if summary is not None else max(journal, default=0)

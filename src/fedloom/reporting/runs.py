@@ -214,6 +214,11 @@ def read_run(folder: Path) -> Run:
         by_loss = any(group["accuracy_mean"] is None for group in measured)
         masked = not by_loss and any(is_masked(group) for group in measured)
         predictors = [p for p in PREDICTORS if p == "personal" or summary["global"] is not None]
+        best = None if summary["best"] is None else files.evaluation_of(summary["best"]["round"])
+        if best is None and summary["best"] is not None:
+            raise DataError(
+                f"{folder / 'metrics.jsonl'}: lacks round {summary['best']['round']}, the best of summary.json"
+            )
         traffic = summary["communication"]
         return Run(
             path=folder.resolve(),
@@ -234,7 +239,7 @@ def read_run(folder: Path) -> Run:
             duration_s=float(summary["duration_s"]),
             training_loss=files.training_loss(),
             results={
-                p: _result(folder, summary, history, clients, p, masked=masked, by_loss=by_loss) for p in predictors
+                p: _result(summary, history, best, clients, p, masked=masked, by_loss=by_loss) for p in predictors
             },
         )
     except KeyError as error:
@@ -244,9 +249,9 @@ def read_run(folder: Path) -> Run:
 
 
 def _result(
-    folder: Path,
     summary: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]],
+    best: Mapping[str, Any] | None,
     clients: Sequence[Mapping[str, str]],
     predictor: str,
     *,
@@ -255,10 +260,7 @@ def _result(
 ) -> Result:
     method = summary["algorithm"]
     curve = tuple(_point(line, predictor, method, by_loss=by_loss) for line in history)
-    best = summary["best"]
-    of_best = None if best is None else next((point for point in curve if point.round == best["round"]), None)
-    if best is not None and of_best is None:
-        raise DataError(f"{folder / 'metrics.jsonl'}: lacks round {best['round']}, the best of summary.json")
+    of_best = None if best is None else _point(best, predictor, method, by_loss=by_loss)
     costs = summary.get(method, {}).get("new_client", {}).get(predictor, {})
     column = f"{predictor}_{'loss' if by_loss else 'accuracy'}_{'masked' if masked else 'unmasked'}"
     tested: dict[str, dict[str, tuple[int, int]]] = {group: {} for group in GROUPS}

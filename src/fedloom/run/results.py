@@ -105,8 +105,8 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     """Write what a run ends with: ``clients.csv`` and ``summary.json``, which is returned."""
     e = parts.experiment
     folder = run.folder
-    history = list(folder.lines("metrics.jsonl"))
-    last = history[-1] if history else {}
+    last, _ = folder.last_evaluation(run.round) or ({}, 0)
+    best = None if run.best is None else folder.evaluation_of(run.best.round)
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     steps = run.client_steps()
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
@@ -114,7 +114,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     folder.write_json("calibration.json", calibration_document(final))
     result = summary(
         final,
-        history,
+        [] if best is None else [best],
         label_mask=e.evaluation.label_mask,
         name=e.name,
         algorithm=e.algorithm.name,
