@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -12,7 +13,15 @@ from typer.testing import CliRunner
 from fedloom.cli.cluster import app, seconds
 from fedloom.errors import ExperimentError
 from fedloom.storage import Store, open_store
-from fedloom.storage.retention import expired, remove_runs, stored_runs
+from fedloom.storage.retention import (
+    StoredRun,
+    expired,
+    remove_partitions,
+    remove_runs,
+    stored_partitions,
+    stored_runs,
+    unused,
+)
 
 DAY = 86_400.0
 
@@ -74,7 +83,14 @@ def test_clean(folder: Path) -> None:
     assert left(folder) == ["run-1", "run-2", "run-3"]
     clean("--older-than", "36h")
     assert left(folder) == ["run-1"]
+    assert (folder / "partitions/ff/partition.json").exists()  # young
+    os.utime(folder / "partitions/ff/partition.json", (0, 0))
+    clean("--keep", "9")
+    assert "ff" in clean("--older-than", "36h", "--dry-run").output
     assert (folder / "partitions/ff/partition.json").exists()
+    assert "ff" in clean("--older-than", "36h").output
+    assert not (folder / "partitions/ff/partition.json").exists()
+    assert left(folder) == ["run-1"]
 
 
 def test_times() -> None:
@@ -102,3 +118,28 @@ def test_every_store_says_when_something_was_written(store: Store) -> None:
     store.write("runs/a/summary.json", b"{}")
     (run,) = stored_runs(store)
     assert abs(run.modified - time.time()) < 60
+
+
+def test_partitions_that_no_run_refers_to_go(store: Store) -> None:
+    manifests = {name: name.encode() for name in ("ended", "going", "alone")}
+    for name, manifest in manifests.items():
+        store.write(f"partitions/{name}/shards/a", b"x" * 10)
+        store.write(f"partitions/{name}/partition.json", manifest)
+    store.write("partitions/half/shards/a", b"x")  # cut short while it was published
+    store.write("runs/ended/summary.json", b"{}")
+    store.write("runs/ended/partition.json", manifests["ended"])
+    store.write(f"runs/going/blobs/00000001-{hashlib.sha256(manifests['going']).hexdigest()}", manifests["going"])
+    runs, later = stored_runs(store), time.time() + 3 * DAY
+
+    def of(kept: list[StoredRun], now: float = later, older_than_s: float = 2 * DAY) -> tuple[list[str], list[str]]:
+        gone, silent = unused(store, stored_partitions(store), kept, now, older_than_s=older_than_s)
+        return [partition.name for partition in gone], [run.name for run in silent]
+
+    assert of(runs) == (["alone", "half"], [])
+    assert of([run for run in runs if run.finished]) == (["alone", "going", "half"], [])
+    assert of([]) == (["alone", "ended", "going", "half"], [])
+    assert of([], older_than_s=4 * DAY) == ([], [])
+    remove_partitions(store, unused(store, stored_partitions(store), runs, later, older_than_s=0)[0])
+    assert [partition.name for partition in stored_partitions(store)] == ["ended", "going"]
+    store.write("runs/begun/experiment.yaml", b"x")  # it has not said yet which it needs
+    assert of(stored_runs(store)) == ([], ["begun"])

@@ -128,28 +128,55 @@ def clean(
     keep: Annotated[int | None, typer.Option(help="Keep this many finished runs, the latest.", min=0)] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(help="Remove only runs not written to for this long, finished or not: 30d, 12h.", metavar="TIME"),
+        typer.Option(
+            help="Remove only runs not written to for this long, finished or not, and partitions of none: 30d, 12h.",
+            metavar="TIME",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Remove old runs from a store: their checkpoints, clients' states and results. Partitions stay."""
+    """Remove old runs from a store, their checkpoints, clients' states and results; and partitions no run refers to."""
     from fedloom.errors import ExperimentError
     from fedloom.storage import open_store
-    from fedloom.storage.retention import expired, remove_runs, stored_runs
+    from fedloom.storage.retention import (
+        expired,
+        remove_partitions,
+        remove_runs,
+        stored_partitions,
+        stored_runs,
+        unused,
+    )
 
     if keep is None and older_than is None:
         raise ExperimentError("found neither --keep nor --older-than; allowed: one or both")
     store = open_store(storage)
     store.check(writing=not dry_run)
+    age, done = seconds(older_than), "would remove" if dry_run else "removed"
     runs, now = stored_runs(store), time.time()
-    for run in (old := expired(runs, now, keep=keep, older_than_s=seconds(older_than))):
+    for run in (old := expired(runs, now, keep=keep, older_than_s=age)):
         if not dry_run:
             remove_runs(store, [run])
-        when = datetime.fromtimestamp(run.modified, UTC).strftime("%Y-%m-%d %H:%M")
         what = "finished" if run.finished else "unfinished"
-        typer.echo(f"{'would remove' if dry_run else 'removed'} {run.name}: {what}, {when}, {run.size / 1e6:.1f} MB")
-    size = sum(run.size for run in old) / 1e6
-    typer.echo(f"{len(old)} of {len(runs)} runs, {size:.1f} MB")
+        typer.echo(f"{done} {run.name}: {what}, {_when(run.modified)}, {run.size / 1e6:.1f} MB")
+    typer.echo(f"{len(old)} of {len(runs)} runs, {sum(run.size for run in old) / 1e6:.1f} MB")
+    if age is None:
+        return
+    partitions = stored_partitions(store)
+    gone, silent = unused(store, partitions, [run for run in runs if run not in old], now, older_than_s=age)
+    for partition in gone:
+        if not dry_run:
+            remove_partitions(store, [partition])
+        typer.echo(
+            f"{done} partition {partition.name}: of no run, {_when(partition.modified)}, {partition.size / 1e6:.1f} MB"
+        )
+    if silent:
+        names = ", ".join(run.name for run in silent)
+        typer.echo(f"partitions stay, as these runs have not published yet which they need: {names}")
+    typer.echo(f"{len(gone)} of {len(partitions)} partitions, {sum(one.size for one in gone) / 1e6:.1f} MB")
+
+
+def _when(modified: float) -> str:
+    return datetime.fromtimestamp(modified, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def described(status: Status, progress: Progress | None) -> str:

@@ -23,7 +23,7 @@ def publish(folder: Path, store: Store) -> None:
     """Copy a partition to a store.
 
     Shards that are there already are left, so that what was interrupted goes on; the manifest comes last, so that what
-    has one is whole.
+    has one is whole. It is written again where it is there: age says which partitions nobody needs.
 
     Parameters
     ----------
@@ -46,6 +46,7 @@ def publish(folder: Path, store: Store) -> None:
         pass
     else:
         if there == manifest.to_json().encode():
+            store.write(MANIFEST, there)  # as new, so that nobody removes it for its age just now
             return
         raise DataError(
             f"{store.url}: found another partition there than that of {folder}",
