@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pyte
 def test_workers_change_no_bit(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(tmp_path, fresh_root, model={"name": "lenet"}, federation={"rounds": 3, "checkpoint_every_s": 30})
     for workers in (0, 1, 2):
-        fedloom("run", path, "--workers", workers, "--out", tmp_path / str(workers))
+        fedloom("run", path, "--workers", workers, "--no-report", "--out", tmp_path / str(workers))
     for workers in (1, 2):
         assert final(tmp_path / str(workers)) == final(tmp_path / "0")
         assert scores(tmp_path / str(workers)) == scores(tmp_path / "0")
@@ -33,7 +33,7 @@ def test_fedavg_too(fresh_root: Path, tmp_path: Path) -> None:
     algorithm = {"name": "fedavg", "local": {"epochs": 2, "batch_size": 16}, "personalize_steps": 5}
     path = experiment(tmp_path, fresh_root, algorithm=algorithm)
     for workers in (0, 2):
-        fedloom("run", path, "--workers", workers, "--out", tmp_path / str(workers))
+        fedloom("run", path, "--workers", workers, "--no-report", "--out", tmp_path / str(workers))
     assert final(tmp_path / "2") == final(tmp_path / "0")
     assert scores(tmp_path / "2") == scores(tmp_path / "0")
     assert scores(tmp_path / "2")["global"]["clients"] == 20

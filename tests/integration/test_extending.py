@@ -70,7 +70,7 @@ def test_the_examples_train_in_worker_processes(environment: dict[str, str], peo
     assert fetched.returncode == 0, fetched.stderr
     assert "15 owners" in fetched.stdout
     (tmp_path / "mine.yaml").write_text(EXPERIMENT.replace("DATA", str(data)))
-    done = fedloom(environment, "run", tmp_path / "mine.yaml", "--out", out)
+    done = fedloom(environment, "run", tmp_path / "mine.yaml", "--no-report", "--out", out)
     assert done.returncode == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["algorithm"], summary["model"], summary["dataset"]) == ("fedsgd", "tanh", "people")
