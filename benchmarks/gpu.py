@@ -72,6 +72,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "q-fedavg": {"local": {"steps": 3}},
     "drfa": {"local": {"steps": 3}},
     "afl": {},
+    "tr-maml": {"local": {"steps": 3}},
+    "heurfedamp": {"local": {"steps": 3}},
     "wga": {"users": "all", "steps_per_round": 2},
 }
 

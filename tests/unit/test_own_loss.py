@@ -60,6 +60,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "comfedl damaml": {"objective": "damaml", "gamma": 1.0, "local": LOCAL},
     "q-fedavg": {"local": LOCAL, "personalize_steps": 2},
     "drfa": {"local": LOCAL},
+    "tr-maml": {"local": LOCAL},
+    "heurfedamp": {"local": LOCAL},
+    "pfnm": {"local": LOCAL},
     "afl": {"local": LOCAL | {"steps": 1}},
     "wga": {"batch_size": 3, "personalize_steps": 2},
 }

@@ -143,6 +143,11 @@ class DRFASettings(Settings):
             raise ValueError(
                 f"local.epochs: found {self.local.epochs}; allowed: local.steps, as t' is a step of all clients"
             )
+        if self.gamma and not self.replace:
+            raise ValueError(
+                f"replace: found false with gamma {self.gamma:g}; allowed: true, or gamma 0, as "
+                "fewer clients may come to have a weight than are drawn"
+            )
         return self
 
 

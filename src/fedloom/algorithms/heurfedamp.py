@@ -1,0 +1,162 @@
+"""HeurFedAMP: every client is pulled to a mean of all clients' models, of which the similar ones weigh most.
+
+Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, Personalized cross-silo federated learning on non-IID
+data, AAAI 2021, arXiv 2007.03797, §4 and Algorithm 1. The server keeps each client's last model w_i. It sends client i
+u_i = Σ_j ξ_ij w_j with weights by cosines, and the client minimizes f_i(w) + λ/2 ‖w - u_i‖² from u_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import Correction, LocalSGD, proximal, train
+from fedloom.algorithms.recipe import Update
+from fedloom.messages import Message, Quantity, Replies, rows
+from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.settings import Settings
+
+
+def attention(models: Tensor, i: int, self_weight: float, sigma: float) -> Tensor:
+    """ξ_i1 ... ξ_in of client i ``[n]`` float64 among models ``[n, d]``; they sum to 1 (eq. 9).
+
+    ξ_ii is ``self_weight``; the others share the rest in proportion to exp(σ cos(w_i, w_j)). Who is alone keeps all.
+    """
+    own = torch.arange(len(models)) == i
+    if len(models) == 1:
+        return own.double()
+    w = models.double()
+    cosines = (w @ w[i]) / (w.norm(dim=1) * w[i].norm()).clamp(min=torch.finfo(torch.float64).tiny)
+    others = torch.softmax((sigma * cosines).masked_fill(own, -torch.inf), dim=0)
+    return torch.where(own, self_weight, (1 - self_weight) * others)
+
+
+class HeurFedAMPServer(base.ServerHalf):
+    """Keeps every client's last model; who was never counted has the initial one, and no part in others'."""
+
+    def __init__(self, settings: HeurFedAMPSettings, task: Task, generator: torch.Generator) -> None:
+        super().__init__(settings, task)
+        self.sizes["s"] = task.model.layout.size
+        self.row = {client: i for i, client in enumerate(task.roster)}
+        theta = task.model.init(generator, task.dtype)
+        self.state = {"models": theta.repeat(len(self.row), 1), "counted": torch.zeros(len(self.row), dtype=torch.long)}
+
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """Of the number of steps."""
+        return {"steps": self.settings.local.count(examples)}
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """Lines 2-5, for the cohort."""
+        cohort, models, counted = round.sample(), self.state["models"], self.state["counted"]
+        where = torch.tensor([self.row[client] for client in cohort.clients])
+        u = torch.stack([self._centre(i) for i in where.tolist()])  # line 3
+        updates = cohort.send(Centre(u), Update)  # line 4
+        here = where[updates.present]
+        self.state = {"models": models.clone(), "counted": counted.clone()}
+        self.state["models"][here] = (u + updates.delta_theta)[updates.present]
+        self.state["counted"][here] = 1
+        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+
+    def _centre(self, i: int) -> Tensor:
+        """u_i ``[d]``: the mean of the client's own model and those that were counted."""
+        counted = self.state["counted"].bool()
+        counted[i] = True
+        models = self.state["models"][counted]
+        weights = attention(models, int(counted[:i].sum()), self.settings.self_weight, self.settings.sigma)
+        total = torch.zeros_like(models[0])
+        for model, weight in zip(models, weights.tolist(), strict=True):
+            if weight:
+                total.add_(model, alpha=weight)
+        return total
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send each client its model; who was never counted gets the mean of those that were, and trains (ours)."""
+        models, counted = self.state["models"], self.state["counted"].bool()
+        mean = models[counted].mean(0) if counted.any() else models[0]
+        places = [self.row.get(client, -1) if self.task.same_clients else -1 for client in cohort.clients]
+        own = [i >= 0 and bool(counted[i]) for i in places]
+        theta = torch.stack([models[i] if mine else mean for i, mine in zip(places, own, strict=True)])
+        return cohort.send(OwnModel(theta, torch.tensor([[float(not mine)] for mine in own]).double()))
+
+
+class HeurFedAMPClient(base.ClientHalf):
+    """Trains in the proximity of what it gets."""
+
+    @conversation
+    def train(self, clients: Group, opening: Centre) -> Conversation:
+        """Line 4: min f_i(w) + λ/2 ‖w - u_i‖², from u_i."""
+        s = self.settings
+        trained = train(self.task.model, clients, opening.theta, s.local, correct=s.pull)
+        yield Update(trained.theta - opening.theta, trained.steps, trained.loss)
+        return None
+
+    @conversation
+    def personalize(self, clients: Group, opening: OwnModel) -> Predictors:
+        """``personal`` is the client's model; one that has none yet makes a visit's steps from the mean."""
+        s, theta = self.settings, opening.theta
+        if new := opening.new[:, 0].nonzero().flatten().tolist():
+            how = {"members": new, "correct": s.pull, "purpose": "personalize"}
+            theta = theta.clone()
+            theta[new] = train(self.task.model, clients, theta[new], s.local, **how).theta
+        return predictors_of(self.task.model, personal=theta)
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """Those of a client without a model."""
+        steps: int = self.settings.local.count(examples)
+        return steps
+
+
+class HeurFedAMPSettings(Settings):
+    """Keys of ``algorithm`` for HeurFedAMP."""
+
+    self_weight: float = Field(default=0.5, ge=0, le=1, description="ξ_ii, the share of a client's own model in u_i")
+    sigma: float = Field(default=25.0, ge=0, description="σ, how much similar models count more; 0: all others alike")
+    proximity: float = Field(default=1e-4, ge=0, description="λ of λ/2 ‖w - u_i‖², the paper's λ/α_k")
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
+
+    @model_validator(mode="after")
+    def _stable(self) -> Self:
+        if self.local.lr * self.proximity >= 1:
+            raise ValueError(
+                f"proximity: found {self.proximity:g} with local.lr {self.local.lr:g}; allowed: local.lr · proximity "
+                "below 1, from where on steps on the proximal term overshoot"
+            )
+        return self
+
+    @property
+    def pull(self) -> Correction | None:
+        """The gradient of the proximal term, if it has one."""
+        return proximal(self.proximity) if self.proximity else None
+
+
+class Centre(Message):
+    """Opens training: u_i."""
+
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+
+
+class OwnModel(Message):
+    """Opens personalization: w_i, or where a client that has none starts."""
+
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+    new: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, 1 for the latter
+
+
+HEURFEDAMP = base.Algorithm(
+    name="heurfedamp",
+    version=1,
+    settings=HeurFedAMPSettings,
+    server=HeurFedAMPServer,
+    client=HeurFedAMPClient,
+    messages=(Centre, Update, OwnModel),
+    needs_classes=False,
+    needs_each_update=True,  # cosines of any two clients' models
+    titles=lambda settings: {"personal": "HeurFedAMP"},
+    closed=lambda settings: ("name", "found heurfedamp, which keeps a model of each client of a fixed roster"),
+)

@@ -1,0 +1,212 @@
+"""PFNM, which papers/003 calls BNFed: neurons of the clients' networks are matched before they are averaged.
+
+M. Yurochkin, M. Agarwal, S. Ghosh, K. Greenewald, T. N. Hoang, Y. Khazaeni, Bayesian nonparametric federated learning
+of neural networks, ICML 2019, arXiv 1905.12022, §3 and §4 (several rounds). Clients train networks of one hidden layer
+of the model's width. The server matches their neurons (fedloom.theory.matching); the global network has a neuron for
+every atom, so that its width changes, and a client trains on from its own atoms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune
+from fedloom.errors import ExperimentError
+from fedloom.messages import Message, Quantity, Replies, rows
+from fedloom.models.flat import FlatModel
+from fedloom.models.mlp import MLP
+from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.settings import Settings
+from fedloom.theory.matching import match, pooled
+
+
+def width(task: Task) -> int:
+    """L, the hidden units of a client's network."""
+    return task.model.layout.entries[0][1][0]
+
+
+def neurons(task: Task, models: Tensor) -> tuple[Tensor, Tensor]:
+    """Incoming weights, bias and outgoing weights of each hidden unit, and output biases: ``[n, L, K], [n, C]``."""
+    first, bias, last, out = torch.split(models, task.model.layout.sizes, dim=1)
+    n, units = len(models), width(task)
+    parts = [first.view(n, units, -1), bias.view(n, units, 1), last.view(n, -1, units).transpose(1, 2)]
+    return torch.cat(parts, dim=2).double(), out.double()
+
+
+def network(units: Tensor, out: Tensor, task: Task) -> Tensor:
+    """The inverse of :func:`neurons` for one network of any width: θ."""
+    classes = len(out)
+    parts = units[:, : -classes - 1], units[:, -classes - 1], units[:, -classes:].T, out
+    return torch.cat([part.reshape(-1) for part in parts]).to(task.dtype)
+
+
+def wide(task: Task, theta: Tensor) -> FlatModel:
+    """The model with as many hidden units as θ ``[..., d]`` has."""
+    (inputs, classes), model = (task.model.layout.entries[0][1][1], task.classes), task.model
+    units = (theta.shape[-1] - classes) // (inputs + 1 + classes)
+    assert isinstance(model, MLP)
+    return type(model)(task.input_shape, [units], classes)
+
+
+class PFNMServer(base.ServerHalf):
+    """Keeps every client's last network, the atoms of its neurons, and how many examples of each class it has."""
+
+    def __init__(self, settings: PFNMSettings, task: Task, generator: torch.Generator) -> None:
+        super().__init__(settings, task)
+        try:
+            from scipy.optimize import linear_sum_assignment
+        except ImportError as error:
+            raise ExperimentError("pfnm: found no package scipy here", hint="pip install 'fedloom[pfnm]'") from error
+        self._assign = lambda gain: torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
+        self.sizes |= {"s": task.model.layout.size, "C": task.classes}
+        self.row = {client: i for i, client in enumerate(task.roster)}
+        start, n = task.model.init(generator, task.dtype), len(self.row)
+        self.state = {
+            "start": start,
+            "models": torch.zeros(n, len(start), dtype=task.dtype),
+            "atoms": torch.full((n, width(task)), -1),  # -1 for a client that no round has counted
+            "classes": torch.zeros(n, task.classes, dtype=torch.float64),
+        }
+
+    def limits(self, examples: int) -> Mapping[str, float]:
+        """Of the local training, and of the examples."""
+        local: LocalSGD = self.settings.local
+        return local.limits(examples) | {"classes": examples}
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """Clients train on from their atoms, or from a network of their own; all known networks are matched anew."""
+        cohort = round.sample()
+        where = [self.row[client] for client in cohort.clients]
+        merged, known = self._merged(), self.state["atoms"][:, 0] >= 0
+        starts = []
+        for i, client in zip(where, cohort.clients, strict=True):
+            if merged is not None and known[i]:  # line 3
+                starts.append(network(merged[0][self.state["atoms"][i]], merged[1], self.task))
+            else:
+                starts.append(self.task.model.init(round.generator(f"start/{client}"), self.task.dtype))
+        theta = torch.stack(starts)
+        updates = cohort.send(Subnetwork(theta), Trained)  # line 4
+        here = torch.tensor(where)[updates.present]
+        models, atoms, classes = (self.state[name].clone() for name in ("models", "atoms", "classes"))
+        models[here] = (theta + updates.delta_theta)[updates.present]
+        classes[here] = updates.classes[updates.present]
+        known[here] = True
+        if not models.isfinite().all():
+            raise FloatingPointError("a client's network is not finite: it cannot be matched")
+        s = self.settings
+        atoms[known] = match(  # line 5
+            neurons(self.task, models[known])[0], self._precisions(classes[known]), atoms[known], self._assign,
+            prior=s.sigma0**-2, gamma=s.gamma, cap=s.cap, sweeps=s.sweeps, generator=round.generator("sweeps"),
+        )  # fmt: skip
+        self.state |= {"models": models, "atoms": atoms, "classes": classes}
+        steps, loss = updates.total(updates.steps), float(updates.mean(updates.loss))
+        return {"client_steps": steps, "loss": loss, "width": float(atoms.max() + 1)}
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the global network; before the first round an untrained one of the clients' width."""
+        merged = self._merged()
+        return cohort.send(MakeItYours(self.state["start"] if merged is None else network(*merged, self.task)))
+
+    def _precisions(self, classes: Tensor) -> Tensor:
+        """Of the numbers of a neuron, by network ``[J, K]``; ``classes`` ``[J, C]`` are examples."""
+        incoming = self.task.model.layout.entries[0][1][1] + 1
+        shares = torch.ones_like(classes)
+        if self.settings.output == "classes":
+            shares = classes / classes.sum(0).clamp(min=1)
+        sigma: float = self.settings.sigma
+        return torch.cat([torch.ones(len(classes), incoming, dtype=torch.float64), shares], 1) / sigma**2
+
+    def _merged(self) -> tuple[Tensor, Tensor] | None:
+        """Neurons ``[I, K]`` and output biases ``[C]`` of the global network; None if nobody was counted (line 6)."""
+        known, prior = self.state["atoms"][:, 0] >= 0, self.settings.sigma0**-2
+        if not known.any():
+            return None
+        (v, out), p = neurons(self.task, self.state["models"][known]), self._precisions(self.state["classes"][known])
+        total, precision, _ = pooled(v, p, self.state["atoms"][known], prior)
+        p_out = p[:, -out.shape[1] :]
+        return total / precision, (p_out * out).sum(0) / (prior + p_out.sum(0))
+
+
+class PFNMClient(base.ClientHalf):
+    """Trains its network, and uses the global one."""
+
+    predictors = ("personal", "global")
+
+    def __init__(self, settings: PFNMSettings, task: Task) -> None:
+        super().__init__(settings, task)
+        if not isinstance(task.model, MLP) or len(task.model.layout.entries) != 4:
+            raise ExperimentError(
+                "model.name: found a model of another form, with pfnm; allowed: mlp with one number in hidden"
+            )
+        if settings.cap < width(task):
+            raise ExperimentError(
+                f"algorithm.cap: found {settings.cap}; allowed: at least {width(task)}, the model's hidden units"
+            )
+
+    @conversation
+    def train(self, clients: Group, opening: Subnetwork) -> Conversation:
+        """Line 4."""
+        trained = train(self.task.model, clients, opening.theta, self.settings.local)
+        labels = [client.train.y for client in clients.clients]
+        counts = [torch.bincount(y, minlength=self.task.classes).double() for y in labels if y is not None]
+        yield Trained(trained.theta - opening.theta, trained.steps, trained.loss, torch.stack(counts))
+        return None
+
+    @conversation
+    def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+        """``global`` is the global network, ``personal`` that after fine-tuning."""
+        model, start = wide(self.task, opening.theta), opening.theta.expand(len(clients), -1)
+        return predictors_of(model, **fine_tune(model, clients, start, self.settings))
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """Those of fine-tuning."""
+        steps: int = self.settings.personalize_steps
+        return steps if predictor == "personal" else 0
+
+
+class PFNMSettings(Settings):
+    """Keys of ``algorithm`` for PFNM."""
+
+    sigma: float = Field(default=1.0, gt=0, description="σ, deviation of a client's neuron from its atom")
+    sigma0: float = Field(default=1.0, gt=0, description="σ0, deviation of atoms from 0")
+    gamma: float = Field(default=1.0, gt=0, description="γ: the larger, the more atoms")
+    sweeps: int = Field(default=5, ge=1, description="passes over the clients in a matching")
+    cap: int = Field(default=700, ge=1, description="largest width of the global network")
+    output: Literal["classes", "uniform"] = Field(
+        default="classes", description="precision of outgoing weights: 1/σ² times the share of a class, or 1/σ²"
+    )
+    local: LocalSGD = Field(default=LocalSGD(epochs=1, lr=0.5, momentum=0.0), description="local training in a round")
+    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global network to personal")
+
+
+class Subnetwork(Message):
+    """Opens training: the client's own network, of its atoms."""
+
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+
+
+class Trained(Update):
+    """What local training did, and the client's examples of each class."""
+
+    classes: Tensor = rows(Quantity.COUNT, "C")  # [c, C] float64
+
+
+PFNM = base.Algorithm(
+    name="pfnm",
+    version=1,
+    settings=PFNMSettings,
+    server=PFNMServer,
+    client=PFNMClient,
+    messages=(Subnetwork, Trained, MakeItYours),
+    needs_each_update=True,  # neurons are matched before they are averaged
+    titles=lambda settings: {"personal": "PFNM + fine-tuning", "global": "PFNM"},
+    closed=lambda settings: ("name", "found pfnm, which keeps a network of each client of a fixed roster"),
+)

@@ -1,0 +1,212 @@
+"""PFNM: its matching against brute force and copies of one network, and its rounds (Yurochkin et al., ICML 2019)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import CLASSES, IMAGE, clients, federation, held_out_elsewhere, task
+from pydantic import ValidationError
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.pfnm import PFNM, PFNMSettings, network, neurons, wide
+from fedloom.errors import ExperimentError
+from fedloom.models.lenet import LeNet
+from fedloom.models.mlp import MLP
+from fedloom.theory.matching import gains, match, pooled
+
+SIZES = (4, 9, 6)
+LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}
+
+
+def problem(n: int = 3) -> Task:
+    return dataclasses.replace(task(), roster=tuple(f"c{i}" for i in range(n)))
+
+
+def made(**changes: Any) -> PFNMSettings:
+    return PFNMSettings.model_validate({"local": LOCAL} | changes)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assign(gain: Tensor) -> Tensor:
+    return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
+
+
+def matched(v: Tensor, p: Tensor | None = None, **changes: Any) -> Tensor:
+    keys: dict[str, Any] = {"prior": 1.0, "gamma": 1.0, "cap": 700, "sweeps": 3}
+    p = torch.ones(len(v), v.shape[2], dtype=torch.float64) if p is None else p
+    start = torch.full(v.shape[:2], -1)
+    return match(v, p, start, assign, **{**keys, **changes}, generator=torch.Generator().manual_seed(0))
+
+
+# --- the matching -----------------------------------------------------------------------------------------------------
+
+
+def test_gains_are_differences_of_the_log_posterior() -> None:
+    """Twice log N of an atom's neurons with the atom integrated out, with a new neuron and without it."""
+    v, p, prior = normal(3, 4), torch.tensor([0.5, 1.0, 2.0, 0.3]).double(), 0.7
+    others = normal(2, 3, 4, seed=2)
+    precisions = normal(2, 4, seed=3).abs()
+    total, precision, count = pooled(others, precisions, torch.tensor([[0, 1, 2], [2, 0, 3]]), prior)
+    assert count.tolist() == [2, 1, 2, 1]
+    found = gains(v, p, total, precision, count, 3, prior, 1.5, 3)
+
+    def quadratic(s: Tensor, q: Tensor) -> float:
+        return float((s.square() / q).sum())
+
+    for row in range(3):
+        for i in range(4):
+            s, q = total[i], precision[i]
+            expected = quadratic(s + p * v[row], q + p) - quadratic(s, q) + 2 * math.log(count[i] / (3 - count[i]))
+            assert float(found[row, i]) == pytest.approx(expected, abs=1e-12)
+        for k in (1, 2, 3):
+            expected = quadratic(p * v[row], prior + p) - 2 * math.log(k) + 2 * math.log(1.5 / 3)
+            assert float(found[row, 3 + k]) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_an_assignment_is_the_best_of_all(length: int) -> None:
+    v, p = normal(length, 5, seed=length), torch.ones(5).double()
+    atoms = pooled(normal(2, length, 5, seed=9), torch.ones(2, 5).double(), torch.arange(length).repeat(2, 1), 1.0)
+    gain = gains(v, p, *atoms, 3, 1.0, 1.0, length)
+    best = max(
+        sum(float(gain[row, column]) for row, column in enumerate(columns))
+        for columns in itertools.permutations(range(2 * length), length)
+    )
+    assert float(gain[torch.arange(length), assign(gain)].sum()) == pytest.approx(best, abs=1e-12)
+
+
+@pytest.mark.parametrize("networks", [2, 5])
+def test_permuted_copies_are_matched_and_shrink_as_the_prior_says(networks: int) -> None:
+    """The width stays; incoming numbers come back times J/(J+1), outgoing ones times 1/2 with shares of classes."""
+    v = 3 * normal(6, 9)
+    orders = [torch.randperm(6, generator=torch.Generator().manual_seed(j)) for j in range(networks)]
+    copies = torch.stack([v[order] for order in orders])
+    p = torch.ones(networks, 9, dtype=torch.float64)
+    p[:, 7:] = 1 / networks  # two classes
+    found = matched(copies, p)
+    assert int(found.max()) == 5
+    total, precision, count = pooled(copies, p, found, 1.0)
+    assert count.tolist() == [networks] * 6
+    for order, atoms in zip(orders, found, strict=True):
+        mean = (total / precision)[atoms]
+        close(mean[:, :7], v[order][:, :7] * networks / (networks + 1))
+        close(mean[:, 7:], v[order][:, 7:] / 2)
+
+
+def test_unlike_networks_get_neurons_of_their_own_up_to_the_cap() -> None:
+    far = 30 * torch.eye(15, dtype=torch.float64).view(3, 5, 15)  # at right angles
+    assert int(matched(far, gamma=30.0).max()) == 14
+    for cap in (5, 9):
+        found = matched(far, cap=cap, gamma=30.0)
+        assert int(found.max()) == cap - 1
+        assert all(len(set(atoms)) == 5 for atoms in found.tolist())
+
+
+# --- the method -------------------------------------------------------------------------------------------------------
+
+
+def test_networks_are_taken_apart_and_put_together() -> None:
+    p = problem()
+    theta = p.model.init(torch.Generator().manual_seed(3), torch.float64)
+    units, out = neurons(p, theta[None])
+    assert units.shape == (1, 5, 256 + 1 + CLASSES)
+    assert torch.equal(network(units[0], out[0], p), theta)
+    x, order = normal(4, *IMAGE), torch.tensor([3, 1, 4, 0, 2])
+    close(p.model.logits(network(units[0][order], out[0], p), x), p.model.logits(theta, x))
+    twice = torch.cat([units[0], units[0]])  # of every unit two: hidden sums double
+    both = network(twice, out[0], p)
+    close(wide(p, both).logits(both, x) - out[0], 2 * (p.model.logits(theta, x) - out[0]))
+
+
+def test_one_client_alone_gets_its_network_times_its_precisions(tmp_path: Path) -> None:
+    """J = 1: every number n p v/(1/σ0² + p). With a wide prior it is the client's own network."""
+    p, data = problem(1), clients((9,))
+    for sigma0, atol in ((1.0, 1e-12), (1e6, 1e-9)):
+        run = federation(tmp_path / str(sigma0), PFNM, made(sigma0=sigma0, output="uniform"), p, data)
+        run.run()
+        factor = 1 / (1 + sigma0**-2)
+        found = run.predictors[1, "c0"]["global"].tensors()["theta"]
+        v, out = neurons(p, run.state["models"])
+        close(found, factor * network(v[0].index_select(0, run.state["atoms"][0].argsort()), out[0], p), atol)
+
+
+def test_rounds_merge_and_go_on_from_ones_own_atoms(tmp_path: Path) -> None:
+    """Also where only some are drawn: who is not counts by its last network."""
+    p, data, s = problem(), clients(SIZES), made(output="classes", sigma=0.5)
+    runs = [federation(tmp_path / str(t), PFNM, s, p, data, rounds=t, cohort=2) for t in (1, 2, 3)]
+    states = []
+    for run in runs:
+        run.run()
+        states.append(run.state)
+    for before, after, attempt in zip(states, states[1:], runs[2].loop.journal.counted()[1:], strict=False):
+        drawn = {int(id[1:]) for id in attempt.conversations[0].clients}
+        for i in range(3):
+            same = torch.equal(before["models"][i], after["models"][i])
+            assert same == (i not in drawn)
+    last = states[2]
+    known = last["atoms"][:, 0] >= 0
+    counts = torch.stack([torch.bincount(c.train.y, minlength=CLASSES) for c in data if c.train.y is not None]).double()
+    assert torch.equal(last["classes"][known], counts[known])
+    width = int(last["atoms"].max()) + 1
+    assert runs[2].loop.journal.counted()[2].statistics["width"] == width
+    theta = runs[2].predictors[3, "c0"]["global"].tensors()["theta"]
+    v, _ = neurons(p, last["models"])
+    shares = counts[known] / counts[known].sum(0)
+    unit = int(last["atoms"][known][0, 0])
+    holders = [(j, row.tolist().index(unit)) for j, row in enumerate(last["atoms"]) if unit in row.tolist()]
+    model = wide(p, theta)
+    named = model.layout.split(theta)
+    assert named["fc1.bias"].shape == (width,)
+    precision = 1 / s.sigma**2
+    mean = sum(precision * v[j, at, 256] for j, at in holders) / (1 + precision * len(holders))
+    close(named["fc1.bias"][unit], torch.as_tensor(mean))
+    row = {j: i for i, j in enumerate(known.nonzero().flatten().tolist())}
+    top = sum(precision * shares[row[j], 1] * v[j, at, 258] for j, at in holders)
+    bottom = 1 + sum(precision * shares[row[j], 1] for j, at in holders)
+    close(named["fc2.weight"][1, unit], torch.as_tensor(top / bottom))
+
+
+def test_held_out_examples_change_nothing_and_unseen_clients_get_the_global_network(tmp_path: Path) -> None:
+    p, data = problem(), clients(SIZES)
+    runs = [
+        federation(tmp_path / name, PFNM, made(personalize_steps=2), p, d, rounds=2, unseen=["c2"])
+        for name, d in (("one", data), ("other", held_out_elsewhere(data)))
+    ]
+    for run in runs:
+        run.run()
+    assert all(torch.equal(runs[0].state[name], runs[1].state[name]) for name in runs[0].state)
+    shared = runs[0].predictors[2, "c0"]["global"].tensors()["theta"]
+    for c in data:
+        named = runs[0].predictors[2, c.id]
+        assert torch.equal(named["global"].tensors()["theta"], shared)
+        assert torch.equal(
+            named["personal"].tensors()["theta"], runs[1].predictors[2, c.id]["personal"].tensors()["theta"]
+        )
+        assert not torch.equal(named["personal"].tensors()["theta"], shared)
+
+
+def test_what_is_refused() -> None:
+    for model in (LeNet(IMAGE, CLASSES), MLP(IMAGE, [], CLASSES), MLP(IMAGE, [4, 4], CLASSES)):
+        with pytest.raises(ExperimentError, match=r"model.name"):
+            PFNM.client(made(), task(model))
+    with pytest.raises(ExperimentError, match=r"algorithm.cap: found 4; allowed: at least 5"):
+        PFNM.client(made(cap=4), problem())
+    for key in ("sigma", "sigma0", "gamma", "sweeps", "cap"):
+        with pytest.raises(ValidationError, match=key):
+            made(**{key: 0})
+    assert PFNM.needs_each_update
