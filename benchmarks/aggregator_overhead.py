@@ -7,6 +7,7 @@ A round is FedLoom's own (``Attempting`` with a ``ServerHalf``, over ``Aggregato
 the journal): sampling, dealing, encoding, frames, checksums, validation, decoding, stacking. Each client is sent a
 model of its own and answers with as much (``echo.py``). The bare stream (``bare.py``) moves the same bytes to as many
 processes and back. The two take turns, so that both see the same machine; the figure is the median of their ratios.
+The ratio of CPU time, of all processes of each together, is less moved by what else the machine does.
 
 With ``--tls`` rounds over mutual TLS take turns with rounds in plaintext instead, and the bytes of their sockets are
 counted (without the headers of TCP and IP).
@@ -19,7 +20,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count, groupby
@@ -30,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from bare import IN_TURN, PIPELINED, Bare
-from common import MIB, describe, machine, socket_bytes, spread, table, write_json
+from common import MIB, cpu_s, descendants, describe, machine, socket_bytes, spread, table, write_json
 from echo import ECHO, EchoServer, federation, names
 
 from fedloom.federation.cohort import Attempting, Rules
@@ -87,19 +88,35 @@ def measure(
     """Rounds and bare transfers in turn, for so many seconds but at least five times."""
     clients, cohort, d = case
     figures: dict[str, list[float]] = {"round": [], "pipelined": [], "in turn": []}
+    cpu = dict.fromkeys(figures, 0.0)
+    processes = descendants(os.getpid())
+
+    def take(what: str, act: Callable[[], float]) -> None:
+        before = cpu_s(processes)
+        figures[what].append(act())
+        cpu[what] += cpu_s(processes) - before
+
     with tempfile.TemporaryDirectory() as scratch:
         rounds = Rounds(aggregator, clients, cohort, d, Path(scratch))
         ends = time.perf_counter() + seconds
         while time.perf_counter() < ends or len(figures["round"]) < 6:
-            figures["round"].append(rounds.make(next(numbers)))
-            figures["pipelined"].append(bare.transfer(rounds.bytes, PIPELINED))
-            figures["in turn"].append(bare.transfer(rounds.bytes, IN_TURN))
+            take("round", lambda: rounds.make(next(numbers)))
+            take("pipelined", lambda: bare.transfer(rounds.bytes, PIPELINED))
+            take("in turn", lambda: bare.transfer(rounds.bytes, IN_TURN))
         size = rounds.bytes
     figures = {name: values[1:] for name, values in figures.items()}  # the first warms up
     ratios = {
         how: [a / b for a, b in zip(figures["round"], figures[how], strict=True)] for how in ("pipelined", "in turn")
     }
-    return {"clients": clients, "cohort": cohort, "d": d, "bytes": size, "seconds": figures, "ratios": ratios}
+    return {
+        "clients": clients,
+        "cohort": cohort,
+        "d": d,
+        "bytes": size,
+        "seconds": figures,
+        "cpu_s": cpu,
+        "ratios": ratios,
+    }
 
 
 def measure_tls(
@@ -186,9 +203,20 @@ def main() -> None:
                     print(".", end="", flush=True)
         bare.stop()
     print("\n")
-    head = ["workers", "clients", "cohort", "d", "MiB each way", "round, ms", "bare, ms", "ratio", "ratio, in turn"]
+    head = [
+        "workers",
+        "clients",
+        "cohort",
+        "d",
+        "MiB each way",
+        "round, ms",
+        "bare, ms",
+        "ratio",
+        "ratio, in turn",
+        "CPU",
+    ]
     print(table(head, [_line(result) for result in results]))
-    print("\nmedian (lowest-highest); bare: both directions at once")
+    print("\nmedian (lowest-highest); bare: both directions at once; CPU: of all processes, ratio to bare, in turn")
     write_json(options.json, about, results)
 
 
@@ -213,6 +241,7 @@ def _line(result: dict[str, Any]) -> list[str]:
         spread([1e3 * s for s in seconds["pipelined"]], "{:.1f}"),
         spread(ratios["pipelined"]),
         spread(ratios["in turn"]),
+        f"{result['cpu_s']['round'] / max(result['cpu_s']['in turn'], 0.01):.2f}",
     ]
 
 

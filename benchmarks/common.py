@@ -76,6 +76,12 @@ def socket_bytes() -> int:
     return total
 
 
+def cpu_s(processes: Iterable[int]) -> float:
+    """CPU seconds that processes have used so far."""
+    fields = ["".join(_lines(f"/proc/{process}/stat")).rpartition(")")[2].split() for process in processes]
+    return sum(int(found[11]) + int(found[12]) for found in fields if found) / os.sysconf("SC_CLK_TCK")
+
+
 def descendants(process: int) -> list[int]:
     """A process and everything below it."""
     children: dict[int, list[int]] = {}

@@ -30,6 +30,8 @@ from transport_support import (
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError
 from fedloom.federation.carrier import Lost
 from fedloom.transport.codec import Refusal
+from fedloom.transport.exchanges import Clients, WorkerInfo
+from fedloom.transport.limits import Budget
 from fedloom.transport.stream import SERVER_OPTIONS
 
 CLIENTS = ("anna", "bo", "carla", "dai", "emil")
@@ -546,6 +548,46 @@ def test_who_is_connected_and_alive_keeps_its_name_and_the_other_waits(aggregato
     first.leave()
     check(aggregator.exchange(calls[1]), *calls)
     assert second.session.computed == 10
+
+
+def test_workers_beyond_what_may_join_at_once_come_again(aggregator, worker):
+    aggregator._joins = Budget(1.5, 0)  # a Hello costs one, and a little for its bytes
+    first = worker("w1")
+    aggregator.wait_for(set(CLIENTS), 5)
+    second = worker("w2", reconnect_s=30)
+    until(lambda: aggregator.refusals.counts.get(Refusal.JOINS, 0) >= 2)
+    assert aggregator.refusals.counts.keys() == {Refusal.JOINS}
+    assert [w.name for w in aggregator.workers()] == ["w1"]
+    aggregator._joins = Budget(10, 0)
+    aggregator.wait_for(set(CLIENTS), 30, workers=2)
+    assert (first.error, second.error) == (None, None)
+
+
+def test_a_join_costs_what_its_own_clients_cost():
+    """Not a look at each client of each worker that is there already, which 10,000 would make ten times as dear."""
+
+    def seconds(clients: int) -> float:
+        ids = [f"c{i}" for i in range(clients)]
+        aggregator = make_aggregator(clients=ids)
+        index = {client: i for i, client in enumerate(ids)}
+
+        def info(name, its):
+            return WorkerInfo(name, "i", Clients(index, its), "cpu")
+
+        for i in range(20):
+            aggregator._publish(info(f"w{i}", ids), None)
+        best = float("inf")
+        for _ in range(5):
+            started = time.thread_time()
+            for i in range(50):
+                one = info(f"new-{i}", ids[:1])
+                aggregator._publish(one, None)
+                aggregator._publish(None, one)
+            best = min(best, time.thread_time() - started)
+        assert aggregator.unserved(ids) == ()
+        return best
+
+    assert seconds(10_000) < 5 * seconds(1_000)
 
 
 def test_a_worker_that_is_started_again_gets_in_though_its_old_stream_is_half_open(worker, monkeypatch):

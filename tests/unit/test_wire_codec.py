@@ -18,12 +18,14 @@ from fedloom.messages import Message, Quantity, broadcast, rows, stack
 from fedloom.transport.codec import (
     CHUNK_BYTES,
     FRAME_BYTES,
+    HUGE_BYTES,
     Assembler,
     Cutter,
     Data,
     Refusal,
     WireError,
     encode,
+    memory,
     parse,
     read,
     read_specs,
@@ -170,6 +172,15 @@ def test_decoded_tensors_lie_aligned_and_are_writable():
 
 def small():
     return Everything(torch.randn(1, 4), torch.randn(2), torch.tensor([True]))
+
+
+@pytest.mark.parametrize("nbytes", [0, 10, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 3])
+def test_memory_is_aligned_writable_and_as_much_as_was_asked(nbytes):
+    flat = memory(nbytes)
+    assert (flat.shape, flat.dtype) == ((nbytes,), torch.uint8)
+    assert flat.data_ptr() % 64 == 0
+    flat.fill_(7)
+    assert int(flat.sum()) == 7 * nbytes
 
 
 def test_total_other_than_the_specs_is_refused():

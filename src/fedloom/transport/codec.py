@@ -7,6 +7,8 @@ has checked, and refuses whatever does not follow them.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -30,6 +32,7 @@ if sys.byteorder != "little":  # raw bytes are sent as they lie in memory
 
 FRAME_BYTES = 1 << 20
 CHUNK_BYTES = FRAME_BYTES - 1024
+HUGE_BYTES = 4 << 20  # two huge pages: below that there are few pages to save
 
 PartClass: TypeAlias = type[wire.WorkerPart] | type[wire.AggregatorPart]
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
@@ -310,7 +313,7 @@ class Assembler:
         if self.total > limit_bytes:
             raise WireError(Refusal.SIZE, f"{self.total} bytes announced, at most {limit_bytes} taken")
         self._specs = tuple(tensors)
-        self._storage = [(storage or _memory)(spec) for spec in tensors]
+        self._storage = [storage(spec) if storage else memory(spec.nbytes) for spec in tensors]
         self._views = [_view(storage) for storage in self._storage]
         self._current = 0  # the tensor being filled
         self._filled = 0  # bytes of it that are
@@ -380,9 +383,18 @@ class Assembler:
         return cls(**tensors)
 
 
-def _memory(spec: TensorSpec) -> Tensor:
-    """Memory for one tensor. torch aligns it, which a slice of a buffer shared by several would not be."""
-    return torch.empty(spec.nbytes, dtype=torch.uint8)
+def memory(nbytes: int) -> Tensor:
+    """Memory for one tensor, flat uint8. It is aligned, which a slice of a buffer shared by several would not be.
+
+    A lot of it is taken in huge pages where the system has them: each exchange takes new memory, and to get that
+    page by page costs as much as to read what comes into it.
+    """
+    if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(pages, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 F = TypeVar("F", wire.WorkerFrame, wire.AggregatorFrame)

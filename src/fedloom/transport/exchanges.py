@@ -21,7 +21,7 @@ from fedloom.federation.carrier import Call, ConversationKey, Lost
 from fedloom.federation.roster import Member
 from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
-from fedloom.transport.codec import Assembler, Cutter, WireError
+from fedloom.transport.codec import Assembler, Cutter, WireError, memory
 from fedloom.transport.stream import Outbox
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -159,15 +159,15 @@ class Exchange:
         So the answers of a cohort, once all are there, are stacked already (``fedloom.messages.stack``).
         """
 
-        def memory(spec: TensorSpec) -> Tensor:
+        def part_of_block(spec: TensorSpec) -> Tensor:
             if not spec.per_client:
-                return torch.empty(spec.nbytes, dtype=torch.uint8)
+                return memory(spec.nbytes)
             key = (cls, spec.name, spec.dtype)
             if key not in self._blocks:
-                self._blocks[key] = torch.empty(len(self._position), spec.nbytes, dtype=torch.uint8)
+                self._blocks[key] = memory(len(self._position) * spec.nbytes).view(len(self._position), spec.nbytes)
             return self._blocks[key][self._position[row]]
 
-        return memory
+        return part_of_block
 
     def remaining_s(self) -> float | None:
         """Seconds left, not below zero; None without a deadline."""
