@@ -47,7 +47,7 @@ def main() -> None:
     begun = dict.fromkeys(tallies, 0)
     sources.fetch(sources.find("fashion-mnist"), data_root())
     command = f"make faults MINUTES={given.minutes:g}"
-    command += f" KINDS={shlex.quote(given.kinds)}" * bool(given.kinds) + f" SEED={given.seed}"
+    command += f" KINDS={shlex.quote(given.kinds)}" * bool(given.kinds) + f" SEED={given.seed} JOBS={given.jobs}"
     started = time.monotonic()
 
     def following() -> Fault | None:

@@ -107,23 +107,26 @@ def summary(faults: Mapping[Fault, Tally], command: str, minutes: float) -> dict
         for fault, tally in faults.items()
         if tally.trials
     }
-    return {"command": command, "minutes": round(minutes, 1), "machine": machine(), "faults": rows}
+    sitting = {"command": command, "minutes": round(minutes, 1), "machine": machine()}
+    return {"sittings": [sitting], "faults": {name: {"sitting": 0, **row} for name, row in rows.items()}}
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The table, from a summary."""
-    on = found["machine"]
-    lines = [
-        f"`{found['command']}`, {found['minutes']:g} minutes on {on['cores']} cores ({on['processor']}, "
-        f"{on['memory_gib']} GiB, {on['system']}).",
-        "",
-        "| fault | promise | faults | trials | kept | measured |",
-        "|---|---|---:|---:|---:|---|",
-    ]
+    """The table, from a summary; rows of several sittings are marked."""
+    several = len(found["sittings"]) > 1
+    lines = []
+    for number, sitting in enumerate(found["sittings"], 1):
+        on = sitting["machine"]
+        lines.append(
+            f"{f'{number}. ' * several}`{sitting['command']}`: {sitting['minutes']:g} minutes on {on['cores']} cores "
+            f"({on['processor']}, {on['memory_gib']} GiB, {on['system']})"
+        )
+    lines += ["", "| fault | promise | faults | trials | kept | measured |", "|---|---|---:|---:|---:|---|"]
     for row in found["faults"].values():
         measured = ", ".join(f"{name} {value:,.4g}" for name, value in row["measured"].items())
         counts = " | ".join(f"{row[name]:,}" for name in ("times", "trials", "kept"))
-        lines.append(f"| {row['fault']} | {row['promise']} | {counts} | {measured} |")
+        mark = f" [{row['sitting'] + 1}]" * several
+        lines.append(f"| {row['fault']}{mark} | {row['promise']} | {counts} | {measured} |")
     failures = [(name, failure) for name, row in found["faults"].items() for failure in row["failures"]]
     if failures:
         lines += ["", "Not kept:", ""]
@@ -141,10 +144,18 @@ def write(folder: Path, found: Mapping[str, Any]) -> None:
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def keep(found: Path) -> None:
-    """Put a table into the page about faults, and its summary beside the page."""
-    page, (begin, end) = DOCS / "faults.md", ("<!-- table -->", "<!-- /table -->")
-    before, _, rest = page.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    page.write_text(f"{before}{begin}\n{(found / 'table.md').read_text()}{end}{after}")
-    (DOCS / "results" / "faults.json").write_text((found / "summary.json").read_text())
+def keep(out: Path) -> None:
+    """Put a sitting's rows into the page about faults, and into the summary that is kept; other rows stay."""
+    page, kept = DOCS / "faults.md", DOCS / "results" / "faults.json"
+    new = json.loads((out / "summary.json").read_text())
+    old = json.loads(kept.read_text()) if kept.exists() else {"sittings": [], "faults": {}}
+    sittings = [*old["sittings"], *new["sittings"]]
+    rows = {name: {**row, "sitting": len(old["sittings"])} for name, row in new["faults"].items()}
+    rows = {**old["faults"], **rows}
+    used = sorted({row["sitting"] for row in rows.values()})
+    rows = {name: {**row, "sitting": used.index(row["sitting"])} for name, row in rows.items()}
+    found = {"sittings": [sittings[number] for number in used], "faults": rows}
+    before, begin, rest = page.read_text().partition("<!-- table -->")
+    _, end, after = rest.partition("<!-- /table -->")
+    page.write_text(f"{before}{begin}\n{markdown(found)}{end}{after}")
+    kept.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
