@@ -42,6 +42,7 @@ TINY: dict[str, dict[str, Any]] = {
         "personalize_steps": 2,
     },
     "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "fedbabu": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
     "fedper": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
     "fedadam": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fedavgm": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
@@ -63,14 +64,21 @@ TINY: dict[str, dict[str, Any]] = {
         "hessian": "finite_difference",
         "personalize_steps": 2,
     },
-    "knnper": {
+    "knn-per": {
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
         "neighbours": [1, 3],
         "mixing": [0.0, 0.3, 1.0],
         "scale": 1.0,
     },
+    "pfedhn": {
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "embedding_lr": 0.05,
+        "personalize_exchanges": 2,
+    },
     "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 4, "lr": 0.02, "personalize_epochs": 1},
     "scaffold": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "fedrod": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
+    "lg-fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
     "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
     "comfedl": {
         "objective": "damaml",

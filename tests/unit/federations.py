@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, Group, Task
+from fedloom.algorithms.client import LocalSGD, batches
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
@@ -68,6 +70,19 @@ def made_by(federation: Federation) -> dict[str, Tensor]:
         for which, predictor in named.items():
             found |= {f"{name}.{which}.{key}": tensor for key, tensor in predictor.tensors().items()}
     return found
+
+
+def sgd(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, moved: slice, random: torch.Generator) -> Tensor:
+    """torch.optim.SGD on a part of θ; what a visit is, written without what is tested."""
+    p, where = theta[moved].clone().requires_grad_(), torch.arange(len(theta))[moved]
+    optimizer = torch.optim.SGD([p], lr=s.lr, momentum=s.momentum)
+    assert c.train.y is not None
+    for index in batches(len(c.train), s.batch_size, s.count(len(c.train)), random):
+        optimizer.zero_grad()
+        logits = model.logits(theta.index_put((where,), p), c.train.x[index])
+        F.cross_entropy(logits, c.train.y[index]).backward()
+        optimizer.step()
+    return theta.index_put((where,), p.detach())
 
 
 def group(members: Sequence[ClientData], seed: int = 0, round: int = 1) -> Group:

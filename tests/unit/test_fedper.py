@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, task
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, sgd, task
 from torch import Tensor
 
 from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import LocalSGD, batches
 from fedloom.algorithms.fedper import FEDPER, FedPerSettings, body_and_head
 from fedloom.algorithms.recipe import local_sgd
-from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -38,19 +35,6 @@ def run(folder: Path, s: FedPerSettings, **keys: Any) -> Federation:
     return f
 
 
-def sgd(theta: Tensor, c: ClientData, s: LocalSGD, moved: slice, random: torch.Generator) -> Tensor:
-    """torch.optim.SGD on a part of θ."""
-    p = theta[moved].clone().requires_grad_()
-    optimizer = torch.optim.SGD([p], lr=s.lr, momentum=s.momentum)
-    assert c.train.y is not None
-    for index in batches(len(c.train), s.batch_size, s.count(len(c.train)), random):
-        optimizer.zero_grad()
-        whole = theta.index_put((torch.arange(len(theta))[moved],), p)
-        F.cross_entropy(SMALL.logits(whole, c.train.x[index]), c.train.y[index]).backward()
-        optimizer.step()
-    return theta.index_put((torch.arange(len(theta))[moved],), p.detach())
-
-
 def drawn_head(client: str, where: str, round: int) -> Tensor:
     return SMALL.init(generator(SEED, f"{where}/own-head", client, round), torch.float64)[BODY:]
 
@@ -65,12 +49,12 @@ def test_rounds_are_sgd_on_both_and_the_mean_of_the_bodies(tmp_path: Path) -> No
         bodies = []
         for c in data[:2]:
             start = torch.cat([body, heads[c.id]])
-            theta = sgd(start, c, s.local, slice(None), generator(SEED, "train/train", c.id, t))
+            theta = sgd(SMALL, start, c, s.local, slice(None), generator(SEED, "train/train", c.id, t))
             heads[c.id] = theta[BODY:]
             bodies.append(theta[:BODY])
         body = (weights[:, None] * torch.stack(bodies)).sum(0) / weights.sum()
     start = torch.cat([body, drawn_head("c2", "evaluate", 2)])
-    new = sgd(start, data[2], s.local, slice(BODY, None), generator(SEED, "evaluate/personalize", "c2", 2))
+    new = sgd(SMALL, start, data[2], s.local, slice(BODY, None), generator(SEED, "evaluate/personalize", "c2", 2))
     f = run(tmp_path / "run", s)
     torch.testing.assert_close(f.state["theta"], body, rtol=0, atol=1e-12)
     expected = {c: torch.cat([body, head]) for c, head in heads.items()} | {"c2": new}

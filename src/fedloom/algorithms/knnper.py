@@ -114,7 +114,7 @@ class KNNPerSettings(Averaging):
 
 
 KNNPER = shared_model(
-    "knnper",
+    "knn-per",
     KNNPerSettings,
     personalize=memorize,
     steps=lambda s, examples: 0,

@@ -52,6 +52,28 @@ class AdamAscent:
         adam_(eta, updates, first, second, steps, self.lr, 2 * self.decay)
 
 
+@dataclass(frozen=True)
+class MomentumAscent:
+    """m ← momentum · m + Δη - decay · η, then η ← η + lr · m: PyTorch's SGD along -Δη."""
+
+    lr: float
+    momentum: float
+    decay: float
+
+    def start(self, eta: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Momentum of each parameter."""
+        return {f"{i}.momentum": torch.zeros_like(p) for i, p in enumerate(eta)}
+
+    @torch.no_grad()
+    def apply(self, eta: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float) -> None:
+        """One step along ``factor * updates``, in place."""
+        momentum = [memory[f"{i}.momentum"] for i in range(len(eta))]
+        torch._foreach_mul_(momentum, self.momentum)
+        torch._foreach_add_(momentum, updates, alpha=factor)
+        torch._foreach_add_(momentum, eta, alpha=-self.decay)
+        torch._foreach_add_(eta, momentum, alpha=self.lr)
+
+
 @torch.no_grad()
 def adam_(
     parameters: list[Tensor],

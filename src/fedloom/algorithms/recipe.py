@@ -155,6 +155,7 @@ def shared_model(
     limits: Callable[[Any, int], Mapping[str, float]] = lambda s, examples: s.local.limits(examples),
     shared: Literal["all", "body", "head"] = "all",
     whole: bool = False,
+    needs_head: bool = False,
     stateful: bool = False,
     needs_classes: bool = False,
     update: type[Update] = Update,
@@ -180,6 +181,8 @@ def shared_model(
     whole
         The server keeps and sends all of θ, the part that is not shared as it was drawn at first: ``local`` and
         ``personalize`` get θ ``[g, d]``, and the former returns the shared part.
+    needs_head
+        A model of one layer is refused; so it is wherever a part is shared.
     stateful
         Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
     update
@@ -196,10 +199,10 @@ def shared_model(
     class Client(base.ClientHalf):
         def __init__(self, settings: Any, task: Task) -> None:
             super().__init__(settings, task)
-            if shared != "all" and not task.model.layout.head:
+            if (needs_head or shared != "all") and not task.model.layout.head:
                 raise ExperimentError(
-                    f"model.name: found a model of one layer, with {name}, which shares "
-                    f"{'all but the last' if shared == 'body' else 'the last alone'}; allowed: a model with more layers"
+                    f"model.name: found a model of one layer, with {name}, which needs a last layer and others before "
+                    "it; allowed: a model with more layers"
                 )
             self._part = part_of(task.model.layout, shared) if whole else slice(None)  # of what is sent
 

@@ -1,0 +1,50 @@
+"""FedBABU: the head stays as it was drawn, the body alone is trained and shared; the whole is fine-tuned at the end.
+
+J. Oh, S. Kim, S.-Y. Yun, FedBABU: Toward enhanced representation for federated image classification, ICLR 2022,
+arXiv 2106.06042, Algorithm 1. The head, which all clients have in common, is sent along with the body; what comes back
+is the body.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import LocalSGD, Trained, train
+from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def body_alone(model: FlatModel, group: Group, theta: Tensor, s: FedBABUSettings) -> Trained:
+    """SGD on the body, the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
+    trained = train(model, group, theta, s.local, only="body")
+    return Trained(trained.theta[:, : model.layout.body_size], trained.steps, trained.loss)
+
+
+def fine_tuned(model: FlatModel, group: Group, theta: Tensor, s: FedBABUSettings) -> dict[str, Tensor]:
+    """``personal`` is all of θ after ``personalize_epochs`` epochs (line 4), ``global`` before."""
+    personal = theta
+    if s.personalize_epochs:
+        sgd = s.local.lasting(epochs=s.personalize_epochs)
+        personal = train(model, group, theta, sgd, purpose="fine-tune").theta
+    return {"personal": personal, "global": theta}
+
+
+class FedBABUSettings(Averaging):
+    """Keys of ``algorithm`` for FedBABU."""
+
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="the body's training in a round")
+    personalize_epochs: int = Field(default=5, ge=0, description="epochs on body and head from the global model")
+
+
+FEDBABU = shared_model(
+    "fedbabu",
+    FedBABUSettings,
+    local=body_alone,
+    personalize=fine_tuned,
+    steps=lambda s, examples: s.local.lasting(epochs=s.personalize_epochs).count(examples),
+    shared="body",
+    whole=True,
+    titles={"personal": "FedBABU", "global": "FedBABU, shared body and first head"},
+)

@@ -1,0 +1,60 @@
+"""LG-FedAvg: a body of each client's own, and a shared head on top of it: the opposite of FedPer.
+
+P. P. Liang, T. Liu, L. Ziyin, N. B. Allen, R. P. Auerbach, D. Brent, R. Salakhutdinov, L.-P. Morency, Think locally,
+act globally: federated learning with local and global representations, 2020, arXiv 2001.01523, Algorithm 1. Both are
+trained together and the head alone is averaged. All bodies start as the same draw, which is sent along with the head:
+without a common start, features of different clients would not mean the same to the head.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import LocalSGD, Trained, train
+from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.models.flat import FlatModel
+
+
+def body_and_head(model: FlatModel, group: Group, theta: Tensor, s: LGFedAvgSettings) -> Trained:
+    """Lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
+    trained, size = train(model, group, with_bodies(model, group, theta), s.local), model.layout.body_size
+    group.keep(body=trained.theta[:, :size])
+    return Trained(trained.theta[:, size:], trained.steps, trained.loss)
+
+
+def with_own_body(model: FlatModel, group: Group, theta: Tensor, s: LGFedAvgSettings) -> dict[str, Tensor]:
+    """The shared head on the client's body (line 5); who has none trains one, the head frozen (line 6)."""
+    theta, new = with_bodies(model, group, theta), group.new
+    if new and s.personalize_epochs:
+        sgd = s.local.lasting(epochs=s.personalize_epochs)
+        theta[new] = train(model, group, theta[new], sgd, members=new, only="body", purpose="personalize").theta
+    return {"personal": theta}
+
+
+def with_bodies(model: FlatModel, group: Group, theta: Tensor) -> Tensor:
+    """θ ``[g, d]`` of the body that each client kept, the common start if it is new, and the shared head."""
+    size = model.layout.body_size
+    return torch.cat([group.recall("body", theta[:, :size]), theta[:, size:]], dim=1)
+
+
+class LGFedAvgSettings(Averaging):
+    """Keys of ``algorithm`` for LG-FedAvg."""
+
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="training in a round, of body and head together")
+    personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a body makes one")
+
+
+LGFEDAVG = shared_model(
+    "lg-fedavg",
+    LGFedAvgSettings,
+    local=body_and_head,
+    personalize=with_own_body,
+    steps=lambda s, examples: s.local.lasting(epochs=s.personalize_epochs).count(examples),
+    shared="head",
+    whole=True,
+    stateful=True,
+    titles={"personal": "LG-FedAvg"},
+)

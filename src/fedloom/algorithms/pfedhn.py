@@ -1,0 +1,198 @@
+"""pFedHN: the server has an embedding of each client, and a hypernetwork that makes the client's model of it.
+
+A. Shamsian, A. Navon, E. Fetaya, G. Chechik, Personalized federated learning using hypernetworks, ICML 2021,
+arXiv 2103.04628, Algorithm 1. Only models and their updates travel. The authors draw one client a round; of several,
+the hypernetwork gets the mean gradient and each embedding its own client's. A client that was never seen gets its
+model by exchanges that descend on a fresh embedding, the hypernetwork frozen (J. Scott et al., papers/001, §4). Lines
+are those of docs/algorithms/pfedhn.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.optimizers import MomentumAscent
+from fedloom.algorithms.pefll import named, under
+from fedloom.algorithms.recipe import Update
+from fedloom.messages import Message, Quantity, Replies, rows
+from fedloom.models.hypernetwork import Hypernetwork
+from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.settings import Settings
+
+
+class PFedHNServer(base.ServerHalf):
+    """Owns the hypernetwork, and a table of embeddings [n + 1, l]: in its last row a client that is unknown starts."""
+
+    settings: PFedHNSettings
+
+    def __init__(self, settings: PFedHNSettings, task: Task, generator: torch.Generator) -> None:
+        super().__init__(settings, task)
+        size = settings.embedding_size or 1 + task.clients // 4
+        self.hypernetwork = Hypernetwork(size, self.sizes["d"], settings.hypernetwork, output_relu=False)
+        weights = self.hypernetwork.layout.split(self.hypernetwork.init(generator, task.dtype))
+        self.row = {client: i for i, client in enumerate(task.roster)}
+        table = torch.randn(len(self.row) + 1, size, generator=generator, dtype=torch.float64).to(task.dtype)
+        self.optimizer = settings.optimizer(settings.server_lr)
+        self.descent = settings.optimizer(settings.embedding_lr or settings.server_lr)
+        self.sizes["s"] = self.sizes["d"]
+        self.state = {
+            "embeddings": table,
+            "embeddings.momentum": torch.zeros_like(table),
+            **named("h", weights),
+            **named("step", self.optimizer.start(list(weights.values()))),
+        }
+
+    def limits(self, examples: int) -> dict[str, float]:
+        """Of the local training."""
+        return self.settings.local.limits(examples)
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """Lines 1-6."""
+        cohort = round.sample()  # line 1
+        mine = torch.tensor([self.row[client] for client in cohort.clients])
+        theta, pullback = self.hypernetwork.vjp(under("h", self.state), self.state["embeddings"][mine])  # line 2
+        updates = cohort.send(TrainThis(theta), Update)  # lines 2-3
+        back = pullback(updates.delta_theta, updates.mean_weights)
+        d_h = list(back.d_eta_h().values())
+        factor = self._factor(torch.stack([*torch._foreach_norm(d_h), back.d_v.norm()]).norm())  # line 4
+        new = {name: tensor.clone() for name, tensor in self.state.items()}
+        self.optimizer.apply(list(under("h", new).values()), d_h, under("step", new), factor)  # line 5
+        e, momentum = new["embeddings"][mine], new["embeddings.momentum"][mine]
+        self.descent.apply([e], [back.d_v], {"0.momentum": momentum}, factor)  # line 6
+        there = updates.present  # the rows of the others, and their momentum, stay as they are
+        new["embeddings"][mine[there]], new["embeddings.momentum"][mine[there]] = e[there], momentum[there]
+        self.state.update(new)
+        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Make the models of the clients that are known, and look for the embeddings of the others."""
+        places = [self.row.get(client) if self.task.same_clients else None for client in cohort.clients]
+        new = torch.tensor([place is None for place in places])[:, None]
+        e = self.state["embeddings"][[len(self.row) if place is None else place for place in places]]
+        momentum, h = torch.zeros_like(e), under("h", self.state)
+        for _ in range(self.settings.personalize_exchanges if new.any() else 0):
+            theta, pullback = self.hypernetwork.vjp(h, e)  # line 2, for a new client
+            updates = cohort.send(TryThis(theta, new.double()), Update)  # line 3
+            d_e = pullback(updates.delta_theta, updates.mean_weights).d_v
+            d_e = torch.stack([row * self._factor(row.norm()) for row in d_e])  # line 4, its own gradient alone
+            moved = e.clone()
+            self.descent.apply([moved], [d_e], {"0.momentum": momentum}, 1.0)  # line 6
+            e = torch.where(new, moved, e)
+        return cohort.send(YourModel(self.hypernetwork(h, e)))
+
+    def _factor(self, norm: Tensor) -> float:
+        return min(1.0, self.settings.clip / (float(norm) + 1e-6))
+
+
+class PFedHNClient(base.ClientHalf):
+    """Trains what it is given."""
+
+    settings: PFedHNSettings
+
+    @conversation
+    def train(self, clients: Group, opening: TrainThis) -> Conversation:
+        """Line 3."""
+        yield self._update(clients, opening.theta, list(range(len(clients))), "train")
+        return None
+
+    @conversation
+    def search(self, clients: Group, opening: TryThis) -> Conversation:
+        """Train from one model after another; the last one is kept as it is. Who is known does nothing."""
+        new, exchange = opening.new[:, 0].nonzero()[:, 0].tolist(), 0
+        message: TryThis | YourModel = opening
+        while isinstance(message, TryThis):
+            message = yield self._update(clients, message.theta, new, f"search-{exchange}")
+            exchange += 1
+        return self.personalize(clients, message)
+
+    @conversation
+    def personalize(self, clients: Group, opening: YourModel) -> Predictors:
+        """Take the model."""
+        return predictors_of(self.task.model, personal=opening.theta)
+
+    def _update(self, clients: Group, theta: Tensor, members: list[int], purpose: str) -> Update:
+        delta, numbers = torch.zeros_like(theta), torch.zeros(len(clients), 1, dtype=torch.float64)
+        steps, loss = numbers, numbers.clone()
+        if members:
+            s, model = self.settings.local, self.task.model
+            trained = train(model, clients, theta[members], s, members=members, purpose=purpose)
+            delta[members] = trained.theta - theta[members]
+            steps[members], loss[members] = trained.steps, trained.loss
+        return Update(delta, steps, loss)
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """Of a client that has just come."""
+        return self.settings.personalize_exchanges * self.settings.local.count(examples)
+
+
+class PFedHNSettings(Settings):
+    """Keys of ``algorithm`` for pFedHN; defaults are the authors' code's."""
+
+    local: LocalSGD = Field(
+        default=LocalSGD(steps=50, batch_size=64, lr=5e-3, lambda_theta=2.5e-5), description="local training in a visit"
+    )
+    embedding_size: int | None = Field(default=None, ge=1, description="l; null is 1 + n // 4 for n clients")
+    hypernetwork: Literal["S", "M", "L"] = Field(default="M", description="1, 3 or 5 hidden layers of 100")
+    server_lr: float = Field(default=1e-2, gt=0, description="rate of the hypernetwork")
+    embedding_lr: float | None = Field(default=None, gt=0, description="rate of the embeddings; null is server_lr")
+    server_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of both, per row of the embeddings")
+    server_decay: float = Field(default=1e-3, ge=0, description="weight decay of both")
+    clip: float = Field(default=50.0, gt=0, description="largest norm of the server's gradient")
+    personalize_exchanges: int = Field(default=20, ge=0, description="exchanges by which a new client is embedded")
+
+    @model_validator(mode="after")
+    def _shrinking(self) -> Self:
+        for key, rate in (("server_lr", self.server_lr), ("embedding_lr", self.embedding_lr or 0.0)):
+            if rate * self.server_decay >= 1:
+                raise ValueError(
+                    f"{key}: found {rate:g} with server_decay {self.server_decay:g}; allowed: {key} · server_decay "
+                    "below 1, from where on decay alone overshoots"
+                )
+        return self
+
+    def optimizer(self, lr: float) -> MomentumAscent:
+        """The server's, of a rate."""
+        return MomentumAscent(lr, self.server_momentum, self.server_decay)
+
+
+class TrainThis(Message):
+    """Opens training (line 2)."""
+
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+
+
+class TryThis(Message):
+    """Opens the search for an embedding, and goes on with it."""
+
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+    new: Tensor = rows(Quantity.OTHER)  # [c, 1] float64, 1 for those that are to train
+
+
+class YourModel(Message):
+    """Opens or ends personalization: h(e_i)."""
+
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+
+
+PFEDHN = base.Algorithm(
+    name="pfedhn",
+    version=1,
+    settings=PFedHNSettings,
+    server=PFedHNServer,
+    client=PFedHNClient,
+    messages=(TrainThis, TryThis, YourModel, Update),
+    needs_classes=False,
+    needs_each_update=True,
+    closed=lambda settings: (
+        "name",
+        "found pfedhn, whose server has an embedding of every client; allowed: a method whose server has none",
+    ),
+    titles=lambda settings: {"personal": "pFedHN"},
+)

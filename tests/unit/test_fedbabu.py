@@ -1,0 +1,112 @@
+"""FedBABU against FedAvg on a model whose head gets no gradient, and SGD on the body (Oh et al., ICLR 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, sgd, task
+from torch import Tensor
+
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.fedbabu import FEDBABU, FedBABUSettings
+from fedloom.errors import ExperimentError
+from fedloom.federation.randomness import generator
+from fedloom.models.mlp import MLP
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}
+SMALL = MLP(IMAGE, [5], CLASSES)
+BODY = SMALL.layout.body_size
+
+
+class NoGradientToTheHead(MLP):
+    """The same function of θ."""
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        held = {name: p.detach() + 0 * p if name in self.layout.head else p for name, p in parameters.items()}
+        return super().forward(held, x)
+
+
+def made(**changes: Any) -> FedBABUSettings:
+    return FedBABUSettings.model_validate({"local": LOCAL, "personalize_epochs": 2} | changes)
+
+
+def run(folder: Path, s: FedBABUSettings, **keys: Any) -> Federation:
+    f = federation(folder, FEDBABU, s, task(), keys.pop("data", clients(SIZES)), rounds=2, unseen=["c2"], **keys)
+    f.run()
+    return f
+
+
+def test_it_is_fedavg_to_the_bit_where_the_head_gets_no_gradient(tmp_path: Path) -> None:
+    s = FedAvgSettings.model_validate({"local": LOCAL})
+    problem = task(NoGradientToTheHead(IMAGE, [5], CLASSES))
+    avg = federation(tmp_path / "avg", FEDAVG, s, problem, clients(SIZES), rounds=2, unseen=["c2"])
+    start = avg.state["theta"]
+    avg.run()
+    babu = run(tmp_path / "babu", made(personalize_epochs=0))
+    assert torch.equal(babu.state["theta"], avg.state["theta"])
+    assert torch.equal(babu.state["theta"][BODY:], start[BODY:])
+    assert not torch.equal(babu.state["theta"][:BODY], start[:BODY])
+    for c in clients(SIZES):
+        for predictor in babu.predictors[2, c.id].values():
+            assert torch.equal(predictor.tensors()["theta"], avg.state["theta"])
+
+
+def test_rounds_are_sgd_on_the_body_and_personal_is_sgd_on_all(tmp_path: Path) -> None:
+    s, data = made(), clients(SIZES)
+    theta = federation(tmp_path / "start", FEDBABU, s, task(), data).state["theta"]
+    weights = torch.tensor(SIZES[:2], dtype=torch.float64)
+    for t in (1, 2):
+        ends = [sgd(SMALL, theta, c, s.local, slice(BODY), generator(SEED, "train/train", c.id, t)) for c in data[:2]]
+        theta = (weights[:, None] * torch.stack(ends)).sum(0) / weights.sum()
+    f = run(tmp_path / "run", s)
+    torch.testing.assert_close(f.state["theta"], theta, rtol=0, atol=1e-12)
+    for c in data:
+        tuned = sgd(SMALL, theta, c, s.local, slice(None), generator(SEED, "evaluate/fine-tune", c.id, 2))
+        named = f.predictors[2, c.id]
+        torch.testing.assert_close(named["personal"].tensors()["theta"], tuned, rtol=0, atol=1e-12)
+        assert torch.equal(named["global"].tensors()["theta"], f.state["theta"])
+    half = FEDBABU.client(s, task())
+    assert (half.personalization_steps("personal", 6), half.personalization_steps("global", 6)) == (4, 0)
+    assert not half.stateful
+
+
+def test_all_goes_down_and_the_body_comes_back(tmp_path: Path) -> None:
+    f = run(tmp_path, made())
+    d = SMALL.layout.size
+    for attempt in f.loop.journal.counted():
+        assert (attempt.payload_down, attempt.payload_up) == (8 * 2 * d, 8 * 2 * (BODY + 2))
+
+
+def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
+    found, other = (
+        made_by(run(tmp_path / str(i), made(), data=data))
+        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
+    )
+    assert found.keys() == other.keys()
+    assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    data, half, (opening, _, ask) = clients((9, 4, 6)), FEDBABU.client(made(), task()), FEDBABU.messages
+    theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
+
+    def answers(rows: slice) -> list[Tensor]:
+        update = next(half.open(group(data[rows]), opening(theta)))
+        with pytest.raises(StopIteration) as end:
+            next(half.open(group(data[rows]), ask(theta)))
+        return [*update.tensors().values(), torch.stack([n["personal"].tensors()["theta"] for n in end.value.value])]
+
+    alone = zip(*(answers(slice(i, i + 1)) for i in range(3)), strict=True)
+    for together, apart in zip(answers(slice(0, 3)), alone, strict=True):
+        torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-12)
+
+
+def test_a_model_of_one_layer_has_no_body() -> None:
+    with pytest.raises(ExperimentError, match=r"^model\.name: "):
+        FEDBABU.client(made(), task(MLP(IMAGE, [], CLASSES)))

@@ -1,0 +1,197 @@
+"""FedRoD against FedAvg, and both losses written out (Chen and Chao, ICLR 2022)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import (
+    CLASSES,
+    IMAGE,
+    Federation,
+    client,
+    clients,
+    federation,
+    group,
+    held_out_elsewhere,
+    made_by,
+    task,
+)
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import batches
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.fedrod import FEDROD, FedRoDSettings, TwoHeads, raised
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import DataError, ExperimentError
+from fedloom.federation.randomness import generator
+from fedloom.models.mlp import MLP
+from fedloom.models.registry import MODELS
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}
+SMALL = MLP(IMAGE, [5], CLASSES)
+BODY, D = SMALL.layout.body_size, SMALL.layout.size
+
+
+def made(**changes: Any) -> FedRoDSettings:
+    return FedRoDSettings.model_validate({"local": LOCAL} | changes)
+
+
+def lacking(c: ClientData, label: int) -> ClientData:
+    """The client without a label in its train split."""
+    assert c.train.y is not None
+    has = c.train.y != label
+    return ClientData(c.id, Split(c.train.x[has], c.train.y[has]), c.validation, c.test, c.classes)
+
+
+def run(folder: Path, s: FedRoDSettings, **keys: Any) -> Federation:
+    f = federation(folder, FEDROD, s, task(), keys.pop("data", clients(SIZES)), rounds=2, unseen=["c2"], **keys)
+    f.run()
+    return f
+
+
+def visit(theta: Tensor, head: Tensor, c: ClientData, s: FedRoDSettings, t: int) -> tuple[Tensor, Tensor]:
+    """Two optimizers: of body and generic head on the balanced loss, of the personal head on the plain one."""
+    w, h = theta.clone().requires_grad_(), head.clone().requires_grad_()
+    one, two = (torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum) for p in (w, h))
+    assert c.train.y is not None
+    counts = torch.bincount(c.train.y, minlength=CLASSES).double()
+    random = generator(SEED, "train/train", c.id, t)
+    for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):
+        x, y = c.train.x[index], c.train.y[index]
+        logits = SMALL.logits(w, x)
+        odds = counts**s.balance * logits.exp()
+        generic = -(odds[torch.arange(len(y)), y] / odds.sum(1)).log().mean()
+        z = SMALL.features(SMALL.layout.split(w), x).detach()
+        own = F.linear(z, h[: 5 * CLASSES].view(CLASSES, 5), h[5 * CLASSES :])
+        personal = F.cross_entropy(logits.detach() + own, y)
+        for optimizer, loss in ((one, generic), (two, personal)):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return w.detach(), h.detach()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_without_balance_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path) -> None:
+    """Whatever the personal heads do."""
+    rod = run(tmp_path / "rod", made(balance=0.0))
+    settings = FedAvgSettings.model_validate({"local": LOCAL})
+    avg = federation(tmp_path / "avg", FEDAVG, settings, task(), clients(SIZES), rounds=2, unseen=["c2"])
+    avg.run()
+    assert torch.equal(rod.state["theta"], avg.state["theta"])
+    for c in ("c0", "c1", "c2"):
+        named = rod.predictors[2, c]
+        assert torch.equal(named["global"].tensors()["theta"], avg.state["theta"])
+        personal = named["personal"].tensors()["theta"]
+        assert torch.equal(personal[:BODY], avg.state["theta"][:BODY])
+        assert torch.equal(personal, avg.state["theta"]) is (c == "c2")  # who is new has no head to add
+
+
+@pytest.mark.parametrize("balance", [1.0, 0.5])
+def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float) -> None:
+    """With a client that lacks a label: its count is zero."""
+    s, data = made(balance=balance), clients(SIZES)
+    data[1] = lacking(data[1], 2)
+    theta = federation(tmp_path / "start", FEDROD, s, task(), data).state["theta"]
+    heads = {c.id: torch.zeros(D - BODY, dtype=torch.float64) for c in data[:2]}
+    weights = torch.tensor([len(c.train) for c in data[:2]], dtype=torch.float64)
+    for t in (1, 2):
+        ends = []
+        for c in data[:2]:
+            end, heads[c.id] = visit(theta, heads[c.id], c, s, t)
+            ends.append(end)
+        theta = (weights[:, None] * torch.stack(ends)).sum(0) / weights.sum()
+    f = run(tmp_path / "run", s, data=data)
+    close(f.state["theta"], theta)
+    for c in data[:2]:
+        expected = torch.cat([theta[:BODY], theta[BODY:] + heads[c.id]])
+        close(f.predictors[2, c.id]["personal"].tensors()["theta"], expected)
+        p = f.predictors[2, c.id]["personal"].log_probabilities(c.test.x)
+        z = SMALL.features(SMALL.layout.split(theta), c.test.x)
+        own = F.linear(z, heads[c.id][: 5 * CLASSES].view(CLASSES, 5), heads[c.id][5 * CLASSES :])
+        close(p, (SMALL.logits(theta, c.test.x) + own).log_softmax(1))
+    assert (FEDROD.client(s, task()).personalization_steps("personal", 6), s.weighting) == (0, "examples")
+
+
+def test_a_label_that_a_client_lacks_has_no_part_in_its_generic_loss() -> None:
+    """Its row of the generic head gets no gradient, to the bit."""
+    c = lacking(client("c0", 9), 1)
+    theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
+    half, (opening, *_) = FEDROD.client(made(), task()), FEDROD.messages
+    delta = next(half.open(group([c]), opening(theta))).delta_theta[0, BODY:]
+    weight, bias = delta[: 5 * CLASSES].view(CLASSES, 5), delta[5 * CLASSES :]
+    moved = (weight != 0).any(1) | (bias != 0)
+    assert moved.tolist() == [True, False, True]
+    amounts = raised(group([c]), theta[None], made())[0]
+    assert amounts.isfinite().all()
+    assert torch.equal((torch.randn(3).double() + amounts).softmax(0)[1], torch.tensor(0.0).double())
+
+
+def test_the_model_and_its_update_travel_alone(tmp_path: Path) -> None:
+    f = run(tmp_path, made())
+    for attempt in f.loop.journal.counted():
+        assert (attempt.payload_down, attempt.payload_up) == (8 * 2 * D, 8 * 2 * (D + 2))
+
+
+@pytest.mark.parametrize("choice", [m for m in MODELS if m.classifies], ids=lambda m: m.name)
+def test_the_first_head_is_that_of_every_model(choice: Any) -> None:
+    """Its logits are a linear map of the features."""
+    kind = choice.takes[0]
+    model = choice.build((7,) if kind == "tokens" else (1, 32, 32), CLASSES, kind)
+    if not model.layout.head:
+        with pytest.raises(ExperimentError, match=r"^model\.name: "):
+            FEDROD.client(made(), task(model))
+        return
+    x = torch.randint(CLASSES, (2, 7)) if kind == "tokens" else torch.randn(2, 1, 32, 32)
+    w = model.layout.split(model.init(torch.Generator().manual_seed(1)))
+    assert torch.equal(F.linear(model.features(w, x), *(w[name] for name in model.layout.head)), model.forward(w, x))
+    assert TwoHeads(model).layout.head == ("raised.by",)
+
+
+def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
+    found, other = (
+        made_by(run(tmp_path / str(i), made(), data=data))
+        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
+    )
+    assert found.keys() == other.keys()
+    assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    """One of them has a head, one lacks a label."""
+    data, half, (opening, *_) = clients((9, 4, 6)), FEDROD.client(made(), task()), FEDROD.messages
+    data[2] = lacking(data[2], 0)
+    theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
+    states = [None, {"head": torch.randn(D - BODY, generator=torch.Generator().manual_seed(4)).double()}, None]
+
+    def answers(rows: slice) -> list[Tensor]:
+        members = Group(data[rows], group(data)._generator, states[rows])
+        update = next(half.open(members, opening(theta)))
+        return [*update.tensors().values(), torch.stack([kept["head"] for kept in members.kept.values()])]
+
+    alone = zip(*(answers(slice(i, i + 1)) for i in range(3)), strict=True)
+    for together, apart in zip(answers(slice(0, 3)), alone, strict=True):
+        close(together, torch.cat(apart))
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"local\.mask_absent"):
+        made(local=LOCAL | {"mask_absent": True})
+    with pytest.raises(ValidationError, match="balance"):
+        made(balance=-1.0)
+    c = client("c0", 9)
+    bare = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, CLASSES)
+    opening, *_ = FEDROD.messages
+    with pytest.raises(DataError, match=r"c0: .*labels"):
+        next(FEDROD.client(made(), task()).open(group([bare]), opening(torch.zeros(D).double())))

@@ -1,0 +1,123 @@
+"""LG-FedAvg against FedAvg and against SGD on bodies of the clients' own (Liang et al., 2020)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, sgd, task
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.lgfedavg import LGFEDAVG, LGFedAvgSettings
+from fedloom.algorithms.recipe import local_sgd
+from fedloom.errors import ExperimentError
+from fedloom.federation.randomness import generator
+from fedloom.models.mlp import MLP
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}
+SMALL = MLP(IMAGE, [5], CLASSES)
+BODY = SMALL.layout.body_size
+
+
+def made(**changes: Any) -> LGFedAvgSettings:
+    return LGFedAvgSettings.model_validate({"local": LOCAL, "personalize_epochs": 2} | changes)
+
+
+def run(folder: Path, s: LGFedAvgSettings, **keys: Any) -> Federation:
+    keys = {"rounds": 2, "unseen": ["c2"]} | keys
+    f = federation(folder, LGFEDAVG, s, task(), keys.pop("data", clients(SIZES)), **keys)
+    f.run()
+    return f
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_are_what_clients_trained(tmp_path: Path) -> None:
+    settings = FedAvgSettings.model_validate({"local": LOCAL})
+    avg = federation(tmp_path / "avg", FEDAVG, settings, task(), clients(SIZES), unseen=["c2"])
+    start = avg.state["theta"]
+    avg.run()
+    lg = run(tmp_path / "lg", made(personalize_epochs=0), rounds=1)
+    head = avg.state["theta"][BODY:]
+    assert torch.equal(lg.state["theta"][BODY:], head)
+    assert torch.equal(lg.state["theta"][:BODY], start[:BODY])
+    for c in clients(SIZES)[:2]:
+        members = Group([c], lambda client, purpose: generator(SEED, f"train/{purpose}", client, 1))
+        body = local_sgd(SMALL, members, start[None], settings).theta[0, :BODY]
+        assert torch.equal(lg.predictors[1, c.id]["personal"].tensors()["theta"], torch.cat([body, head]))
+    assert torch.equal(lg.predictors[1, "c2"]["personal"].tensors()["theta"], lg.state["theta"])
+
+
+def test_rounds_are_sgd_on_both_and_the_mean_of_the_heads(tmp_path: Path) -> None:
+    """Of the seen clients; the unseen one trains a body, and the head stays as it is."""
+    s, data = made(), clients(SIZES)
+    theta = federation(tmp_path / "start", LGFEDAVG, s, task(), data).state["theta"]
+    bodies, head = {c.id: theta[:BODY] for c in data}, theta[BODY:]
+    weights = torch.tensor(SIZES[:2], dtype=torch.float64)
+    for t in (1, 2):
+        heads = []
+        for c in data[:2]:
+            start = torch.cat([bodies[c.id], head])
+            end = sgd(SMALL, start, c, s.local, slice(None), generator(SEED, "train/train", c.id, t))
+            bodies[c.id] = end[:BODY]
+            heads.append(end[BODY:])
+        head = (weights[:, None] * torch.stack(heads)).sum(0) / weights.sum()
+    new = torch.cat([theta[:BODY], head])
+    new = sgd(SMALL, new, data[2], s.local, slice(BODY), generator(SEED, "evaluate/personalize", "c2", 2))
+    f = run(tmp_path / "run", s)
+    close(f.state["theta"], torch.cat([theta[:BODY], head]))
+    expected = {c.id: torch.cat([bodies[c.id], head]) for c in data[:2]} | {"c2": new}
+    for c, own in expected.items():
+        found = f.predictors[2, c]["personal"].tensors()["theta"]
+        close(found, own)
+        assert torch.equal(found[BODY:], f.state["theta"][BODY:])
+    assert LGFEDAVG.client(s, task()).personalization_steps("personal", 6) == 4
+    assert LGFEDAVG.client(made(personalize_epochs=0), task()).personalization_steps("personal", 6) == 0
+
+
+def test_the_head_alone_comes_back(tmp_path: Path) -> None:
+    f = run(tmp_path, made())
+    d = SMALL.layout.size
+    for attempt in f.loop.journal.counted():
+        assert (attempt.payload_down, attempt.payload_up) == (8 * 2 * d, 8 * 2 * (d - BODY + 2))
+
+
+def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
+    found, other = (
+        made_by(run(tmp_path / str(i), made(), data=data))
+        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
+    )
+    assert found.keys() == other.keys()
+    assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    """One of them has a body, the others have none."""
+    data, half, (opening, _, ask) = clients((9, 4, 6)), LGFEDAVG.client(made(), task()), LGFEDAVG.messages
+    theta, other = (SMALL.init(torch.Generator().manual_seed(i), torch.float64) for i in (3, 4))
+    states = [None, {"body": other[:BODY]}, None]
+
+    def answers(rows: slice) -> list[Tensor]:
+        members = Group(data[rows], group(data)._generator, states[rows])
+        update = next(half.open(members, opening(theta)))
+        with pytest.raises(StopIteration) as end:
+            next(half.open(Group(data[rows], group(data)._generator, states[rows]), ask(theta)))
+        own = [named["personal"].tensors()["theta"] for named in end.value.value]
+        return [*update.tensors().values(), torch.stack(own), torch.stack([k["body"] for k in members.kept.values()])]
+
+    alone = zip(*(answers(slice(i, i + 1)) for i in range(3)), strict=True)
+    for together, apart in zip(answers(slice(0, 3)), alone, strict=True):
+        close(together, torch.cat(apart))
+
+
+def test_a_model_of_one_layer_has_no_head_apart() -> None:
+    with pytest.raises(ExperimentError, match=r"^model\.name: "):
+        LGFEDAVG.client(made(), task(MLP(IMAGE, [], CLASSES)))
