@@ -88,13 +88,13 @@ def measure(
     """Rounds and bare transfers in turn, for so many seconds but at least five times."""
     clients, cohort, d = case
     figures: dict[str, list[float]] = {"round": [], "pipelined": [], "in turn": []}
-    cpu = dict.fromkeys(figures, 0.0)
+    cpu: dict[str, list[float]] = {name: [] for name in figures}
     processes = descendants(os.getpid())
 
     def take(what: str, act: Callable[[], float]) -> None:
         before = cpu_s(processes)
         figures[what].append(act())
-        cpu[what] += cpu_s(processes) - before
+        cpu[what].append(cpu_s(processes) - before)
 
     with tempfile.TemporaryDirectory() as scratch:
         rounds = Rounds(aggregator, clients, cohort, d, Path(scratch))
@@ -114,7 +114,7 @@ def measure(
         "d": d,
         "bytes": size,
         "seconds": figures,
-        "cpu_s": cpu,
+        "cpu_s": {name: sum(values[1:]) for name, values in cpu.items()},
         "ratios": ratios,
     }
 
