@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,21 @@ PROBE = "probe"
 
 THOROUGH = ("pefll", "fedrep")
 """Three exchanges and a server that puts work off; one exchange and clients that keep a state."""
+
+WHOLE = ("comfedl", "fedavg", "fedrep", "pefll", "pfedbayes", "wga")
+"""Methods that `make test` takes through the whole kit: each has halves, state or conversations of its own kind.
+
+The others share these parts; of them `make test` runs what is in ``OWN``, and `make test-all` everything.
+"""
+
+OWN = (
+    "test_each_client_lost_at_each_exchange_and_the_replay_of_it",
+    "test_killed_at_one_exchange_of_each_kind_and_resumed",
+    "test_clients_never_seen_get_predictors",
+    "test_evaluation_changes_nothing_and_repeats_itself",
+    "test_the_bits_are_those_of_before",
+)
+"""Tests that depend most on what a method's own file does."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,16 +50,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = metafunc.config.getoption("--algorithm", default=None)
     methods = available() if chosen is None else (find(chosen).name,)
     names = [*methods, *(name for name in TINY if ":" in name and _method(name) in methods)]
-    if "method" in metafunc.fixturenames:
-        metafunc.parametrize("method", names)
     trained = [name for name in names if find(_method(name)).trains]
-    if "trained" in metafunc.fixturenames:
-        metafunc.parametrize("trained", trained)
     thorough = [PROBE, *THOROUGH] if chosen is None else trained
-    if "thorough" in metafunc.fixturenames:
-        metafunc.parametrize("thorough", thorough)
-    if "sampled" in metafunc.fixturenames:
-        metafunc.parametrize("sampled", [name for name in trained if name not in thorough])
+    sampled = [name for name in trained if name not in thorough]
+    every = {"method": names, "trained": trained, "thorough": thorough, "sampled": sampled}
+    own = chosen is not None or metafunc.function.__name__ in OWN
+
+    def param(name: str) -> Any:
+        first_tier = own or name == PROBE or _method(name) in WHOLE
+        return pytest.param(name, marks=() if first_tier else pytest.mark.every_method)
+
+    for fixture, values in every.items():
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize(fixture, [param(name) for name in values])
 
 
 def _method(name: str) -> str:
