@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import logging
 import os
-import struct
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import hypothesis
-import numpy as np
 import pytest
+import tiny_data
 from s3_support import S3Server, serving, weed
 
 from fedloom.data import sources
 from fedloom.data.folders import data_root
-from fedloom.data.sources.base import Fetcher, Source, SourceFile
-from fedloom.data.sources.mnist import read
+from fedloom.data.sources.base import Source
 from fedloom.errors import DataError
 from fedloom.storage import Store, open_store
 
@@ -67,43 +65,16 @@ def fashion_mnist_root() -> Path:
     return root
 
 
-def idx_bytes(array: np.ndarray) -> bytes:
-    """An array of unsigned bytes as an IDX file."""
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
-
-
 @pytest.fixture
 def tiny_files() -> dict[str, bytes]:
     """The four files of a data set like MNIST: 5 classes, 240 train and 60 test images of 6x6 pixels."""
-    rng = np.random.default_rng(0)
-    files = {}
-    for part, count in (("train", 240), ("t10k", 60)):
-        labels = np.arange(count) % 5
-        files[f"{part}-images-idx3-ubyte"] = idx_bytes(rng.integers(0, 256, (count, 6, 6)))
-        files[f"{part}-labels-idx1-ubyte"] = idx_bytes(labels[rng.permutation(count)])
-    return files
+    return tiny_data.files()
 
 
 @pytest.fixture
 def tiny_source(tiny_files: dict[str, bytes]) -> Callable[..., Source]:
     """Make a source of the tiny files with these fetchers."""
-
-    def make(*fetchers: Fetcher) -> Source:
-        return Source(
-            name="tiny",
-            title="Tiny",
-            class_names=("a", "b", "c", "d", "e"),
-            input_shape=(1, 6, 6),
-            licence="none",
-            files=tuple(
-                SourceFile(name, len(content), hashlib.sha256(content).hexdigest())
-                for name, content in tiny_files.items()
-            ),
-            fetchers=fetchers,
-            read=read,
-        )
-
-    return make
+    return partial(tiny_data.source, tiny_files)
 
 
 @pytest.fixture

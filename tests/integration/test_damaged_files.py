@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_data
 import yaml
 
 from fedloom.cli.main import main
@@ -124,11 +125,9 @@ def scramble(path: Path, seed: int) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with an experiment and its finished run, on a data set that this process alone knows."""
-    from conftest import tiny_files, tiny_source
-
     folder = tmp_path_factory.mktemp("damaged")
-    files = tiny_files.__wrapped__()  # type: ignore[attr-defined]
-    source = tiny_source.__wrapped__(files)()  # type: ignore[attr-defined]
+    files = tiny_data.files()
+    source = tiny_data.source(files)
     (folder / "given").mkdir()
     for name, content in files.items():
         (folder / "given" / f"{name}.gz").write_bytes(gzip.compress(content))

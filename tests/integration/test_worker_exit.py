@@ -51,7 +51,7 @@ def test_a_worker_that_fails_for_good_ends_the_run_with_its_code(
     other = experiment(tmp_path / "other", fresh_root, data={"unseen_fraction": 0.2})
     link, run = tmp_path / "partition", tmp_path / "run"
     link.symlink_to(partition(small_run[0]))
-    slow = ("--set", "algorithm.local={epochs: 30, batch_size: 2, lr: 0.001}")
+    slow = ("--set", "algorithm.local={epochs: 30, batch_size: 2, lr: 0.001}", "--set", "federation.rounds=100000")
     command = ("run", small_run[0], *slow, "--workers", 2, "--partition", link, "--out", run)
     process = subprocess.Popen(
         [sys.executable, "-m", "fedloom", *map(str, command)], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True

@@ -263,10 +263,11 @@ def test_two_who_submit_at_once(api: KubeflowApi, fedloom: Callable[..., Result]
 
 def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subprocess.Popen[str]:
     command = [*FEDLOOM, "pipeline", "submit", "personalized_federation", str(files[0]), "--cluster", str(files[1])]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [*command, *STORE, "--host", api.host, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell has it ignored
     )  # fmt: skip
 
 

@@ -131,13 +131,9 @@ def test_interrupt(tmp_path: Path) -> None:
     """Ctrl-C while it waits for an experiment that comes through a pipe."""
     os.mkfifo(tmp_path / "pipe")
     command = [sys.executable, "-m", "fedloom", "partition", str(tmp_path / "pipe")]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell lets background jobs ignore Ctrl-C, and their children would, too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     with process, (tmp_path / "pipe").open("w"):  # open() returns when the command has opened it too
         while process.poll() is None:  # the first may come just before the read that it is to interrupt
             process.send_signal(signal.SIGINT)

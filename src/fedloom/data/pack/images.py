@@ -50,26 +50,27 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
     changed: dict[str, int] = {}
     for done, path in enumerate(files):
         tell("reading images", done, len(files))
-        steps = path.relative_to(folder).parts
+        name = path.relative_to(folder)  # as mistakes call it: the folder stands before all of them
+        steps = name.parts
         label = steps[1 if given else 0] if len(steps) > (2 if given else 1) else None
         if path.suffix.lower() not in known:
-            mistakes.add(f"no image, by its name; allowed: {listed(('.png', '.jpg', '.bmp', '.webp'))}, ...", str(path))
+            mistakes.add(f"no image, by its name; allowed: {listed(('.png', '.jpg', '.bmp', '.webp'))}, ...", str(name))
             continue
         if not path.is_file():
-            mistakes.add("no file, but a pipe, a device or a link to nothing", str(path))
+            mistakes.add("no file, but a pipe, a device or a link to nothing", str(name))
             continue
         if request.labelled and label is None:
-            mistakes.add("label missing: an image outside of the folders of classes", str(path))
+            mistakes.add("label missing: an image outside of the folders of classes", str(name))
             continue
         if request.labelled and own is not None and label not in own.classes:
-            mistakes.add(f"unknown class of folder; allowed: {listed(own.classes)}", str(path))
+            mistakes.add(f"unknown class of folder; allowed: {listed(own.classes)}", str(name))
             continue
         try:
             with Image.open(path) as opened:
                 opened.load()
                 image: Image.Image = opened
                 if image.mode.startswith(DEEP):
-                    mistakes.add("more than 8 bits a channel; allowed: images of 8 bits", f"{path}: mode {image.mode}")
+                    mistakes.add("more than 8 bits a channel; allowed: images of 8 bits", f"{name}: mode {image.mode}")
                     continue
                 if shape is None:
                     shape = (1 if image.mode in ("1", "L", "LA") else 3, image.height, image.width)
@@ -85,11 +86,11 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
                     image = image.resize(size, Image.Resampling.BILINEAR)
                 elif found != size:
                     allowed = f"another size (height x width); allowed: {size[1]} x {size[0]}, or --resize"
-                    mistakes.add(allowed, f"{path}: {found[1]} x {found[0]}")
+                    mistakes.add(allowed, f"{name}: {found[1]} x {found[0]}")
                     continue
                 array = np.asarray(image, dtype=np.uint8)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            mistakes.add("damaged image", f"{path}: {error}")
+            mistakes.add("damaged image", f"{name}: {error}")
             continue
         pixels.append(array.reshape(size[1], size[0], shape[0]).transpose(2, 0, 1))
         labels.append(label or "")
