@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 import uuid
@@ -350,11 +351,18 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.close()
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that was interrupted while it was answered; it would be in another's output."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serving(api: KubeflowApi) -> Iterator[KubeflowApi]:
     """Serve an installation on this machine; its ``host`` is known in the block."""
     handler = type("HandlerOfOne", (Handler,), {"api": api})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = _Server(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()

