@@ -6,10 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -127,22 +127,30 @@ def test_schema_is_json(fedloom: Fedloom, tmp_path: Path) -> None:
     assert json.loads(out) == json.loads((tmp_path / "schema.json").read_text())
 
 
-def test_interrupt(tmp_path: Path) -> None:
-    """Ctrl-C while it waits for an experiment that comes through a pipe."""
-    os.mkfifo(tmp_path / "pipe")
-    command = [sys.executable, "-m", "fedloom", "partition", str(tmp_path / "pipe")]
+def test_interrupt() -> None:
+    """Ctrl-C while it waits for an experiment from a store that does not answer."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    with process, (tmp_path / "pipe").open("w"):  # open() returns when the command has opened it too
-        while process.poll() is None:  # the first may come just before the read that it is to interrupt
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-        _, err = process.communicate(timeout=60)
-    # Python ends itself by the signal where nothing of ours could catch it; a shell calls both 130.
-    assert process.returncode in (ExitCode.INTERRUPTED, -signal.SIGINT)
-    assert process.returncode < 0 or "Traceback" not in err
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = {
+            "FEDLOOM_S3_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedloom", "partition", "s3://bucket/experiment.yaml"],
+            env={**os.environ, **store},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            asked, _ = silent.accept()
+            with asked:
+                assert asked.recv(1)  # all that is left for it is to wait
+                process.send_signal(signal.SIGINT)
+                _, err = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert "Traceback" not in err
 
 
 def test_the_documented_table_is_the_one_in_the_code() -> None:

@@ -329,8 +329,12 @@ class Replay:
 
 
 def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
-    """The attempts in a folder's journal, and where they are."""
-    return ((_attempt(line.object, folder), line) for line in folder.placed(NAME) if line.object is not None)
+    """The attempts in a folder's journal, and where they are; only a last line cut short by a crash may be none."""
+    for line in folder.placed(NAME):
+        if line.object is not None:
+            yield _attempt(line.object, folder), line
+        elif line.whole:
+            raise DataError(f"{folder.path / NAME}: damaged, found a line at byte {line.start} that is no JSON object")
 
 
 def _attempt(line: dict[str, Any], folder: RunFolder) -> Attempt:
