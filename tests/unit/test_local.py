@@ -11,6 +11,7 @@ from federations import clients, federation, group, task
 
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings, TrainAlone
+from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 
 SIZES = (4, 9, 6)
@@ -67,8 +68,8 @@ def test_it_has_no_rounds_and_no_state(tmp_path: Path) -> None:
     assert not LOCAL.trains
     run = federation(tmp_path, LOCAL, made(), task(), clients(SIZES), rounds=1)
     assert run.state == {}
-    with pytest.raises(NotImplementedError):
-        run.loop.server.train_round(None)
+    with pytest.raises(ExperimentError, match=r"local has no training rounds: found round 1"):
+        run.loop._train_round()
 
 
 def test_the_default_is_the_papers() -> None:

@@ -124,9 +124,9 @@ class ServerHalf(ABC):
         del examples
         return {}
 
+    @abstractmethod
     def train_round(self, round: Round) -> Statistics:
-        """One training step of the method; one that does not train (:attr:`Algorithm.trains`) has none."""
-        raise NotImplementedError
+        """One training step of the method."""
 
     @abstractmethod
     def personalize(self, cohort: Cohort) -> Replies[Any]:

@@ -12,8 +12,9 @@ import torch
 from pydantic import Field
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Group, conversation
+from fedloom.algorithms.base import Cohort, Group, Round, Statistics, conversation
 from fedloom.algorithms.client import LocalSGD, train
+from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Replies
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
@@ -21,6 +22,16 @@ from fedloom.settings import Settings
 
 class LocalServer(base.ServerHalf):
     """Asks and listens."""
+
+    def train_round(self, round: Round) -> Statistics:
+        """There are no rounds.
+
+        Raises
+        ------
+        ExperimentError
+            Always.
+        """
+        raise ExperimentError(f"local has no training rounds: found round {round.number}, allowed: federation.rounds 0")
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Ask each client to train."""
