@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, Group, Task
+from fedloom.algorithms.base import Algorithm, ClientHalf, Group, Task
 from fedloom.algorithms.client import LocalSGD, batches
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
@@ -88,6 +89,56 @@ def sgd(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, moved: slic
 def group(members: Sequence[ClientData], seed: int = 0, round: int = 1) -> Group:
     """A group whose generators are keyed as in a run."""
     return Group(members, lambda client, purpose: generator(seed, purpose, client, round))
+
+
+def answers_as_alone(
+    half: ClientHalf,
+    data: Sequence[ClientData],
+    opening: Message,
+    ask: Message | None = None,
+    states: Sequence[dict[str, Tensor] | None] | None = None,
+    atol: float = 1e-12,
+) -> list[dict[str, Tensor]]:
+    """Check that a group answers a training's opening, keeps, and is personalized as its clients are one at a time.
+
+    Parameters
+    ----------
+    ask
+        Opens personalization; None: that is not looked at.
+    states
+        What each client has kept before.
+
+    Returns
+    -------
+    list
+        For each client what its group gave: fields of the answer, ``kept.NAME``, ``PREDICTOR.TENSOR``.
+    """
+    before = [None] * len(data) if states is None else states
+
+    def members(rows: slice, may_keep: bool) -> Group:
+        return Group(data[rows], group(data)._generator, before[rows], may_keep=may_keep)
+
+    def given(rows: slice) -> list[dict[str, Tensor]]:
+        trained = members(rows, True)
+        answer = next(half.open(trained, opening)).tensors()
+        found = [{name: values[i] for name, values in answer.items()} for i in range(len(trained))]
+        for i, kept in trained.kept.items():
+            found[i] |= {f"kept.{name}": value for name, value in kept.items()}
+        if ask is not None:
+            with pytest.raises(StopIteration) as end:
+                next(half.open(members(rows, False), ask))
+            for one, named in zip(found, end.value.value, strict=True):
+                for which, predictor in named.items():
+                    one |= {f"{which}.{key}": value for key, value in predictor.tensors().items()}
+        return found
+
+    together = given(slice(0, len(data)))
+    for i, one in enumerate(together):
+        (alone,) = given(slice(i, i + 1))
+        assert one.keys() == alone.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=atol)
+    return together
 
 
 def task(model: FlatModel | None = None, n: int = 3) -> Task:

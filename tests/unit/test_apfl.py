@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import Federation, clients, federation, group, held_out_elsewhere, task
+from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, task
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -171,28 +171,9 @@ def test_whose_own_model_diverges_is_lost() -> None:
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     """One of them has a v and an α, the others have none."""
-    data, half = clients((9, 4, 6)), APFL.client(made(personalize_steps=1), task())
     random = torch.Generator().manual_seed(3)
     opening, _, ask = APFL.messages
     w = MODEL.init(random, torch.float64)
     state = {"v": w + 0.1 * torch.randn(len(w), generator=random).double(), "alpha": torch.tensor([0.3]).double()}
-    states = [None, state, None]
-
-    def members(rows: slice, may_keep: bool) -> Group:
-        return Group(data[rows], group(data)._generator, states[rows], may_keep=may_keep)
-
-    def personal(found: Group) -> list[Tensor]:
-        with pytest.raises(StopIteration) as end:
-            next(half.open(found, ask(w)))
-        return [named["personal"].tensors()["theta"] for named in end.value.value]
-
-    whole = members(slice(0, 3), True)
-    together = next(half.open(whole, opening(w))).tensors()
-    predictors = personal(members(slice(0, 3), False))
-    for i in range(3):
-        one = members(slice(i, i + 1), True)
-        for name, value in next(half.open(one, opening(w))).tensors().items():
-            close(together[name][i : i + 1], value)
-        for name, value in one.kept[0].items():
-            close(whole.kept[i][name], value)
-        close(predictors[i], personal(members(slice(i, i + 1), False))[0])
+    half = APFL.client(made(personalize_steps=1), task())
+    answers_as_alone(half, clients((9, 4, 6)), opening(w), ask(w), [None, state, None])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import Federation, clients, federation, group, held_out_elsewhere, task
+from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, task
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -158,28 +158,10 @@ def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     """One of them has a v, the others have none."""
-    data, half = clients((9, 4, 6)), DITTO.client(made(), task())
     random = torch.Generator().manual_seed(3)
     opening, _, ask = DITTO.messages
     w = MODEL.init(random, torch.float64)
-    states = [None, {"v": w + torch.randn(len(w), generator=random, dtype=torch.float64)}, None]
-
-    def members(rows: slice, may_keep: bool) -> Group:
-        return Group(data[rows], group(data)._generator, states[rows], may_keep=may_keep)
-
-    def personal(found: Group) -> list[Tensor]:
-        with pytest.raises(StopIteration) as end:
-            next(half.open(found, ask(w)))
-        return [named["personal"].tensors()["theta"] for named in end.value.value]
-
-    whole = members(slice(0, 3), True)
-    together = next(half.open(whole, opening(w))).tensors()
-    predictors = personal(members(slice(0, 3), False))
-    for i in range(3):
-        one = members(slice(i, i + 1), True)
-        for name, value in next(half.open(one, opening(w))).tensors().items():
-            close(together[name][i : i + 1], value)
-        close(whole.kept[i]["v"], one.kept[0]["v"])
-        close(predictors[i], personal(members(slice(i, i + 1), False))[0])
-    assert states[1] is not None
-    assert torch.equal(predictors[1], states[1]["v"])
+    v = w + torch.randn(len(w), generator=random, dtype=torch.float64)
+    half, states = DITTO.client(made(), task()), [None, {"v": v}, None]
+    found = answers_as_alone(half, clients((9, 4, 6)), opening(w), ask(w), states)
+    assert torch.equal(found[1]["personal.theta"], v)

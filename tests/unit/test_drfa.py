@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import clients, federation, group, task
+from federations import answers_as_alone, clients, federation, task
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -183,14 +183,11 @@ def test_lost_clients_leave_no_trace_and_the_others_count_for_them(tmp_path: Pat
 
 
 def test_groups_answer_as_their_clients_do_alone() -> None:
-    p, data = problem(4), clients((9, 4, 12, 1))
+    p = problem(4)
     half = DRFA.client(drfa(local=LOCAL | {"lambda_theta": 0.01}), p)
     theta = p.model.init(torch.Generator().manual_seed(3), torch.float64)
     for opening in (TrainAndNote(theta, torch.tensor([2.0]).double()), AskLoss(theta)):
-        together = next(half.open(group(data), opening)).tensors()
-        alone = [next(half.open(group([c]), opening)).tensors() for c in data]
-        for name, value in together.items():
-            close(value, torch.cat([one[name] for one in alone]))
+        answers_as_alone(half, clients((9, 4, 12, 1)), opening)
 
 
 def test_what_is_refused() -> None:

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, sgd, task
+from federations import (
+    CLASSES,
+    IMAGE,
+    Federation,
+    answers_as_alone,
+    clients,
+    federation,
+    held_out_elsewhere,
+    made_by,
+    sgd,
+    task,
+)
 from torch import Tensor
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
@@ -93,18 +104,9 @@ def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
-    data, half, (opening, _, ask) = clients((9, 4, 6)), FEDBABU.client(made(), task()), FEDBABU.messages
+    opening, _, ask = FEDBABU.messages
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
-
-    def answers(rows: slice) -> list[Tensor]:
-        update = next(half.open(group(data[rows]), opening(theta)))
-        with pytest.raises(StopIteration) as end:
-            next(half.open(group(data[rows]), ask(theta)))
-        return [*update.tensors().values(), torch.stack([n["personal"].tensors()["theta"] for n in end.value.value])]
-
-    alone = zip(*(answers(slice(i, i + 1)) for i in range(3)), strict=True)
-    for together, apart in zip(answers(slice(0, 3)), alone, strict=True):
-        torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-12)
+    answers_as_alone(FEDBABU.client(made(), task()), clients((9, 4, 6)), opening(theta), ask(theta))
 
 
 def test_a_model_of_one_layer_has_no_body() -> None:

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, sgd, task
+from federations import (
+    CLASSES,
+    IMAGE,
+    Federation,
+    answers_as_alone,
+    clients,
+    federation,
+    group,
+    held_out_elsewhere,
+    made_by,
+    sgd,
+    task,
+)
 from torch import Tensor
 
 from fedloom.algorithms.base import Group
@@ -98,22 +110,10 @@ def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     """One of them has a head, the others have none."""
-    data, half, (opening, _, ask) = clients((9, 4, 6)), FEDPER.client(made(), task()), FEDPER.messages
+    opening, _, ask = FEDPER.messages
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
-    states = [None, {"head": theta[BODY:]}, None]
-
-    def answers(rows: slice) -> list[Tensor]:
-        members = Group(data[rows], group(data)._generator, states[rows])
-        update = next(half.open(members, opening(theta[:BODY])))
-        with pytest.raises(StopIteration) as end:
-            next(half.open(Group(data[rows], group(data)._generator, states[rows]), ask(theta[:BODY])))
-        own = [named["personal"].tensors()["theta"] for named in end.value.value]
-        heads = [members.kept[i]["head"] for i in range(len(members))]
-        return [*update.tensors().values(), torch.stack(own), torch.stack(heads)]
-
-    alone = zip(*(answers(slice(i, i + 1)) for i in range(3)), strict=True)
-    for together, apart in zip(answers(slice(0, 3)), alone, strict=True):
-        torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-12)
+    body, states = theta[:BODY], [None, {"head": theta[BODY:]}, None]
+    answers_as_alone(FEDPER.client(made(), task()), clients((9, 4, 6)), opening(body), ask(body), states)
 
 
 def test_a_model_of_one_layer_has_no_body_to_share() -> None:

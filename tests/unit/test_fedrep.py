@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, task
+from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, group, task
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
 from fedloom.algorithms.client import LocalSGD, batches, train
 from fedloom.algorithms.fedrep import FEDREP, FedRepSettings, head_then_body
 from fedloom.data.federated import ClientData
@@ -177,29 +176,13 @@ def test_a_client_without_a_head_trains_one_the_body_frozen(tmp_path: Path) -> N
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     """One of them has a head, the others have none."""
-    s, data, half = made(), clients((9, 4, 6)), FEDREP.client(made(), task())
     random = torch.Generator().manual_seed(3)
     opening, _, ask = FEDREP.messages
     body = SMALL.init(random, torch.float64)[:BODY]
     states = [None, {"head": torch.randn(SMALL.layout.size - BODY, generator=random, dtype=torch.float64)}, None]
-
-    def members(rows: slice, may_keep: bool) -> Group:
-        return Group(data[rows], group(data)._generator, states[rows], may_keep=may_keep)
-
-    whole = members(slice(0, 3), True)
-    together = next(half.open(whole, opening(body))).tensors()
-    with pytest.raises(StopIteration) as end:
-        next(half.open(members(slice(0, 3), False), ask(body)))
-    for i in range(3):
-        one = members(slice(i, i + 1), True)
-        for name, value in next(half.open(one, opening(body))).tensors().items():
-            torch.testing.assert_close(together[name][i : i + 1], value, rtol=0, atol=1e-10)
-        torch.testing.assert_close(whole.kept[i]["head"], one.kept[0]["head"], rtol=0, atol=1e-10)
-        with pytest.raises(StopIteration) as alone:
-            next(half.open(members(slice(i, i + 1), False), ask(body)))
-        mine, theirs = (e.value.value[k]["personal"].tensors()["theta"] for e, k in ((end, i), (alone, 0)))
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
-    assert s.weighting == "uniform"
+    half = FEDREP.client(made(), task())
+    answers_as_alone(half, clients((9, 4, 6)), opening(body), ask(body), states, atol=1e-10)
+    assert made().weighting == "uniform"
 
 
 def test_a_model_of_one_layer_has_no_body_to_share() -> None:

@@ -12,6 +12,7 @@ from federations import (
     CLASSES,
     IMAGE,
     Federation,
+    answers_as_alone,
     client,
     clients,
     federation,
@@ -23,7 +24,6 @@ from federations import (
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedrod import FEDROD, FedRoDSettings, TwoHeads, raised
@@ -170,19 +170,11 @@ def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     """One of them has a head, one lacks a label."""
-    data, half, (opening, *_) = clients((9, 4, 6)), FEDROD.client(made(), task()), FEDROD.messages
+    data, (opening, *_) = clients((9, 4, 6)), FEDROD.messages
     data[2] = lacking(data[2], 0)
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
     states = [None, {"head": torch.randn(D - BODY, generator=torch.Generator().manual_seed(4)).double()}, None]
-
-    def answers(rows: slice) -> list[Tensor]:
-        members = Group(data[rows], group(data)._generator, states[rows])
-        update = next(half.open(members, opening(theta)))
-        return [*update.tensors().values(), torch.stack([kept["head"] for kept in members.kept.values()])]
-
-    alone = zip(*(answers(slice(i, i + 1)) for i in range(3)), strict=True)
-    for together, apart in zip(answers(slice(0, 3)), alone, strict=True):
-        close(together, torch.cat(apart))
+    answers_as_alone(FEDROD.client(made(), task()), data, opening(theta), states=states)
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

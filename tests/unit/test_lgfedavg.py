@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, sgd, task
+from federations import (
+    CLASSES,
+    IMAGE,
+    Federation,
+    answers_as_alone,
+    clients,
+    federation,
+    held_out_elsewhere,
+    made_by,
+    sgd,
+    task,
+)
 from torch import Tensor
 
 from fedloom.algorithms.base import Group
@@ -101,21 +112,10 @@ def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     """One of them has a body, the others have none."""
-    data, half, (opening, _, ask) = clients((9, 4, 6)), LGFEDAVG.client(made(), task()), LGFEDAVG.messages
+    opening, _, ask = LGFEDAVG.messages
     theta, other = (SMALL.init(torch.Generator().manual_seed(i), torch.float64) for i in (3, 4))
     states = [None, {"body": other[:BODY]}, None]
-
-    def answers(rows: slice) -> list[Tensor]:
-        members = Group(data[rows], group(data)._generator, states[rows])
-        update = next(half.open(members, opening(theta)))
-        with pytest.raises(StopIteration) as end:
-            next(half.open(Group(data[rows], group(data)._generator, states[rows]), ask(theta)))
-        own = [named["personal"].tensors()["theta"] for named in end.value.value]
-        return [*update.tensors().values(), torch.stack(own), torch.stack([k["body"] for k in members.kept.values()])]
-
-    alone = zip(*(answers(slice(i, i + 1)) for i in range(3)), strict=True)
-    for together, apart in zip(answers(slice(0, 3)), alone, strict=True):
-        close(together, torch.cat(apart))
+    answers_as_alone(LGFEDAVG.client(made(), task()), clients((9, 4, 6)), opening(theta), ask(theta), states)
 
 
 def test_a_model_of_one_layer_has_no_head_apart() -> None:

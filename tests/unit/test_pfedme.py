@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import clients, federation, group, task
+from federations import answers_as_alone, clients, federation, group, task
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -165,21 +165,10 @@ def test_steps_that_overshoot_on_the_term_are_refused() -> None:
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
-    data, half = clients((9, 4, 12, 1)), PFEDME.client(made(), task())
     opening, _, ask = PFEDME.messages
     theta = task().model.init(torch.Generator().manual_seed(3), torch.float64)
-    together = next(half.open(group(data), opening(theta))).tensors()
-    alone = [next(half.open(group([c]), opening(theta))).tensors() for c in data]
-    for name, value in together.items():
-        close(value, torch.cat([one[name] for one in alone]), atol=1e-10)
-
-    def predictors(members: list[ClientData]) -> list[Tensor]:
-        with pytest.raises(StopIteration) as end:
-            next(half.open(group(members), ask(theta)))
-        return [named["personal"].tensors()["theta"] for named in end.value.value]
-
-    for mine, c in zip(predictors(data), data, strict=True):
-        close(mine, predictors([c])[0], atol=1e-10)
+    half = PFEDME.client(made(), task())
+    answers_as_alone(half, clients((9, 4, 12, 1)), opening(theta), ask(theta), atol=1e-10)
 
 
 def test_who_diverges_is_lost_alone() -> None:

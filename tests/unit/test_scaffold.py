@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import Federation, clients, federation, group, held_out_elsewhere, task
+from federations import Federation, answers_as_alone, clients, federation, held_out_elsewhere, task
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, Group, Task
+from fedloom.algorithms.base import Algorithm, Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
@@ -141,15 +141,8 @@ def test_what_makes_of_steps_more_than_gradients_is_refused(key: str, value: flo
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
-    data, half = clients((9, 4, 1)), SCAFFOLD.client(made(), task())
     random = torch.Generator().manual_seed(3)
     w = MODEL.init(random, torch.float64)
     c, own = (torch.randn(len(w), generator=random, dtype=torch.float64) for _ in range(2))
-    opening, states = SCAFFOLD.messages[0](w, c), [None, {"c": own}, None]
-    whole = Group(data, group(data)._generator, states)
-    together = next(half.open(whole, opening)).tensors()
-    for i in range(3):
-        one = Group(data[i : i + 1], group(data)._generator, states[i : i + 1])
-        for name, value in next(half.open(one, opening)).tensors().items():
-            close(together[name][i : i + 1], value)
-        close(whole.kept[i]["c"], one.kept[0]["c"])
+    half, opening = SCAFFOLD.client(made(), task()), SCAFFOLD.messages[0](w, c)
+    answers_as_alone(half, clients((9, 4, 1)), opening, states=[None, {"c": own}, None])
