@@ -50,7 +50,7 @@ from fedloom.models.lenet import LeNet
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 from fedloom.transport.aggregator import Aggregator
-from fedloom.transport.worker import Identity, serve
+from fedloom.transport.worker import Introduction, serve
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 
@@ -194,7 +194,7 @@ def main() -> None:
     half = method.client(None, _no_task())
     serve(
         address,
-        Identity(worker, names(int(clients)), {method.name: method.version}),
+        Introduction(worker, names(int(clients)), {method.name: method.version}),
         make_session=lambda joined: ClientSide(half, vocabulary(method), _without_data, 1, _nothing_measured),
         stop=threading.Event(),
         reconnect_s=5.0,

@@ -18,7 +18,7 @@ from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Cutter, encode, parse, sealed, serialize
 from fedloom.transport.stream import METHOD, PROTOCOL, SERVICE, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.transport.worker import Identity, serve
+from fedloom.transport.worker import Introduction, serve
 
 D = 300_000  # float32: more than one chunk
 ALGORITHMS = {"toy": 1}
@@ -95,16 +95,16 @@ class Worker:
         self.before = lambda client, exchange: None
         self.stop = threading.Event()
         extra = {} if incarnation is None else {"incarnation": incarnation}
-        identity = Identity(name, list(clients), algorithms, **extra)
+        introduction = Introduction(name, list(clients), algorithms, **extra)
         self.thread = threading.Thread(
-            target=self._run, args=(address, identity, reconnect_s, credentials), daemon=True
+            target=self._run, args=(address, introduction, reconnect_s, credentials), daemon=True
         )
         self.thread.start()
 
-    def _run(self, address, identity, reconnect_s, credentials) -> None:
+    def _run(self, address, introduction, reconnect_s, credentials) -> None:
         session = {"make_session": self._session, "stop": self.stop}
         try:
-            self.over = serve(address, identity, **session, reconnect_s=reconnect_s, credentials=credentials)
+            self.over = serve(address, introduction, **session, reconnect_s=reconnect_s, credentials=credentials)
         except BaseException as error:
             self.error = error
 

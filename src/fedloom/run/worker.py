@@ -22,7 +22,7 @@ from fedloom.federation.roster import Member
 from fedloom.run import assemble
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
-from fedloom.transport.worker import Identity, Joined, Session, serve
+from fedloom.transport.worker import Introduction, Joined, Session, serve
 from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.words import shortened
 
@@ -104,7 +104,7 @@ class Worker:
         self._options = options
         self._serves = serves(options)
         self._device = assemble.use_device(options.device, options.threads)
-        self._identity = Identity(
+        self._introduction = Introduction(
             worker=name,
             clients=self._serves.clients,
             members=self._serves.members(options.class_counts) if isinstance(self._serves, Brought) else (),
@@ -127,7 +127,7 @@ class Worker:
         gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
         return serve(
             self._aggregator,
-            self._identity,
+            self._introduction,
             make_session=self._session,
             stop=stop,
             reconnect_s=self._options.reconnect_s,

@@ -75,7 +75,7 @@ REQUEST_BYTES = 4 << 30  # the most that one request may take of a worker's memo
 
 
 @dataclass(frozen=True)
-class Identity:
+class Introduction:
     """How a worker introduces itself.
 
     Attributes
@@ -180,7 +180,7 @@ _Event = Joined | _Request | _Close | _Finished | BaseException
 
 def serve(
     address: str,
-    identity: Identity,
+    introduction: Introduction,
     *,
     make_session: Callable[[Joined], Session],
     stop: threading.Event,
@@ -193,7 +193,7 @@ def serve(
     ----------
     address
         The aggregator's ``host:port``.
-    identity
+    introduction
         What it is told of us.
     make_session
         Called, in this thread, when a (new incarnation of the) aggregator has let us in. A session outlives a
@@ -220,7 +220,7 @@ def serve(
     Exception
         Whatever else ended the stream's thread, such as memory that is not there.
     """
-    connection = _Connection(address, identity, reconnect_s, credentials or Credentials())
+    connection = _Connection(address, introduction, reconnect_s, credentials or Credentials())
     connection.start()
     try:
         return _work(connection, make_session, stop)
@@ -325,12 +325,11 @@ def _pointless(connection: _Connection, request: _Request, stop: threading.Event
 class _Connection:
     """Keeps a stream to the aggregator, in a thread of its own, and turns it into events."""
 
-    def __init__(self, address: str, identity: Identity, reconnect_s: float, credentials: Credentials) -> None:
+    def __init__(self, address: str, introduction: Introduction, reconnect_s: float, credentials: Credentials) -> None:
         self.events: SimpleQueue[_Event] = SimpleQueue()
         self.closed: set[ConversationKey] = set()  # closed by the aggregator, not yet by the session
         self.incarnation = ""  # of the aggregator that let us in last
         self._address = address
-        self._identity = identity
         self._reconnect_s = reconnect_s
         self._credentials = credentials
         self._shown = credentials.current  # when it was dialled last
@@ -345,11 +344,11 @@ class _Connection:
         self._hello = wire.Hello(
             protocol=PROTOCOL,
             package=fedloom.__version__,
-            worker=identity.worker,
-            incarnation=identity.incarnation,
-            clients=identity.clients,
-            device=identity.device,
-            algorithms=dict(identity.algorithms),
+            worker=introduction.worker,
+            incarnation=introduction.incarnation,
+            clients=introduction.clients,
+            device=introduction.device,
+            algorithms=dict(introduction.algorithms),
             announced=[
                 wire.Announced(
                     train=member.train,
@@ -359,13 +358,13 @@ class _Connection:
                     observer=member.observer,
                     class_counts=member.class_counts,
                 )
-                for member in identity.members
+                for member in introduction.members
             ],
         )
         takes = len(self._introduction())
         if takes > FRAME_BYTES:
             raise RefusedError(
-                f"worker {identity.worker}: introducing {len(identity.clients)} clients takes "
+                f"worker {introduction.worker}: introducing {len(introduction.clients)} clients takes "
                 f"{takes} bytes, allowed: {FRAME_BYTES}",
                 hint="let several workers serve fewer clients each",
             )
