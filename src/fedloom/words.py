@@ -9,6 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+REASON_CHARACTERS = 300
+"""As much is kept of a reason that somebody else gave."""
+
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """A count with its noun, ``1 model``, ``2,000 models``, ``3 classes``: in the plural unless it is one."""

@@ -21,9 +21,9 @@ from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.algorithms.recipe import Update
 from fedloom.errors import QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
-from fedloom.federation.carrier import REASON_CHARACTERS
 from fedloom.federation.validation import absurd
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
+from fedloom.words import REASON_CHARACTERS
 
 D = task().model.layout.size
 LIAR = "c1"

@@ -59,10 +59,6 @@ class Call:
     states: tuple[Versions, ...] = ()
 
 
-REASON_CHARACTERS = 300
-"""As much is kept of a reason that somebody else gave."""
-
-
 @dataclass(frozen=True)
 class Lost:
     """A row that gave no valid answer, and why (one line: quantity and cause)."""

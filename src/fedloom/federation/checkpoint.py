@@ -62,19 +62,22 @@ class Checkpoints:
     ----------
     before
         Called in the background before each checkpoint is written, which it has to wait for.
+    done
+        Called in the background with each round that has become durable.
     after
-        Called in the background with each round that has become durable; the next checkpoint waits for it, and raises
-        what it raised.
+        Called after that with the round; the next checkpoint waits for it, and raises what it raised.
     """
 
     def __init__(
         self,
         folder: Path,
         before: Callable[[], None] | None = None,
+        done: Callable[[int], None] | None = None,
         after: Callable[[int], None] | None = None,
     ) -> None:
         self._folder = folder
         self._before = before
+        self._done = done
         self._after = after
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -118,6 +121,10 @@ class Checkpoints:
         names = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
+    def written_at(self, round: int) -> float:
+        """When the checkpoint of a round was written, in seconds since 1970."""
+        return self._path(round).stat().st_mtime
+
     def load(self, which: str | int = "last") -> Checkpoint:
         """Read a checkpoint.
 
@@ -160,6 +167,8 @@ class Checkpoints:
         for round in rounds:
             if round not in keep:
                 self._path(round).unlink(missing_ok=True)
+        if self._done is not None:
+            self._done(checkpoint.round)
         if self._after is not None:
             self._after(checkpoint.round)
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import DataError, ExperimentError, InterruptedRun
-from fedloom.federation.carrier import REASON_CHARACTERS, Call, Carrier, ConversationKey, Lost
+from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Metrics, Replies, stack
-from fedloom.words import counted, printable
+from fedloom.words import REASON_CHARACTERS, counted, printable
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, line_score, metrics_line, validation_score
-from fedloom.federation.carrier import REASON_CHARACTERS, Carrier
+from fedloom.federation.activity import Monitor
+from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewReplies
 from fedloom.federation.folder import RunFolder
@@ -31,7 +32,7 @@ from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
 from fedloom.federation.validation import absurd, is_finite
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
-from fedloom.words import counted, printable
+from fedloom.words import REASON_CHARACTERS, counted, printable
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ class Loop:
         Called with each round that has become durable, in the thread that writes checkpoints.
     experiment
         Of an open federation: the shared part of the experiment, which may be another than when the run began.
+    monitor
+        Is told what the loop does.
     """
 
     def __init__(
@@ -107,8 +110,10 @@ class Loop:
         replay: Replay | None = None,
         after: Callable[[int], None] | None = None,
         experiment: str = "",
+        monitor: Monitor | None = None,
     ) -> None:
         self.schedule = schedule
+        self.monitor = monitor or Monitor()
         self.roster = roster
         self._experiment = experiment
         self.algorithm = algorithm
@@ -122,7 +127,10 @@ class Loop:
         self.predictors = client_half.predictors
         # A checkpoint must not outlive, in a power cut, the lines that say how it came about.
         self.checkpoints = Checkpoints(
-            folder.checkpoints, before=lambda: folder.sync("journal.jsonl", "metrics.jsonl"), after=after
+            folder.checkpoints,
+            before=lambda: folder.sync("journal.jsonl", "metrics.jsonl"),
+            done=self.monitor.durable,
+            after=after,
         )
         self.journal = Journal(folder)
         self.best: Best | None = None
@@ -157,6 +165,7 @@ class Loop:
         """Look up what is known of those in the roster."""
         self._sizes = {entry.id: entry.train for entry in self.manifest.clients}
         self._held_out = {entry.id: (entry.validation, entry.test) for entry in self.manifest.clients}
+        self.monitor.know(self.manifest.clients)
 
     def _settle(self, attempt: Attempt) -> None:
         """Take in who came and who left; the attempt, or evaluation, tells of it.
@@ -225,6 +234,7 @@ class Loop:
         self._know()
         self.journal.rewind()
         self.folder.cut("metrics.jsonl", 0 if last is None else last[1])
+        self.monitor.resume(self.round, None if last is None else last[0], self.checkpoints.written_at(self.round))
 
     def advance(self) -> None:
         """Run to the last round and leave a checkpoint, of a run that another goes on with; raises as :meth:`run`."""
@@ -260,6 +270,7 @@ class Loop:
         evaluation = self._make_rounds()
         if evaluation is None or evaluation.round != self.round:  # resumed after the last round
             self._settle(Attempt(self.round, 0))
+            self.monitor.enter("evaluating")
             evaluation = self.evaluate()
         self._checkpoint()
         return evaluation
@@ -421,6 +432,7 @@ class Loop:
         for number in range(first, first + self.schedule.attempts):
             attempt = Attempt(t, number)
             self._settle(attempt)
+            self.monitor.enter("training", doing=t, attempt=number)
             started = time.perf_counter()
             up, down = self.carrier.traffic.up, self.carrier.traffic.down
             refused = dict(self.carrier.refusals.counts)
@@ -446,6 +458,7 @@ class Loop:
             counts = dict(self.carrier.refusals.counts).items()  # a copy: more may be counted meanwhile
             attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
             self.journal.append(attempt)
+            self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
             if attempt.outcome == DONE:
                 self.round = t
                 self.observer.round_done(attempt, self.schedule.rounds)
@@ -467,6 +480,7 @@ class Loop:
         started = time.perf_counter()
         attempt = Attempt(self.round, 0, outcome=EVALUATED)
         self._settle(attempt)
+        self.monitor.enter("evaluating")
         evaluation = self._evaluate(attempt)
         if not self.roster.fixed or any(conversation.lost for conversation in attempt.conversations):
             attempt.phases.clear()
@@ -490,10 +504,15 @@ class Loop:
         )
         self.folder.append("metrics.jsonl", line)
         self._evaluated = self.round
+        self.monitor.evaluated(line)
         self.observer.evaluated(line)
         return evaluation
 
     def _checkpoint(self) -> None:
+        with self.monitor.during("saving"):
+            self._save()
+
+    def _save(self) -> None:
         if self._durable == (self.round, self.best):
             self.checkpoints.wait()
             return

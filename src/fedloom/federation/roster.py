@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from fedloom.data.manifest import SPLITS, ClientEntry, Manifest
 from fedloom.errors import DataError, InterruptedRun
+from fedloom.federation.activity import Monitor
 from fedloom.federation.journal import Replay, fold
 from fedloom.words import counted
 
@@ -242,6 +243,8 @@ class OpenRoster(_ChangingRoster):
         Set to end the run.
     say
         Is told when rounds wait, and when they go on.
+    monitor
+        Is told that they wait.
     """
 
     def __init__(
@@ -252,8 +255,10 @@ class OpenRoster(_ChangingRoster):
         absent_after_s: float,
         stop: threading.Event,
         say: Callable[[str], None],
+        monitor: Monitor | None = None,
     ) -> None:
         super().__init__(manifest)
+        self._monitor = monitor or Monitor()
         self._presence = presence
         self._min_clients = min_clients
         self._absent_after_s = absent_after_s
@@ -278,10 +283,12 @@ class OpenRoster(_ChangingRoster):
                 break
             if not waited:
                 when = f"after round {round}" if evaluating else f"before round {round}"
-                self._say(
+                why = (
                     f"waiting {when}: {counted(training, 'client')} to train with, federation.min_clients is "
                     f"{self._min_clients}"
                 )
+                self._say(why)
+                self._monitor.enter("waiting", why)
                 waited = True
             if self._stop.is_set():
                 raise InterruptedRun("stopped while waiting for clients; go on with --resume")

@@ -22,6 +22,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import Until
+from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best
 from fedloom.federation.client_side import ClientSide
@@ -330,6 +331,7 @@ def loop(
     roster: Roster | None = None,
     upto: int | None = None,
     measure_last: bool | None = True,
+    monitor: Monitor | None = None,
 ) -> Loop:
     """The round loop of an experiment; descriptors go to ``descriptors.json`` of the run's folder.
 
@@ -341,6 +343,8 @@ def loop(
         Who takes part; None: those of the manifest, from the beginning to the end.
     upto, measure_last
         Of a replay: the round to stop at, and whether it is evaluated (None: if it is due). None: the experiment says.
+    monitor
+        Is told what the loop does.
     """
     e = parts.experiment
     schedule = Schedule(
@@ -372,6 +376,7 @@ def loop(
         replay,
         after,
         "" if roster.fixed else e.shared_json(),
+        monitor,
     )
 
 

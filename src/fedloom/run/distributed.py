@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fedloom.errors import InterruptedRun, QuorumError
+from fedloom.federation.activity import Monitor
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.measuring import VOCABULARY
 from fedloom.federation.roster import Presence
@@ -43,6 +44,7 @@ def serving(
     lingers: bool,
     resumed: bool,
     presence: Presence | None = None,
+    monitor: Monitor | None = None,
 ) -> Iterator[Serving]:
     """Serve from before the first worker until those who watch have read how the run ended, and workers have, too.
 
@@ -67,13 +69,17 @@ def serving(
         Whether workers from elsewhere are waited for that have lost their connection, or that of an aggregator before.
     presence
         Where it is written who is connected, of an open federation.
+    monitor
+        Is told what is done outside of the rounds, too.
 
     Raises
     ------
     ExperimentError
         If the port is taken or the address cannot be bound.
     """
-    e = parts.experiment
+    e, monitor = parts.experiment, monitor or Monitor()
+    monitor.know(parts.manifest.clients)
+    monitor.enter("waiting", "waiting for workers")
     notices = Notices(e.name, e.federation.rounds or 0, len(parts.manifest.clients))
     server = Aggregator(
         run=e.name,
@@ -91,12 +97,14 @@ def serving(
         roster=parts.manifest.roster,
         presence=presence,
         classes=parts.manifest.classes,
+        monitor=monitor,
     )
     address = server.start(listen)
     try:
         yield Serving(server, notices, address)
         server.dismiss(finished=True)
         notices.tell("finished")
+        monitor.enter("finished")
         notices.read_within(grace_s)
         if lingers:
             server.linger(resumed)
@@ -104,6 +112,7 @@ def serving(
         raise
     except BaseException as error:
         notices.tell("failed", str(error) or type(error).__name__)
+        monitor.enter("failed", str(error) or type(error).__name__)
         notices.read_within(grace_s)
         raise
     finally:

@@ -12,6 +12,7 @@ from fedloom.data.manifest import Manifest, Normalization
 from fedloom.data.own import Given, Own, normalization, own_manifest
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.activity import Monitor
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.measuring import measured_normalization
@@ -60,6 +61,7 @@ def begun(
     folder: RunFolder,
     stop: threading.Event,
     say: Callable[[str], None],
+    monitor: Monitor,
 ) -> tuple[Parts, OpenRoster]:
     """Return the parts of an open federation, and its roster, once the normalization is known.
 
@@ -76,7 +78,7 @@ def begun(
     federation = parts.experiment.federation
 
     def roster_of(manifest: Manifest) -> OpenRoster:
-        return OpenRoster(manifest, presence, federation.min_clients, federation.absent_after_s, stop, say)
+        return OpenRoster(manifest, presence, federation.min_clients, federation.absent_after_s, stop, say, monitor)
 
     if not is_known(parts.manifest):
         roster = roster_of(parts.manifest)

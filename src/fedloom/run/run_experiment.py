@@ -17,6 +17,7 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.data.own import Own
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import Experiment
+from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
@@ -161,6 +162,7 @@ def run_experiment(
         if options.resume and not resume:
             observer.notice(f"nothing to resume at {kept}: starting at round 0")
         presence = Presence() if is_open else None
+        monitor = Monitor(e.name, e.algorithm.name, e.federation.rounds, incarnation)
         serve = partial(
             serving,
             parts,
@@ -172,6 +174,7 @@ def run_experiment(
             lingers=options.listen is not None,
             resumed=bool(resume),
             presence=presence,
+            monitor=monitor,
         )
         if before is not None:
             if store is None:
@@ -213,7 +216,8 @@ def run_experiment(
                 legs: list[Leg] = [Leg(parts)]
                 roster: Roster | None = None
                 if own is not None and isinstance(carrier, Aggregator) and presence is not None:
-                    parts, roster = begun(parts, own, carrier, presence, folder, stop_request.event, observer.notice)
+                    told_of = (stop_request.event, observer.notice, monitor)
+                    parts, roster = begun(parts, own, carrier, presence, folder, *told_of)
                     legs = [Leg(parts)]
                 elif repeated is not None and repeated.is_open:
                     legs = replayed(e, repeated, parts.manifest)
@@ -233,6 +237,7 @@ def run_experiment(
                         roster=roster,
                         upto=leg.upto,
                         measure_last=leg.measured,
+                        monitor=monitor,
                     )
                     if resume or number:
                         loop.resume()

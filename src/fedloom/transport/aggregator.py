@@ -30,6 +30,7 @@ from grpc_reflection.v1alpha import reflection
 import fedloom
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, QuorumError
+from fedloom.federation.activity import Activity, Connected, ConnectedWorker, Monitor
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.roster import Member, Presence
 from fedloom.federation.validation import non_finite
@@ -111,6 +112,8 @@ class Aggregator:
         Where it is written who is connected, if clients with data of their own come and go; without, they do not.
     classes
         C, where they do.
+    monitor
+        What the round loop does; without, nobody tells.
 
     Examples
     --------
@@ -141,8 +144,10 @@ class Aggregator:
         roster: Collection[str] = (),
         presence: Presence | None = None,
         classes: int = 0,
+        monitor: Monitor | None = None,
     ) -> None:
         self._run_name = run
+        self._monitor = monitor or Monitor()
         self._incarnation = incarnation
         self._presence = presence
         self._classes = classes
@@ -269,6 +274,22 @@ class Aggregator:
         """Return the connected workers, by name."""
         with self._joined:
             return tuple(self._workers[name] for name in sorted(self._workers))
+
+    def activity(self) -> Activity:
+        """Return what the federation is doing; from any thread.
+
+        Raises
+        ------
+        RuntimeError
+            If the aggregator is not started, or has been stopped.
+        """
+        if self._loop is None or not self._alive():
+            raise RuntimeError("the aggregator is not started, or has been stopped")
+
+        async def asked() -> Activity:
+            return self._activity()
+
+        return asyncio.run_coroutine_threadsafe(asked(), self._loop).result(ALIVE_S)
 
     def unserved(self, clients: Iterable[str]) -> tuple[str, ...]:
         """Return those of the clients that no connected worker may serve, in the order given."""
@@ -655,6 +676,32 @@ class Aggregator:
             return wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker"
         return wire.REFUSAL_CODE_UNSPECIFIED, ""
 
+    def _activity(self) -> Activity:
+        """What the federation is doing, on the event loop's thread."""
+        since = time.time() - time.monotonic()  # of the monotonic clock
+        workers = tuple(
+            ConnectedWorker(
+                link.name,
+                link.owner,
+                link.worker.device,
+                len(link.worker.clients),
+                since + link.joined_at,
+                since + link.sign_at,
+            )
+            for link in self._board.links()
+        )
+        refusals = dict(self._board.refusals.counts)
+        awaiting = tuple(self._board.awaiting())
+        return self._monitor.now(Connected(workers, awaiting, self._connected(), refusals, self._up, self._down))
+
+    def _connected(self) -> int:
+        """How many clients of the roster a connected worker serves."""
+        if self._presence is None:
+            with self._joined:
+                return int((self._served > 0).sum())
+        roster = self._monitor.roster
+        return sum(member.id in roster for link in self._board.links() for member in link.worker.members)
+
     def _publish(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
         with self._joined:
             if gone is not None:
@@ -677,6 +724,7 @@ class Aggregator:
 
     def _tell(self, text: str) -> None:
         log.warning("%s", text)
+        self._monitor.say(text)
         if self._notices is not None:
             self._notices.say(text)
         if self._say is not None:

@@ -15,7 +15,8 @@ from itertools import islice
 
 import torch
 
-from fedloom.federation.carrier import REASON_CHARACTERS, Call, ConversationKey, Lost, Refusals
+from fedloom.federation.activity import Awaited
+from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
 from fedloom.federation.client_side import TRAIN
 from fedloom.federation.placement import deal
 from fedloom.federation.validation import mismatch
@@ -36,7 +37,7 @@ from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenCo
 from fedloom.transport.limits import Budget
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import counted, printable
+from fedloom.words import REASON_CHARACTERS, counted, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -84,6 +85,27 @@ class Dispatcher:
         self._newest: tuple[int, int, int] = (-1, -1, -1)
         self._longest_s: dict[tuple[str, int], float] = {}  # that an answer took, by purpose and exchange
         self._useless = Budget(20_000, 1_000)  # refused and late parts of all streams together
+
+    # ---- what is going on
+
+    def links(self) -> list[Link]:
+        """The streams of connected workers, by name."""
+        return [self._links[name] for name in sorted(self._links)]
+
+    def awaiting(self) -> Iterator[Awaited]:
+        """Whose answers are awaited."""
+        now, wall = time.monotonic(), time.time()
+        for conversation in self._conversations.values():
+            exchange = conversation.current
+            if exchange is None:
+                continue
+            patience = exchange.patience_s()
+            long = patience is not None and now - exchange.begun > patience
+            deadline = None if exchange.deadline is None else wall + exchange.deadline - now
+            for row in exchange.outstanding:
+                link = exchange.sent.get(row)
+                worker, late = None if link is None else link.name, link is None or long
+                yield Awaited(exchange.client[row], worker, wall - (now - exchange.begun), deadline, late)
 
     # ---- workers
 

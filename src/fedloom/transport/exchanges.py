@@ -105,6 +105,7 @@ class Link:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ignored: set[int] = field(default_factory=set)  # transfers that were refused and have not ended yet
     allowance: int = 64  # of parts that are refused or late; each row that the worker is asked for adds to it
+    joined_at: float = field(default_factory=time.monotonic)
     sign_at: float = field(default_factory=time.monotonic)  # when something last went either way
     proven: bool = False  # it has answered something
     silent: int = 0  # exchanges in a row that it answered nothing of
@@ -137,7 +138,8 @@ class Exchange:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.deadline = None if call.deadline_s is None else time.monotonic() + call.deadline_s
+        self.begun = time.monotonic()
+        self.deadline = None if call.deadline_s is None else self.begun + call.deadline_s
         self.inbox: SimpleQueue[tuple[int, Arrived | Lost] | Exception] = SimpleQueue()
         self.client = dict(zip(call.rows, call.clients, strict=True))
         self.outstanding = set(call.rows)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from fedloom.federation.carrier import REASON_CHARACTERS
-from fedloom.words import printable
+from fedloom.words import REASON_CHARACTERS, printable
 
 NOBODY = "nothing listens there"
 STRANGER = "what answers there is not a FedLoom aggregator"

@@ -23,7 +23,7 @@ import grpc
 
 import fedloom
 from fedloom.errors import AbandonedError, DataError, FedloomError, RefusedError
-from fedloom.federation.carrier import REASON_CHARACTERS, ConversationKey, Lost, MissingConversation
+from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.roster import Member
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
@@ -61,7 +61,7 @@ from fedloom.transport.stream import (
 )
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust.options import Credentials, Shown
-from fedloom.words import printable
+from fedloom.words import REASON_CHARACTERS, printable
 
 log = logging.getLogger("fedloom.transport.worker")
 
