@@ -86,7 +86,15 @@ class Worker:
     """``serve`` in a thread, with what it raised."""
 
     def __init__(
-        self, address, name, clients, reconnect_s=5.0, algorithms=ALGORITHMS, incarnation=None, credentials=None
+        self,
+        address,
+        name,
+        clients,
+        reconnect_s=5.0,
+        algorithms=ALGORITHMS,
+        incarnation=None,
+        credentials=None,
+        bandwidth=None,
     ) -> None:
         self.sessions: list[ToySession] = []
         self.joined: list = []
@@ -94,6 +102,7 @@ class Worker:
         self.over: bool | None = None  # what serve returned
         self.before = lambda client, exchange: None
         self.stop = threading.Event()
+        self.bandwidth = bandwidth
         extra = {} if incarnation is None else {"incarnation": incarnation}
         introduction = Introduction(name, list(clients), algorithms, **extra)
         self.thread = threading.Thread(
@@ -102,7 +111,7 @@ class Worker:
         self.thread.start()
 
     def _run(self, address, introduction, reconnect_s, credentials) -> None:
-        session = {"make_session": self._session, "stop": self.stop}
+        session = {"make_session": self._session, "stop": self.stop, "bandwidth": self.bandwidth}
         try:
             self.over = serve(address, introduction, **session, reconnect_s=reconnect_s, credentials=credentials)
         except BaseException as error:

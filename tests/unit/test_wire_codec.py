@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedloom.federation.carrier import Call, ConversationKey
 from fedloom.messages import Message, Quantity, broadcast, rows, stack
+from fedloom.transport import stream
 from fedloom.transport.codec import (
     CHUNK_BYTES,
     FRAME_BYTES,
@@ -32,7 +33,7 @@ from fedloom.transport.codec import (
     sealed,
     serialize,
 )
-from fedloom.transport.exchanges import Exchange
+from fedloom.transport.exchanges import HEARTBEAT, Exchange
 from fedloom.transport.stream import Outbox
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -249,7 +250,7 @@ def test_outbox_keeps_order_within_a_lane_and_takes_turns_between_lanes():
             yield serialize(wire.WorkerPart(chunk=chunk))
 
     async def written():
-        outbox, frames = Outbox(), []
+        outbox, frames = Outbox(HEARTBEAT), []
 
         async def write(frame):
             frames.append(frame)
@@ -271,6 +272,25 @@ def test_outbox_keeps_order_within_a_lane_and_takes_turns_between_lanes():
         assert mine == sorted(mine)
     assert order[:3] == [100, 200, 300]
     assert len(frames) < len(order)
+
+
+def test_an_outbox_with_nothing_to_say_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "HEARTBEAT_S", 0.01)
+
+    async def written():
+        outbox, kinds = Outbox(HEARTBEAT), []
+
+        async def write(frame):
+            kinds.extend(part.WhichOneof("part") for part in parse(wire.AggregatorFrame, frame).parts)
+            if len(kinds) == 2:
+                outbox.put(None, iter((serialize(wire.AggregatorPart(goodbye=wire.Goodbye())),)))
+            if len(kinds) == 5:
+                outbox.close()
+
+        await outbox.drain(write)
+        return kinds
+
+    assert asyncio.run(written()) == ["heartbeat", "heartbeat", "goodbye", "heartbeat", "heartbeat"]
 
 
 def test_the_contract_names_the_quantities():

@@ -67,8 +67,16 @@ def worker(
     threads: Annotated[int, typer.Option(help="Torch threads; the aggregator must use as many.", min=1)] = 1,
     clients_at_once: Annotated[int, typer.Option(help="Clients vectorized together on a GPU.", min=1)] = 1,
     reconnect: Annotated[
-        float, typer.Option(help="Seconds to go on dialling an aggregator that is gone.", min=0, metavar="S")
+        float,
+        typer.Option(help="Seconds to dial an aggregator that is gone; inf: for ever.", min=0, metavar="S|inf"),
     ] = 60.0,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="How much of the line to take each way: 10Mbit/s, or 2Mbit/s,20Mbit/s up and down; by default all.",
+            metavar="RATE[,RATE]",
+        ),
+    ] = None,
     states: Annotated[
         str | None,
         typer.Option(
@@ -91,6 +99,7 @@ def worker(
     from fedloom.errors import ExperimentError, InterruptedRun
     from fedloom.run.log_file import logged_to
     from fedloom.run.worker import Worker, WorkerOptions
+    from fedloom.transport.bandwidth import parse_bandwidth
     from fedloom.trust.options import ClientOptions, token_of
 
     options = WorkerOptions(
@@ -101,6 +110,7 @@ def worker(
         threads,
         clients_at_once,
         reconnect,
+        None if bandwidth is None else parse_bandwidth(bandwidth),
         states,
         # `fedloom run` has checked the shards of its own workers.
         data=tuple(data or ()),

@@ -22,6 +22,7 @@ from fedloom.federation.roster import Member
 from fedloom.run import assemble
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
+from fedloom.transport.bandwidth import Bandwidth
 from fedloom.transport.worker import Introduction, Joined, Session, serve
 from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.words import shortened
@@ -44,7 +45,9 @@ class WorkerOptions:
     clients_at_once
         Clients vectorized together on a GPU.
     reconnect_s
-        Seconds to go on dialling an aggregator that is gone.
+        Seconds to go on dialling an aggregator that is gone; infinite: for ever.
+    bandwidth
+        How much of our line we take; None: all that there is.
     states
         Folder or URL of the clients' states, for methods that keep any.
     data, observe
@@ -64,6 +67,7 @@ class WorkerOptions:
     threads: int = 1
     clients_at_once: int = 1
     reconnect_s: float = 60.0
+    bandwidth: Bandwidth | None = None
     states: str | None = None
     data: tuple[Path, ...] = ()
     observe: tuple[Path, ...] = ()
@@ -132,6 +136,7 @@ class Worker:
             stop=stop,
             reconnect_s=self._options.reconnect_s,
             credentials=self._credentials,
+            bandwidth=self._options.bandwidth,
         )
 
     def _session(self, joined: Joined) -> Session:

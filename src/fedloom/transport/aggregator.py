@@ -35,6 +35,7 @@ from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Tr
 from fedloom.federation.roster import Member, Presence
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
+from fedloom.transport import stream
 from fedloom.transport.address import split_address
 from fedloom.transport.codec import (
     FRAME_BYTES,
@@ -76,6 +77,7 @@ STATUS = {
     Refusal.UNREAD: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.NAME: grpc.StatusCode.ALREADY_EXISTS,
     Refusal.JOINS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.SILENT: grpc.StatusCode.UNAVAILABLE,
 }
 """With what a stream ends, where it is not INVALID_ARGUMENT."""
 ALIVE_S = 5.0  # how often a waiting exchange makes sure that the event loop is still there
@@ -736,11 +738,19 @@ class Aggregator:
         Raises
         ------
         WireError
-            If something came that is no frame.
+            If something came that is no frame, or nothing for long.
         """
-        while (data := await context.read()) is not grpc.aio.EOF:
+        while (data := await self._next(context)) is not grpc.aio.EOF:
             self._up += len(data)
             self._board.take(link, data)
+
+    @staticmethod
+    async def _next(context: Any) -> Any:
+        try:
+            async with asyncio.timeout(stream.SILENCE_S):
+                return await context.read()
+        except TimeoutError:
+            raise WireError(Refusal.SILENT, f"nothing has come for {stream.SILENCE_S:g} s") from None
 
 
 def _members(hello: wire.Hello) -> tuple[Member, ...]:

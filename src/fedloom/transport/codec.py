@@ -78,6 +78,7 @@ class Refusal(StrEnum):
     HELLO = "refused hello"
     NAME = "another process is connected under this name"
     JOINS = "too many workers join at once"
+    SILENT = "no sign of life"
 
 
 class WireError(Exception):

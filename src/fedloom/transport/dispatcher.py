@@ -432,6 +432,9 @@ class Dispatcher:
                     self._missing(link, part)
                 case "row_lost":
                     self._row_lost(link, part)
+                case "heartbeat":
+                    if not link.heartbeats.spend():
+                        raise WireError(Refusal.FLOOD, f"worker {link.name}")
                 case other:
                     raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
 

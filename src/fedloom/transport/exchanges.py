@@ -21,7 +21,9 @@ from fedloom.federation.carrier import Call, ConversationKey, Lost
 from fedloom.federation.roster import Member
 from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
-from fedloom.transport.codec import Assembler, Cutter, WireError, memory
+from fedloom.transport import stream
+from fedloom.transport.codec import Assembler, Cutter, WireError, memory, serialize
+from fedloom.transport.limits import Budget
 from fedloom.transport.stream import Outbox
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -67,6 +69,7 @@ class Clients(Collection[str]):
 
 
 LEAST_PATIENCE_S = 2.0
+HEARTBEAT = serialize(wire.AggregatorPart(heartbeat=wire.Heartbeat()))
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Link:
 
     worker: WorkerInfo
     owner: str | None = None  # the identity that it is of, where there are any
-    outbox: Outbox = field(default_factory=Outbox)
+    outbox: Outbox = field(default_factory=lambda: Outbox(HEARTBEAT))
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
     held: dict[ConversationKey, dict[int, int]] = field(default_factory=dict)
     """Of each row, the last exchange that the worker has: as it said when it joined, or as sent on this stream."""
@@ -112,6 +115,8 @@ class Link:
     rests_until: float = 0.0  # till then others are dealt rows before it
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fault: WireError | None = None
+    heartbeats: Budget = field(default_factory=lambda: Budget(10, 10 / stream.HEARTBEAT_S))
+    """Of parts that say nothing but that the worker is there."""
 
     def end(self, fault: WireError) -> None:
         """Let the stream end, and say why."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedloom.federation.journal import Attempt
+from fedloom.transport import stream
 from fedloom.transport.progress import ENDS, Progress, State, to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import counted
@@ -100,6 +101,7 @@ class Notices:
             self._watchers += 1
             seen = max(0, len(self._evaluations) - 1)
         told: Progress | None = None
+        told_at = 0.0
         try:
             while told is None or told.state not in ENDS:
                 if told is not None:
@@ -109,9 +111,9 @@ class Notices:
                 for evaluation in new:
                     await context.write(to_wire(evaluation))
                 seen += len(new)
-                if now != told:
+                if now != told or time.monotonic() - told_at > stream.HEARTBEAT_S:
                     await context.write(to_wire(now))
-                    told = now
+                    told, told_at = now, time.monotonic()
         finally:
             with self._lock:
                 self._watchers -= 1

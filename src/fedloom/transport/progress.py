@@ -113,8 +113,9 @@ def follow(address: str, *, connect_s: float, credentials: Credentials | None = 
         progress: Progress | None = None
         try:
             for told in call:
-                progress = from_wire(told)
-                yield progress
+                before, progress = progress, from_wire(told)
+                if progress != before:  # the same again says that the aggregator is there
+                    yield progress
         except grpc.RpcError as error:
             code, details = error.code(), error.details()
             if code in REFUSALS:

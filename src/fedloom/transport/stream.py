@@ -11,8 +11,10 @@ from fedloom.federation.states import Version, Versions
 from fedloom.transport.codec import FRAME_BYTES, SEAL_BYTES, Pieces, sealed
 from fedloom.transport.wire import federation_pb2 as wire
 
-PROTOCOL = 2
+PROTOCOL = 3
 LAST_BACKOFF_S = 5.0  # the most that a worker waits before it dials again
+HEARTBEAT_S = 15.0  # after so long without a frame one is sent that says nothing: proxies end streams that are idle
+SILENCE_S = 90.0  # a stream on which nothing came for so long has nobody at its other end
 HELD_CONVERSATIONS = 64  # how many a worker tells of when it joins; few are open at one time
 SERVICE = "fedloom.v1.Federation"
 METHOD = "Join"
@@ -44,6 +46,11 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # each attempt dials anew: our backoff decides, not a shared one
     ("grpc.enable_http_proxy", 0),
 )
+LIMITED = (
+    ("grpc.http2.bdp_probe", 0),  # which would let in more at a time the slower the line is
+    ("grpc.http2.lookahead_bytes", 1 << 16),
+)
+"""Of a channel that takes in at most so much: what is not read waits with who sent it."""
 
 
 def key_to_wire(key: ConversationKey) -> wire.ConversationKey:
@@ -90,9 +97,15 @@ class Outbox:
 
     Belongs to one event loop. Parts are made when their turn comes, so that waiting costs no memory; small ones
     share a frame.
+
+    Parameters
+    ----------
+    heartbeat
+        A part that says nothing: it is sent when there was nothing to send for :data:`HEARTBEAT_S`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat: Pieces) -> None:
+        self._heartbeat = heartbeat
         self._lanes: dict[Hashable, deque[Iterator[Pieces]]] = {}
         self._over: Pieces = ()  # the part that did not fit into the frame before
         self._wake = asyncio.Event()
@@ -131,7 +144,11 @@ class Outbox:
             if self._closing:
                 return
             self._wake.clear()
-            await self._wake.wait()
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                await write(sealed(self._heartbeat))
 
     def _frame(self) -> bytes:
         """Join the next parts into a frame; empty when nothing waits."""

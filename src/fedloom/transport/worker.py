@@ -27,8 +27,9 @@ from fedloom.federation.carrier import ConversationKey, Lost, MissingConversatio
 from fedloom.federation.roster import Member
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
-from fedloom.transport import dial
+from fedloom.transport import dial, stream
 from fedloom.transport.address import split_address
+from fedloom.transport.bandwidth import Bandwidth, Line
 from fedloom.transport.codec import (
     FRAME_BYTES,
     SEAL,
@@ -51,6 +52,7 @@ from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
     HELD_CONVERSATIONS,
     LAST_BACKOFF_S,
+    LIMITED,
     METHOD,
     PROTOCOL,
     SERVICE,
@@ -71,6 +73,7 @@ FIRST_NOTICE_S = 5.0  # when to say that we still dial; again each time after tw
 CERTAIN = 3  # how often in a row we must find that we do not believe an aggregator: bits flip in handshakes, too
 CHANGED_S = 1.0  # how often files of certificates and tokens are looked at
 NOTICE_S = 0.2  # how soon a stop event is noticed while there is nothing to do
+HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
 REQUEST_BYTES = 4 << 30  # the most that one request may take of a worker's memory
 
 
@@ -186,6 +189,7 @@ def serve(
     stop: threading.Event,
     reconnect_s: float = 60.0,
     credentials: Credentials | None = None,
+    bandwidth: Bandwidth | None = None,
 ) -> bool:
     """Serve clients until the run is over or ``stop`` is set; return whether it is over.
 
@@ -201,9 +205,11 @@ def serve(
     stop
         Set by a signal handler: leave, finishing nothing.
     reconnect_s
-        How long to go on dialling an aggregator that is gone.
+        How long to go on dialling an aggregator that is gone; infinite: for ever.
     credentials
         What it is dialled with; without, in plaintext and as nobody.
+    bandwidth
+        How much of our line we take; None: all that there is.
 
     Raises
     ------
@@ -220,7 +226,7 @@ def serve(
     Exception
         Whatever else ended the stream's thread, such as memory that is not there.
     """
-    connection = _Connection(address, introduction, reconnect_s, credentials or Credentials())
+    connection = _Connection(address, introduction, reconnect_s, credentials or Credentials(), bandwidth)
     connection.start()
     try:
         return _work(connection, make_session, stop)
@@ -325,7 +331,14 @@ def _pointless(connection: _Connection, request: _Request, stop: threading.Event
 class _Connection:
     """Keeps a stream to the aggregator, in a thread of its own, and turns it into events."""
 
-    def __init__(self, address: str, introduction: Introduction, reconnect_s: float, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        address: str,
+        introduction: Introduction,
+        reconnect_s: float,
+        credentials: Credentials,
+        bandwidth: Bandwidth | None,
+    ) -> None:
         self.events: SimpleQueue[_Event] = SimpleQueue()
         self.closed: set[ConversationKey] = set()  # closed by the aggregator, not yet by the session
         self.incarnation = ""  # of the aggregator that let us in last
@@ -333,6 +346,8 @@ class _Connection:
         self._reconnect_s = reconnect_s
         self._credentials = credentials
         self._shown = credentials.current  # when it was dialled last
+        self._up, self._down = Line(bandwidth and bandwidth.up), Line(bandwidth and bandwidth.down)
+        self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
         self._outbox: Outbox | None = None
         self._cutter = Cutter(wire.WorkerPart)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -556,12 +571,19 @@ class _Connection:
         grpc.RpcError, ConnectionError, TimeoutError, WireError
             If there is none, it does not answer, or what it sends is no frame.
         """
+        await self._up.free()  # a Hello may not be waited for
         self._shown = self._show()
-        async with dial.channel(self._address, self._shown, CHANNEL_OPTIONS) as channel:
+        async with dial.channel(self._address, self._shown, self._options) as channel:
+
+            async def write(frame: bytes) -> None:
+                await self._up.free()
+                self._up.charge(len(frame))
+                await call.write(frame)
+
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=dial.metadata(self._shown))
             tasks: list[asyncio.Task[Any]] = []
             try:
-                await call.write(self._introduction())
+                await write(self._introduction())
                 data = await asyncio.wait_for(self._next(call), WELCOME_TIMEOUT_S)
                 first = _first(data)
                 if first.WhichOneof("part") == "refused":
@@ -571,11 +593,11 @@ class _Connection:
                 welcome = first.welcome
                 if self.incarnation != welcome.incarnation:
                     self._books.clear()  # what belonged to another aggregator
-                self._outbox, self.incarnation, self._run_name = Outbox(), welcome.incarnation, welcome.run
+                self._outbox, self.incarnation, self._run_name = Outbox(HEARTBEAT), welcome.incarnation, welcome.run
                 self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
                 log.info("joined run %s at %s", welcome.run, self._address)
                 reader = asyncio.create_task(self._read(call))
-                tasks += [reader, asyncio.create_task(self._outbox.drain(call.write))]
+                tasks += [reader, asyncio.create_task(self._outbox.drain(write))]
                 changed = asyncio.create_task(self._changed())
                 tasks.append(changed)
                 await asyncio.wait((reader, changed), return_when=asyncio.FIRST_COMPLETED)
@@ -617,7 +639,9 @@ class _Connection:
         return _Distrust(reason, refused, certain=certain is not None)
 
     async def _next(self, call: Any) -> bytes:
-        data = await call.read()
+        async with asyncio.timeout(stream.SILENCE_S):
+            data = await call.read()
+        self._down.charge(len(data))
         if data is grpc.aio.EOF:
             code = await call.code()
             details = await call.details()
@@ -628,6 +652,7 @@ class _Connection:
         """Take in frames until the stream ends; whether the run is over."""
         arrivals: dict[int, _Request] = {}
         while True:
+            await self._down.free()
             for kind, part in read(wire.AggregatorFrame, await self._next(call)):
                 match kind:
                     case "begin":
@@ -655,6 +680,8 @@ class _Connection:
                         raise _refused(self._address, part)
                     case "goodbye":
                         return True
+                    case "heartbeat":
+                        continue
                     case other:
                         raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
 

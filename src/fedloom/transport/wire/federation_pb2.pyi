@@ -312,6 +312,10 @@ class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WorkerFrame(_message.Message):
     __slots__ = ("parts", "crc32")
     PARTS_FIELD_NUMBER: _ClassVar[int]
@@ -321,20 +325,22 @@ class WorkerFrame(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[WorkerPart, _Mapping]]] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class WorkerPart(_message.Message):
-    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost")
+    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost", "heartbeat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     ROW_LOST_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     begin: Begin
     chunk: Chunk
     end: End
     missing: Missing
     row_lost: RowLost
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class AggregatorFrame(_message.Message):
     __slots__ = ("parts", "crc32")
@@ -345,7 +351,7 @@ class AggregatorFrame(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[AggregatorPart, _Mapping]]] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class AggregatorPart(_message.Message):
-    __slots__ = ("welcome", "refused", "begin", "chunk", "end", "close", "transfer_refused", "goodbye", "again")
+    __slots__ = ("welcome", "refused", "begin", "chunk", "end", "close", "transfer_refused", "goodbye", "again", "heartbeat")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +361,7 @@ class AggregatorPart(_message.Message):
     TRANSFER_REFUSED_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     begin: Begin
@@ -364,7 +371,8 @@ class AggregatorPart(_message.Message):
     transfer_refused: TransferRefused
     goodbye: Goodbye
     again: Again
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., again: _Optional[_Union[Again, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., again: _Optional[_Union[Again, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,110 @@
+"""What a worker takes of its network: one connection, no port, no more of the line than it is told."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from facts import tells
+from run_processes import experiment, fedloom, rounds, started, until
+from transport_support import Proxy, Worker, expected, make_aggregator, start_call
+
+from fedloom.errors import ExperimentError
+from fedloom.transport.bandwidth import Bandwidth, Line, parse_bandwidth
+from fedloom.transport.codec import FRAME_BYTES
+
+CLIENTS = ("anna", "bo", "carla", "dai", "emil")
+
+
+@pytest.mark.parametrize(
+    ("text", "up", "down"),
+    [
+        ("10Mbit/s", 1.25e6, 1.25e6),
+        ("2Mbit/s,20Mbit/s", 2.5e5, 2.5e6),
+        ("0.5 MB/s, 1 GB/s", 5e5, 1e9),
+        ("256kbit/s", 32e3, 32e3),
+        ("1Gbit/s,256kB/s", 1.25e8, 2.56e5),
+    ],
+)
+def test_what_a_rate_may_be(text: str, up: float, down: float) -> None:
+    assert parse_bandwidth(text) == Bandwidth(up, down)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10", "10Mbit", "10 mbit/s", "255kbit/s", "1MB/s,", "1MB/s,1MB/s,1MB/s", "-1MB/s", "nanMB/s"]
+)
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ExperimentError) as error:
+        parse_bandwidth(text)
+    assert tells(str(error.value), "--bandwidth", repr(text), "256kbit/s", "Mbit/s")
+
+
+def test_a_line_without_a_rate_is_always_free() -> None:
+    line = Line(None)
+    line.charge(1 << 40)
+    assert line._free_at == 0.0
+
+
+@pytest.mark.parametrize("limited", ["up", "down"])
+def test_a_worker_takes_no_more_of_its_line_than_it_is_told(limited: str) -> None:
+    """Two megabytes each way; a busy machine may be slower than the rate, never faster."""
+    rate, passed = 2e6, {"up": 0, "down": 0}
+    began, faster = time.monotonic(), []
+
+    def count(data: bytes, up: bool) -> bytes:
+        way = "up" if up else "down"
+        passed[way] += len(data)
+        allowed = rate * (time.monotonic() - began) * 1.05 + FRAME_BYTES + (1 << 18)
+        if way == limited and passed[way] > allowed:
+            faster.append(passed[way] - allowed)
+        return data
+
+    aggregator = make_aggregator()
+    with closing(Proxy(aggregator.start("127.0.0.1:0"), damage=count)) as line:
+        bandwidth = Bandwidth(rate, 1e9) if limited == "up" else Bandwidth(1e9, rate)
+        worker = Worker(line.address, "w", CLIENTS, bandwidth=bandwidth)
+        aggregator.wait_for(CLIENTS, 10)
+        call = start_call(CLIENTS, d=100_000)
+        asked = time.monotonic()
+        answers = aggregator.exchange(call)
+        took_s = time.monotonic() - asked
+        for row, answer in enumerate(answers):
+            assert torch.equal(answer.x, expected([call], row))
+        aggregator.stop(finished=True)
+        worker.leave()
+    assert not faster
+    assert passed[limited] > 2e6
+    assert took_s >= (2e6 - FRAME_BYTES - (1 << 18)) / rate
+
+
+def sockets(pid: int, state: str) -> list[tuple[int, int]]:
+    """Local and remote port of a process's TCP sockets in a state of /proc/net/tcp: 01 established, 0A listening."""
+    own = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it was that of the folder itself
+            own.add(str(entry.readlink()))
+    lines = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]
+    ]
+    ports = [(words[1], words[2]) for words in lines if words[3] == state and f"socket:[{words[9]}]" in own]
+    return [(int(local.rpartition(":")[2], 16), int(remote.rpartition(":")[2], 16)) for local, remote in ports]
+
+
+def test_a_worker_has_one_connection_and_no_port(tmp_path: Path, fashion_mnist_root: Path) -> None:
+    path = experiment(tmp_path, fashion_mnist_root, model={"name": "logistic"}, algorithm={"name": "fedavg"})
+    fedloom("partition", path, "--out", tmp_path / "partition")
+    out = tmp_path / "run"
+    endless = ["--set", "federation.rounds=100000", "--set", "evaluation.every=100000"]
+    with started("aggregator", path, "--listen", "127.0.0.1:0", "--out", out, *endless) as aggregator:
+        until(lambda: sockets(aggregator.pid, "0A"), "a port")
+        ((port, _),) = sockets(aggregator.pid, "0A")
+        dials = ["worker", "--aggregator", f"127.0.0.1:{port}", "--partition", tmp_path / "partition"]
+        with started(*dials, "--bandwidth", "1GB/s", "--reconnect", "inf") as worker:
+            until(lambda: (out / "journal.jsonl").exists() and rounds(out) > 1, "rounds")
+            assert sockets(worker.pid, "0A") == []
+            assert [remote for _, remote in sockets(worker.pid, "01")] == [port]

@@ -1,0 +1,185 @@
+"""Conversations through a real nginx and Envoy, set up as docs/networks.md says, lose nobody and are the same."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import torch
+from proxies import ReverseProxy
+from transport_support import Proxy, Worker, expected, make_aggregator, start_call, step_call, until
+
+from fedloom.transport import stream
+from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.codec import Refusal
+from fedloom.transport.notices import Notices
+from fedloom.transport.progress import follow
+from fedloom.trust.certificates import make_ca, make_certificate
+from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.trust.tokens import add_token
+
+CLIENTS = ("a-1", "a-2", "b-1")
+ENDED, PASSED = "TLS ended there", "TLS passed on"
+PLAIN = {"443 ssl": "443", "ssl_certificate     fl.crt;": "", "ssl_certificate_key fl.key;": ""}
+"""Changes of nginx's file by which it speaks plaintext."""
+
+
+class Way:
+    """An aggregator behind a proxy, and what a member needs to reach it."""
+
+    def __init__(self, stack: ExitStack, folder: Path, section: str, changes: dict[str, str] | None = None) -> None:
+        certified, plain = section.endswith(PASSED), changes is not None and PLAIN.items() <= changes.items()
+        ca = folder / "ca"
+        make_ca(ca)
+        make_certificate("fl", folder / "proxy", ca, hosts=["127.0.0.1"])
+        own = (folder / "proxy" / "fl.crt", folder / "proxy" / "fl.key")
+        if certified:
+            member = make_certificate("north", folder, ca)
+            protection = ServerOptions(*own, ca / "ca.crt")
+            self.credentials = Credentials(ClientOptions(ca / "ca.crt", member.certificate, member.key))
+        else:
+            token = folder / "north.token"
+            token.write_text(add_token(folder / "tokens.json", "north")[0].get_secret_value())
+            protection = ServerOptions(tokens=folder / "tokens.json")
+            self.credentials = Credentials(ClientOptions(None if plain else ca / "ca.crt", token_file=token))
+        self.notices = Notices("run-1", 1, len(CLIENTS))
+        self.aggregator: Aggregator = make_aggregator(protection=Protection(protection), notices=self.notices)
+        self._stack = stack
+        target = self.aggregator.start("127.0.0.1:0")
+        stack.callback(self.aggregator.stop)
+        self.proxy = ReverseProxy(section, folder / "proxy", target, changes)
+        stack.callback(self.proxy.end)
+
+    def worker(self, name: str = "w", clients: tuple[str, ...] = CLIENTS, address: str | None = None) -> Worker:
+        worker = Worker(address or self.proxy.address, name, clients, 60.0, credentials=self.credentials)
+        self._stack.callback(worker.leave)
+        return worker
+
+
+@pytest.fixture
+def way(tmp_path: Path) -> Iterator[Callable[..., Way]]:
+    with ExitStack() as stack:
+        yield lambda section, changes=None: Way(stack, tmp_path, section, changes)
+
+
+def right(answers: list, *calls) -> None:
+    for row, answer in enumerate(answers):
+        assert torch.equal(answer.x, expected(calls, row)), answer
+
+
+SECTIONS = [f"{proxy}, {how}" for proxy in ("nginx", "Envoy") for how in (ENDED, PASSED)]
+
+
+@pytest.mark.parametrize(("section", "changes"), [*((section, None) for section in SECTIONS), (SECTIONS[0], PLAIN)])
+def test_a_conversation_of_several_megabytes_each_way(way, section: str, changes) -> None:
+    """More than the megabyte that nginx lets a request have by default."""
+    there = way(section, changes)
+    worker = there.worker()
+    there.aggregator.wait_for(CLIENTS, 20)
+    calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
+    for i in range(len(calls)):
+        right(there.aggregator.exchange(calls[i]), *calls[: i + 1])
+    assert worker.session.computed == 6
+    assert there.aggregator.traffic.up > 6 * 1_200_000
+    told = follow(there.proxy.address, connect_s=10, credentials=there.credentials)
+    assert next(told).workers == 1
+    there.aggregator.stop(finished=True)
+    worker.thread.join(20)
+    assert worker.over is True
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_workers_are_more_than_the_streams_of_one_connection(way, section: str) -> None:
+    there = way(section)
+    workers = [there.worker(f"w{i}", (CLIENTS[i % 3],)) for i in range(9)]
+    there.aggregator.wait_for(CLIENTS, 20, workers=9)
+    call = start_call(CLIENTS, d=10)
+    right(there.aggregator.exchange(call), call)
+    for worker in workers:
+        worker.stop.set()
+
+
+SHORT = {
+    "nginx, TLS ended there": {
+        "client_body_timeout 60s": "client_body_timeout 1s",
+        "grpc_read_timeout 60s": "grpc_read_timeout 1s",
+        "grpc_send_timeout 60s": "grpc_send_timeout 1s",
+    },
+    "nginx, TLS passed on": {"proxy_timeout 60s": "proxy_timeout 1s"},
+    "Envoy, TLS ended there": {"stream_idle_timeout: 60s": "stream_idle_timeout: 1s"},
+    "Envoy, TLS passed on": {"idle_timeout: 60s": "idle_timeout: 1s"},
+}
+
+
+def joins(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("joined run" in record.getMessage() for record in caplog.records)
+
+
+def long_exchange(there: Way, over: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> Worker:
+    """An exchange of which there is no answer before ``over``; what came of it must be right."""
+    worker, asked, go_on = there.worker(), threading.Event(), threading.Event()
+
+    def before(client: str, exchange: int) -> None:
+        asked.set()
+        go_on.wait(60)
+
+    worker.before = before
+    there.aggregator.wait_for(CLIENTS, 20)
+    call = start_call(CLIENTS, deadline_s=60.0, d=10)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(there.aggregator.exchange, call)
+        try:
+            assert asked.wait(20)
+            meanwhile()
+            until(over, 30)
+        finally:
+            go_on.set()
+        right(answers.result(60), call)
+    assert worker.session.computed == 3
+    return worker
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_heartbeats_keep_a_stream_that_is_idle_for_longer_than_the_proxy_allows(
+    way, section: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
+    there = way(section, SHORT[section])
+    with caplog.at_level(logging.INFO):
+        long_exchange(there, lambda: there.aggregator.traffic.up > 300)  # a Hello, and twenty heartbeats
+    assert joins(caplog) == 1
+
+
+@pytest.mark.parametrize("section", [f"{proxy}, {ENDED}" for proxy in ("nginx", "Envoy")])
+def test_without_heartbeats_it_is_cut_and_nothing_is_lost(
+    way, section: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stream, "HEARTBEAT_S", 3600.0)
+    there = way(section, SHORT[section])
+    with caplog.at_level(logging.INFO):
+        long_exchange(there, lambda: joins(caplog) >= 2)
+
+
+@pytest.mark.parametrize(("section", "how"), [*((section, "restart") for section in SECTIONS), (SECTIONS[0], "reload")])
+def test_a_proxy_that_is_restarted_in_the_middle_of_a_round(way, section: str, how: str, caplog) -> None:
+    there = way(section, {"shutdown_timeout 30s": "shutdown_timeout 1s"} if how == "reload" else None)
+    with caplog.at_level(logging.INFO):
+        long_exchange(there, lambda: joins(caplog) == 2, meanwhile=lambda: getattr(there.proxy, how)())
+
+
+def test_a_worker_that_vanishes_behind_a_proxy_is_noticed(way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy answers the aggregator's pings, whoever is gone on its other side."""
+    monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(stream, "SILENCE_S", 1.5)
+    there = way("nginx, TLS ended there")
+    with closing(Proxy(there.proxy.address)) as line:
+        there.worker("gone", address=line.address)
+        there.aggregator.wait_for(CLIENTS, 20)
+        line.freeze()
+        until(lambda: not there.aggregator.workers(), 20)
+        assert there.aggregator.refusals.counts[Refusal.SILENT] == 1
