@@ -16,13 +16,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from transport_support import Hostile, Proxy, Worker, expected, make_aggregator, start_call, step_call, until
 
+from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, RefusedError
-from fedloom.transport import gate, stream
+from fedloom.federation.activity import Monitor
+from fedloom.federation.control import Control
+from fedloom.transport import control, gate, stream
 from fedloom.transport import worker as worker_module
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import encode
 from fedloom.transport.notices import Notices
 from fedloom.transport.progress import follow
+from fedloom.transport.wire import control_pb2
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust import certificates
 from fedloom.trust.audit import Audit
@@ -192,7 +196,31 @@ def call_reflection(channel, metadata):
     return next(reflection(iter([request]), metadata=metadata, timeout=10))
 
 
-CALLS = {"Join": call_join, "Watch": call_watch, "Health": call_health, "Reflection": call_reflection}
+def controlling(name: str, request) -> Callable:
+    kind = "unary_stream" if name == "Clients" else "unary_unary"
+
+    def call(channel, metadata):
+        method = getattr(channel, kind)(f"/{control.CONTROL}/{name}")
+        answer = method(request.SerializeToString(), metadata=metadata, timeout=10)
+        return list(answer) if name == "Clients" else answer
+
+    return call
+
+
+CONTROLLED = {
+    "Status": control_pb2.StatusRequest(),
+    "Clients": control_pb2.ClientsRequest(),
+    "Pause": control_pb2.PauseRequest(),
+    "Resume": control_pb2.ResumeRequest(),
+    "Stop": control_pb2.StopRequest(),
+}
+CALLS = {
+    "Join": call_join,
+    "Watch": call_watch,
+    "Health": call_health,
+    "Reflection": call_reflection,
+    **{name: controlling(name, request) for name, request in CONTROLLED.items()},
+}
 MAY = {
     **{(call, role): False for call in CALLS for role in (*Role, None)},
     **{("Health", role): True for role in (*Role, None)},
@@ -200,6 +228,8 @@ MAY = {
     ("Join", "observer"): True,
     ("Watch", "watch"): True,
     ("Watch", "admin"): True,
+    **{(call, role): True for call in ("Status", "Clients") for role in ("watch", "admin")},
+    **{(call, "admin"): True for call in ("Pause", "Resume", "Stop")},
 }
 """The table of docs/security.md; role None is nobody."""
 
@@ -209,7 +239,12 @@ def by_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federati
     federation = Federation(tmp_path_factory.mktemp("roles"))
     tokens = {role: add_token(federation.tokens, role)[0].get_secret_value() for role in Role}
     notices = Notices("run-1", 1, len(CLIENTS))
-    federation.start(BY_ROLE, mutual=False, tokens=True, notices=notices, roster=["a-2"])
+    asked: list[bool] = []
+    monitor = Monitor()
+    monitor.know([ClientEntry("a-1", True, 1, 1, 1, {}, "")])
+    about = {"monitor": monitor, "control": Control(monitor, asked.append)}
+    aggregator = federation.start(BY_ROLE, mutual=False, tokens=True, notices=notices, roster=["a-2"], **about)
+    aggregator.asked = lambda: (about["control"].paused, len(asked))
     yield federation, notices, tokens
     federation.stop()
 
@@ -226,6 +261,7 @@ def test_each_role_may_call_what_the_table_says(by_role, call: str, role: str | 
     metadata = () if role is None else (("authorization", f"Bearer {tokens[role]}"),)
     until(lambda: not aggregator.workers() and notices._watchers == 0)
     before = aggregator.workers(), notices._watchers, aggregator.traffic, len(federation.events("join"))
+    before += (aggregator.asked(), len(federation.events("control")))
     with dialled(federation) as channel:
         if MAY[call, role]:
             assert CALLS[call](channel, metadata)
@@ -235,6 +271,7 @@ def test_each_role_may_call_what_the_table_says(by_role, call: str, role: str | 
     codes = {grpc.StatusCode.UNAUTHENTICATED if role is None else grpc.StatusCode.PERMISSION_DENIED}
     assert refused.value.code() in (codes if call != "Reflection" else {grpc.StatusCode.UNIMPLEMENTED})
     after = aggregator.workers(), notices._watchers, aggregator.traffic, len(federation.events("join"))
+    after += (aggregator.asked(), len(federation.events("control")))
     assert after == before, "what was refused has changed something"
 
 

@@ -20,6 +20,7 @@ from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.client_side import ClientSide
+from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, Replay
@@ -231,8 +232,13 @@ def federation(
     checkpoint_every_s: float = 1e9,
     states: Store | None = None,
     after: Callable[[int], None] | None = None,
+    control: Control | None = None,
+    repeated: RunFolder | None = None,
 ) -> Federation:
-    """The real loop over the in-process carrier, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round."""
+    """The real loop over the in-process carrier, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
+
+    ``repeated``: a run whose journal is replayed.
+    """
     made = RunFolder(folder)
     made.make()
     known = manifest(data, unseen)
@@ -257,7 +263,7 @@ def federation(
         ),
         problem.dtype,
     )
-    replay = None
+    replay = None if repeated is None else Replay(repeated)
     if lost is not None:
         losses = [Loss(row, known.roster[row], exchange, "planned") for exchange, row in lost.items()]
         record = ConversationRecord(list(known.roster), losses)
@@ -292,5 +298,7 @@ def federation(
         lambda evaluation: {},
         replay,
         after,
+        monitor=None if control is None else control.monitor,
+        control=control,
     )
     return Federation(loop, predictors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,10 +75,10 @@ class Awaited:
     """
 
     client: str
-    worker: str | None
-    since: float
-    deadline: float | None
-    late: bool
+    worker: str | None = None
+    since: float = 0.0
+    deadline: float | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ class ConnectedWorker:
     """
 
     name: str
-    identity: str | None
-    device: str
-    clients: int
-    since: float
-    sign: float
+    identity: str | None = None
+    device: str = ""
+    clients: int = 0
+    since: float = 0.0
+    sign: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class ClientState:
+class RosterClient:
     """One client of the roster.
 
     Attributes
@@ -340,6 +340,7 @@ class Monitor:
         self._durable: tuple[int, float] | None = None
         self._paused_by: str | None = None
         self._stopping = False
+        self._last_round: Callable[[str], int | None] = lambda client: None
         self._roster: Mapping[str, ClientEntry] = {}
         self._observing = 0
         self._cohort = self._answered = 0
@@ -386,9 +387,8 @@ class Monitor:
             self._message = message
 
     def stopping(self) -> None:
-        """The run was asked to stop: that is its phase until it has ended."""
-        with self._lock:
-            self._stopping = True
+        """The run was asked to stop: that is its phase until it has ended. A signal handler may say so."""
+        self._stopping = True
 
     def pausing(self, by: str | None) -> None:
         """Somebody has asked for a pause; None: for its end."""
@@ -401,6 +401,10 @@ class Monitor:
         observing = sum(not entry.seen for entry in roster.values())
         with self._lock:
             self._roster, self._observing = roster, observing
+
+    def counting(self, last_round: Callable[[str], int | None]) -> None:
+        """Who knows the last round that counted a client; any thread asks it."""
+        self._last_round = last_round
 
     def resume(self, round: int, line: Mapping[str, Any] | None, durable_at: float | None) -> None:
         """A run goes on after a round, of which a checkpoint was written then; the last line of its metrics."""
@@ -444,6 +448,10 @@ class Monitor:
     def roster(self) -> Mapping[str, ClientEntry]:
         """Who is in the roster, by id."""
         return self._roster
+
+    def last_round(self, client: str) -> int | None:
+        """The last round that counted a client; None before the first."""
+        return self._last_round(client)
 
     def now(self, connected: Connected | None = None) -> Activity:
         """Return a snapshot; ``connected`` is what an aggregator knows besides, None in process."""

@@ -95,6 +95,12 @@ class Checkpoints:
         copy = Checkpoint(checkpoint.algorithm, checkpoint.algorithm_version, checkpoint.round, checkpoint.best, copied)
         self._writing = self._writer.submit(self._write, copy)
 
+    def again(self, round: int) -> None:
+        """Call ``after`` once more with a round that is durable, in the background, once everything saved is."""
+        self.wait()
+        if self._after is not None:
+            self._writing = self._writer.submit(self._after, round)
+
     def wait(self) -> None:
         """Wait until everything saved is durable, and what comes after that is done.
 

@@ -54,7 +54,8 @@ class Attempt:
     aggregator that made it (:class:`Journal`).
 
     Of an open federation: ``joined`` and ``left`` say how the roster changed just before, ``experiment`` is the shared
-    part of the experiment if it is another than before (JSON). Where they are empty, a line does not have them.
+    part of the experiment if it is another than before (JSON). ``paused`` says that an operator had the run wait just
+    before: ``by`` whom, and how many ``seconds``. Where they are empty, a line does not have them.
     """
 
     round: int
@@ -73,6 +74,7 @@ class Attempt:
     joined: list[dict[str, Any]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     experiment: str = ""
+    paused: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -169,6 +171,11 @@ class Journal:
         """
         return _at(self._kept.get(client, []), round)
 
+    def last_round(self, client: str) -> int | None:
+        """The last round that counted a client; None before the first. Any thread may ask."""
+        kept = self._kept.get(client)
+        return kept[-1].round if kept else None
+
     def train_loss(self) -> float | None:
         """Mean training loss of the rounds since it was asked for last; None without."""
         losses, self._losses = self._losses, array("d")
@@ -178,7 +185,7 @@ class Journal:
         """Write an attempt down, as one of this life."""
         attempt.life = self.life
         line = asdict(attempt)
-        self._folder.append(NAME, {key: value for key, value in line.items() if value or key not in _OPEN})
+        self._folder.append(NAME, {key: value for key, value in line.items() if value or key not in _SELDOM})
         self._note(attempt)
 
     def rewind(self) -> None:
@@ -228,7 +235,7 @@ class Journal:
         return [attempt for attempt in self.attempts if attempt.outcome == DONE]
 
 
-_OPEN = ("joined", "left", "experiment")
+_SELDOM = ("joined", "left", "experiment", "paused")
 
 
 def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, Any]], left: Iterable[str]) -> None:

@@ -26,6 +26,7 @@ from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewReplies
+from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
 from fedloom.federation.roster import Change, Roster
@@ -93,6 +94,8 @@ class Loop:
         Of an open federation: the shared part of the experiment, which may be another than when the run began.
     monitor
         Is told what the loop does.
+    control
+        Who may have the rounds pause; None: nobody.
     """
 
     def __init__(
@@ -111,8 +114,10 @@ class Loop:
         after: Callable[[int], None] | None = None,
         experiment: str = "",
         monitor: Monitor | None = None,
+        control: Control | None = None,
     ) -> None:
         self.schedule = schedule
+        self._control = control
         self.monitor = monitor or Monitor()
         self.roster = roster
         self._experiment = experiment
@@ -133,6 +138,7 @@ class Loop:
             after=after,
         )
         self.journal = Journal(folder)
+        self.monitor.counting(lambda client: self.journal.last_round(client))
         self.best: Best | None = None
         self.round = 0
         self._evaluated = -1
@@ -168,16 +174,16 @@ class Loop:
         self.monitor.know(self.manifest.clients)
 
     def _settle(self, attempt: Attempt) -> None:
-        """Take in who came and who left; the attempt, or evaluation, tells of it.
+        """Wait while there is a pause, and take in who came and who left; the attempt, or evaluation, tells of it.
 
         Raises
         ------
         InterruptedRun
-            If the run is stopped while too few are there.
+            If the run is stopped while too few are there, or while it is paused.
         """
+        change = self.roster.settle(attempt.round, evaluating=attempt.attempt == 0, hold=lambda: self._hold(attempt))
         if self.roster.fixed:
             return
-        change = self.roster.settle(attempt.round, evaluating=attempt.attempt == 0)
         if change != Change():
             attempt.joined, attempt.left = change.as_lines()
             self._know()
@@ -187,6 +193,25 @@ class Loop:
             )  # fmt: skip
         if self._experiment != self.journal.experiment:
             attempt.experiment = self._experiment
+
+    def _hold(self, attempt: Attempt) -> None:
+        """Wait while there is a pause: with the last round durable, and the pause where the run is published."""
+        if self._control is None or (pause := self._control.paused) is None:
+            return
+        started = time.monotonic()
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(pause.since))
+        _log.info("paused after round %d, by %s", self.round, pause.by)
+        with self.monitor.during("saving"):
+            self._save()
+            self.checkpoints.again(self.round)
+            self.checkpoints.wait()
+        with self.monitor.during("paused", f"paused by {pause.by} since {since}"):
+            self._control.wait(self.stop)
+        self._check_stop()
+        _log.info("going on after round %d", self.round)
+        self.checkpoints.again(self.round)
+        seconds = time.monotonic() - started + attempt.paused.get("seconds", 0.0)
+        attempt.paused = {"by": pause.by, "seconds": seconds}
 
     def resume(self) -> None:
         """Go back to the last durable round; what came after it runs again, to equal bits.
@@ -482,7 +507,7 @@ class Loop:
         self._settle(attempt)
         self.monitor.enter("evaluating")
         evaluation = self._evaluate(attempt)
-        if not self.roster.fixed or any(conversation.lost for conversation in attempt.conversations):
+        if not self.roster.fixed or attempt.paused or any(held.lost for held in attempt.conversations):
             attempt.phases.clear()
             self.journal.append(attempt)
         _log.info(

@@ -23,7 +23,14 @@ UNKNOWN = "0" * 64
 """In place of the hash of a shard whose owner does not tell it."""
 
 POLL_S = 0.2
-"""How soon a stop, or a client that has been absent for too long, is noticed while nothing else happens."""
+"""How soon a stop, a pause, or a client that has been absent for too long, is noticed while nothing else happens."""
+
+Hold = Callable[[], None]
+"""Returns once nobody wants rounds to pause."""
+
+
+def no_pause() -> None:
+    """Nobody can ask for a pause."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,11 @@ class Roster(Protocol):
     manifest: Manifest
     fixed: bool
 
-    def settle(self, round: int, *, evaluating: bool) -> Change:
-        """Take in who came and who left before the next attempt at a round, or the evaluation after it."""
+    def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
+        """Take in who came and who left before the next attempt at a round, or the evaluation after it.
+
+        ``hold`` is called before that, and again whenever others have been waited for.
+        """
 
     def here(self) -> tuple[str, ...]:
         """Ids of those who can be asked now, in manifest order: a round draws from those of them who train."""
@@ -126,8 +136,9 @@ class FixedRoster:
         self.manifest = manifest
         self._everyone = tuple(entry.id for entry in manifest.clients)
 
-    def settle(self, round: int, *, evaluating: bool) -> Change:
+    def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Nobody comes or goes."""
+        hold()
         return Change()
 
     def here(self) -> tuple[str, ...]:
@@ -167,8 +178,9 @@ class ReplayedRoster(_ChangingRoster):
         super().__init__(manifest)
         self._replay = replay
 
-    def settle(self, round: int, *, evaluating: bool) -> Change:
+    def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Take in what the journal says up to this attempt, or this evaluation."""
+        hold()
         told: dict[str, Mapping[str, Any]] = {name: asdict(member) for name, member in self._members.items()}
         for joined, left in self._replay.changes(round, evaluating=evaluating):
             fold(told, joined, left)
@@ -267,7 +279,7 @@ class OpenRoster(_ChangingRoster):
         self._begun = time.monotonic()
         self._here: tuple[str, ...] = ()
 
-    def settle(self, round: int, *, evaluating: bool) -> Change:
+    def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Take in who came and who left, once enough clients that train are connected.
 
         Raises
@@ -277,6 +289,7 @@ class OpenRoster(_ChangingRoster):
         """
         waited = False
         while True:
+            hold()
             here, gone_at = self._presence.now()
             training = sum(not member.observer for member in here.values())
             if training >= self._min_clients:

@@ -26,6 +26,7 @@ from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best
 from fedloom.federation.client_side import ClientSide
+from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Replay
@@ -332,6 +333,7 @@ def loop(
     upto: int | None = None,
     measure_last: bool | None = True,
     monitor: Monitor | None = None,
+    control: Control | None = None,
 ) -> Loop:
     """The round loop of an experiment; descriptors go to ``descriptors.json`` of the run's folder.
 
@@ -345,6 +347,8 @@ def loop(
         Of a replay: the round to stop at, and whether it is evaluated (None: if it is due). None: the experiment says.
     monitor
         Is told what the loop does.
+    control
+        Who may have the rounds pause; None: nobody.
     """
     e = parts.experiment
     schedule = Schedule(
@@ -377,6 +381,7 @@ def loop(
         after,
         "" if roster.fixed else e.shared_json(),
         monitor,
+        control,
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from fedloom.errors import InterruptedRun, QuorumError
 from fedloom.federation.activity import Monitor
+from fedloom.federation.control import Control
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.measuring import VOCABULARY
 from fedloom.federation.roster import Presence
@@ -45,6 +46,7 @@ def serving(
     resumed: bool,
     presence: Presence | None = None,
     monitor: Monitor | None = None,
+    control: Control | None = None,
 ) -> Iterator[Serving]:
     """Serve from before the first worker until those who watch have read how the run ended, and workers have, too.
 
@@ -71,6 +73,8 @@ def serving(
         Where it is written who is connected, of an open federation.
     monitor
         Is told what is done outside of the rounds, too.
+    control
+        What an operator may have it do.
 
     Raises
     ------
@@ -98,6 +102,7 @@ def serving(
         presence=presence,
         classes=parts.manifest.classes,
         monitor=monitor,
+        control=control,
     )
     address = server.start(listen)
     try:

@@ -19,6 +19,8 @@ from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
+from fedloom.federation.control import NAME as CONTROL
+from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Observer
@@ -153,8 +155,16 @@ def run_experiment(
                 folder.write_json("published.json", {"url": url})
             else:  # it may have been published before
                 _remove(folder, "published.json")
+            if control is not None:
+                control.keep(folder)
+                if (pause := control.paused) is not None:
+                    observer.notice(f"paused by {pause.by}: `fedloom federation resume` has the rounds go on")
+            else:  # nobody could have it go on, and who starts it here wants that
+                _remove(folder, CONTROL)
 
-        stop_request = StopRequest(observer)
+        monitor = Monitor(e.name, e.algorithm.name, e.federation.rounds, incarnation)
+        stop_request = StopRequest(observer, monitor)
+        control = Control(monitor, stop_request.operator) if options.listen is not None else None
         # A folder in a pod is gone before anyone looks at it.
         kept = str(folder.path) if url is None or options.listen is None else url
         observer.started(e, len(parts.manifest.clients), kept)
@@ -162,7 +172,6 @@ def run_experiment(
         if options.resume and not resume:
             observer.notice(f"nothing to resume at {kept}: starting at round 0")
         presence = Presence() if is_open else None
-        monitor = Monitor(e.name, e.algorithm.name, e.federation.rounds, incarnation)
         serve = partial(
             serving,
             parts,
@@ -175,6 +184,7 @@ def run_experiment(
             resumed=bool(resume),
             presence=presence,
             monitor=monitor,
+            control=control,
         )
         if before is not None:
             if store is None:
@@ -238,6 +248,7 @@ def run_experiment(
                         upto=leg.upto,
                         measure_last=leg.measured,
                         monitor=monitor,
+                        control=control,
                     )
                     if resume or number:
                         loop.resume()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fedloom.errors import AbandonedError, FedloomError
+from fedloom.federation.activity import Monitor
 from fedloom.run.observer import RunObserver
 
 STOP_GRACE_S = 15.0
@@ -20,7 +21,9 @@ class StopRequest:
     Parameters
     ----------
     observer
-        Is told by :meth:`signals` when a signal came.
+        Is told when the run is asked to stop by a signal or an operator.
+    monitor
+        Is told that it is asked to stop, whoever asks.
 
     Attributes
     ----------
@@ -34,7 +37,8 @@ class StopRequest:
         Loses what the round loop waits for, so that it sees the event.
     """
 
-    def __init__(self, observer: RunObserver | None = None) -> None:
+    def __init__(self, observer: RunObserver | None = None, monitor: Monitor | None = None) -> None:
+        self._monitor = monitor or Monitor()
         self.event = threading.Event()
         self.reason: FedloomError | None = None
         self.training = False
@@ -42,16 +46,24 @@ class StopRequest:
         self._observer = observer or RunObserver()
         self._timers: list[threading.Timer] = []
 
-    def ask(self, reason: FedloomError | None = None) -> None:
-        """Ask the run to stop."""
+    def ask(self, reason: FedloomError | None = None, *, grace_s: float | None = STOP_GRACE_S) -> None:
+        """Ask the run to stop; ``grace_s`` is how long it waits for the round at hand, None: until that has ended."""
         again = self.event.is_set()
         self.reason = self.reason or reason
         self.event.set()
+        self._monitor.stopping()
+        if self.training and not again and grace_s is None:
+            return
         # In a thread of its own: what a signal handler interrupts may hold what abort needs.
-        timer = threading.Timer(STOP_GRACE_S if self.training and not again else 0.0, lambda: self.abort())
+        timer = threading.Timer((grace_s or 0.0) if self.training and not again else 0.0, lambda: self.abort())
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
+
+    def operator(self, now: bool) -> None:
+        """Stop as an operator asks, who kills nothing: after the round at hand, however long it takes, or at once."""
+        self._observer.stopping(after_round=self.training and not now)
+        self.ask(grace_s=0.0 if now else None)
 
     @contextmanager
     def signals(self) -> Iterator[None]:

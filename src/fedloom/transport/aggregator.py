@@ -15,7 +15,7 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,9 @@ from grpc_reflection.v1alpha import reflection
 import fedloom
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, QuorumError
-from fedloom.federation.activity import Activity, Connected, ConnectedWorker, Monitor
+from fedloom.federation.activity import Activity, Connected, ConnectedWorker, Monitor, RosterClient
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
+from fedloom.federation.control import Control
 from fedloom.federation.roster import Member, Presence
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
@@ -48,6 +49,8 @@ from fedloom.transport.codec import (
     sealed,
     serialize,
 )
+from fedloom.transport.control import CONTROL
+from fedloom.transport.control_service import ControlService
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo
 from fedloom.transport.gate import PEER, Gate, Peer, connection_age, server_credentials, watch_certificate
@@ -116,6 +119,8 @@ class Aggregator:
         C, where they do.
     monitor
         What the round loop does; without, nobody tells.
+    control
+        What an operator may have it do; without, nobody may, nor ask what it does.
 
     Examples
     --------
@@ -147,8 +152,10 @@ class Aggregator:
         presence: Presence | None = None,
         classes: int = 0,
         monitor: Monitor | None = None,
+        control: Control | None = None,
     ) -> None:
         self._run_name = run
+        self._control = control
         self._monitor = monitor or Monitor()
         self._incarnation = incarnation
         self._presence = presence
@@ -428,6 +435,9 @@ class Aggregator:
                     partial(self._watch, self._notices), wire.WatchRequest.FromString, wire.Progress.SerializeToString
                 )
             }
+        if self._control is not None:
+            asked = ControlService(self._control, self._activity, self._roster_clients, self._tell)
+            services[CONTROL] = asked.methods()
         server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()]
         )
@@ -703,6 +713,33 @@ class Aggregator:
                 return int((self._served > 0).sum())
         roster = self._monitor.roster
         return sum(member.id in roster for link in self._board.links() for member in link.worker.members)
+
+    def _roster_clients(self) -> Iterator[RosterClient]:
+        """The clients of the roster, by id."""
+        links, monitor = self._board.links(), self._monitor
+        roster = monitor.roster
+        awaited = {each.client: each.since for each in self._board.awaiting()}
+        serving: dict[str, Link] = {}
+        if self._presence is None:
+            first = np.full(len(self._index), -1)
+            for i, link in enumerate(links):
+                if isinstance(link.worker.clients, Clients):
+                    first[(link.worker.clients.mask > 0) & (first < 0)] = i
+            serving = {client: links[first[i]] for client, i in self._index.items() if first[i] >= 0}
+        else:
+            serving = {client: link for link in links for client in link.worker.clients}
+        for client in sorted(roster):
+            entry, at = roster[client], serving.get(client)
+            yield RosterClient(
+                client,
+                not entry.seen,
+                at is not None,
+                None if at is None else at.name,
+                None if at is None else at.owner,
+                entry.train,
+                monitor.last_round(client),
+                awaited.get(client),
+            )
 
     def _publish(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
         with self._joined:

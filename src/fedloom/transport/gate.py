@@ -18,6 +18,7 @@ from grpc_health.v1 import health
 from pydantic import SecretStr
 
 from fedloom.errors import FedloomError
+from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP
 from fedloom.transport.limits import Budget
 from fedloom.transport.stream import METHOD, OBSERVATION, SERVICE, WATCH
 from fedloom.trust.access import SHARED, Access, Admitted, Denied, Presented
@@ -50,6 +51,11 @@ TOKEN = "authorization"
 ACTIONS: Mapping[str, Action] = {
     f"/{SERVICE}/{METHOD}": Action.MEASURE,  # what a worker's clients may do is said by its Hello and its roles
     f"/{OBSERVATION}/{WATCH}": Action.WATCH,
+    f"/{CONTROL}/{STATUS}": Action.WATCH,
+    f"/{CONTROL}/{CLIENTS}": Action.WATCH,
+    f"/{CONTROL}/{PAUSE}": Action.CONTROL,
+    f"/{CONTROL}/{RESUME}": Action.CONTROL,
+    f"/{CONTROL}/{STOP}": Action.CONTROL,
 }
 """What each call asks to do. A call that is not here is refused, but for health."""
 
@@ -100,6 +106,17 @@ class Peer:
         about = {"identity": self.identity.name, "host": self.host, "call": self.call, **told}
         self._audit.write("join", **about, credential=self.admitted.credential)
         self.joined = about
+
+    def control(self, what: str) -> None:
+        """Write to the audit log what it has done with the federation.
+
+        Raises
+        ------
+        StorageError
+            If it cannot be written: it may not be done then.
+        """
+        about = {"identity": self.identity.name, "host": self.host, "call": self.call, "what": what}
+        self._audit.write("control", **about, credential=self.admitted.credential)
 
     def refuse(self, kind: str, reason: str) -> None:
         """Write to the audit log that it was refused what it asked."""

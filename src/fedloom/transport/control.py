@@ -1,0 +1,176 @@
+"""Asking an aggregator what its federation does, and controlling it (protos/fedloom/v1/control.proto). No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict, ParseDict
+from pydantic import TypeAdapter, ValidationError
+
+from fedloom.errors import AbandonedError, ExperimentError, FedloomError, RefusedError, StorageError
+from fedloom.federation.activity import Activity, RosterClient
+from fedloom.transport import dial
+from fedloom.transport.address import split_address
+from fedloom.transport.failures import REFUSALS, described, hint
+from fedloom.transport.wire import control_pb2 as wire
+from fedloom.trust.options import Credentials, Shown
+from fedloom.words import shortened
+
+CONTROL = "fedloom.v1.Control"
+STATUS, CLIENTS, PAUSE, RESUME, STOP = "Status", "Clients", "Pause", "Resume", "Stop"
+
+ANSWER_S = 10.0
+"""How long an answer may take."""
+
+_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+_PHASE = "PHASE_"
+_ACTIVITY = TypeAdapter(Activity)
+_CLIENT = TypeAdapter(RosterClient)
+
+
+def to_wire(activity: Activity) -> wire.Activity:
+    """Write a snapshot."""
+    told = json.loads(json.dumps(asdict(activity)))
+    return ParseDict({**told, "phase": f"{_PHASE}{activity.phase.upper()}"}, wire.Activity())
+
+
+def from_wire(told: wire.Activity) -> Activity:
+    """Read a snapshot.
+
+    Raises
+    ------
+    RefusedError
+        If it is of another version, whose phases, or other words, this one does not know.
+    """
+    found = _as_dict(told)
+    try:
+        return _ACTIVITY.validate_python({**found, "phase": str(found["phase"]).removeprefix(_PHASE).lower()})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        what = f"{shortened(str(wrong['input']))} as {'.'.join(map(str, wrong['loc']))}"
+        raise RefusedError(
+            f"the aggregator's status: found {what}, which this fedloom does not know",
+            hint="install the same version of fedloom on both sides",
+        ) from None
+
+
+def clients_to_wire(clients: Iterable[RosterClient]) -> wire.ClientsResponse:
+    """Write some clients of the roster."""
+    return wire.ClientsResponse(clients=[wire.RosterClient(**asdict(client)) for client in clients])
+
+
+def _as_dict(message: Any) -> dict[str, Any]:
+    """A message by the names of its fields; those that are optional and absent are not there."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+class ControlClient:
+    """Asks one aggregator; made by :func:`dialled`.
+
+    Every method raises as follows.
+
+    Raises
+    ------
+    AbandonedError
+        If nobody answers.
+    RefusedError
+        If the aggregator does not let us, or one side does not believe the other.
+    ExperimentError
+        If the run has ended, so that there is nothing to control.
+    StorageError
+        If the aggregator could not write down what it was asked.
+    """
+
+    def __init__(self, address: str, channel: Any, shown: Shown) -> None:
+        self._address, self._channel, self._shown = address, channel, shown
+
+    def status(self) -> Activity:
+        """What the federation is doing."""
+        return from_wire(self._call(STATUS, wire.StatusRequest(), wire.StatusResponse).activity)
+
+    def clients(self) -> Iterator[RosterClient]:
+        """The clients of the roster, by id."""
+        method = self._channel.unary_stream(
+            f"/{CONTROL}/{CLIENTS}",
+            request_serializer=wire.ClientsRequest.SerializeToString,
+            response_deserializer=wire.ClientsResponse.FromString,
+        )
+        try:
+            for part in method(wire.ClientsRequest(), metadata=dial.metadata(self._shown), timeout=6 * ANSWER_S):
+                for client in part.clients:
+                    yield _CLIENT.validate_python(_as_dict(client))
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+
+    def pause(self) -> tuple[bool, Activity]:
+        """Have the rounds pause after the one under way; whether that is new."""
+        told = self._call(PAUSE, wire.PauseRequest(), wire.PauseResponse)
+        return told.changed, from_wire(told.activity)
+
+    def resume(self) -> tuple[bool, Activity]:
+        """Have the rounds go on; whether they were to pause."""
+        told = self._call(RESUME, wire.ResumeRequest(), wire.ResumeResponse)
+        return told.changed, from_wire(told.activity)
+
+    def stop(self, *, now: bool) -> Activity:
+        """Have the aggregator end, after the round under way or at once."""
+        return from_wire(self._call(STOP, wire.StopRequest(now=now), wire.StopResponse).activity)
+
+    def _call(self, name: str, request: Any, answer: Any) -> Any:
+        method = self._channel.unary_unary(
+            f"/{CONTROL}/{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        try:
+            return method(request, metadata=dial.metadata(self._shown), timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: grpc.RpcError) -> FedloomError:
+        code, details = error.code(), error.details()
+        if code in REFUSALS:
+            return RefusedError(f"{self._address}: {described(code, details)}", hint=hint(code))
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            return ExperimentError(f"{self._address}: {details}")
+        if code is grpc.StatusCode.ABORTED:
+            return StorageError(f"{self._address}: {details}")
+        found = self._shown, code, details
+        if reason := dial.distrust(self._address, *found) or dial.closed_after_handshake(*found):
+            return RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
+        return AbandonedError(
+            f"no aggregator answers at {self._address}: {described(code, details)}",
+            hint="where none is, a run's folder or URL says how far it came: fedloom status RUN",
+        )
+
+
+@contextmanager
+def dialled(address: str, credentials: Credentials | None = None) -> Iterator[ControlClient]:
+    """Give what asks the aggregator at ``host:port``; nothing is said to it yet.
+
+    Parameters
+    ----------
+    credentials
+        What it is dialled with; without, in plaintext and as nobody.
+
+    Raises
+    ------
+    ExperimentError
+        If that is no address, or a token would be sent in plaintext to another machine.
+    RefusedError
+        If our certificate is not valid now.
+    """
+    host, _ = split_address(address, what="the aggregator", lowest=1)
+    shown = (credentials or Credentials()).show(host)
+    with dial.channel(address, shown, _OPTIONS, sync=True) as channel:
+        yield ControlClient(address, channel, shown)

@@ -1,0 +1,174 @@
+"""Pause, resume and stop, without a wire: what is written down, and what the round loop makes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from facts import tells
+from federations import Silent, clients, federation, task
+
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.errors import DataError, InterruptedRun, StorageError
+from fedloom.federation.activity import Monitor
+from fedloom.federation.control import NAME, Control, read_pause
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import Attempt, Journal
+
+SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 4, "lr": 0.1}})
+
+
+def no_stop(now: bool) -> None:
+    raise AssertionError("nobody asked for it")
+
+
+def control() -> Control:
+    return Control(Monitor(), no_stop)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_pause_is_written_down_and_holds_for_whoever_goes_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first = control()
+    first.keep(folder)
+    assert (read_pause(folder), (tmp_path / NAME).exists()) == (None, False)
+    assert (first.pause("operator"), first.pause("another")) == (True, False)
+    second = control()
+    second.keep(folder)
+    assert second.paused is not None
+    assert (second.paused.by, second.monitor.now().paused_by) == ("operator", "operator")
+    assert (second.resume(), second.resume()) == (True, False)
+    assert read_pause(folder) is None
+    assert second.monitor.now().paused_by is None
+
+
+def test_a_pause_that_was_asked_for_before_there_was_a_folder_is_written_then(tmp_path: Path) -> None:
+    early = control()
+    early.pause("operator")
+    early.keep(RunFolder(tmp_path))
+    assert read_pause(RunFolder(tmp_path)) == early.paused
+
+
+def test_a_pause_that_cannot_be_written_down_does_not_hold(tmp_path: Path) -> None:
+    kept = control()
+    kept.keep(RunFolder(tmp_path / "gone"))
+    with pytest.raises(StorageError):
+        kept.pause("operator")
+    assert (kept.paused, kept.monitor.now().paused_by) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"version": 2, "paused": null}', '{"version": 1}', '{"version": 1, "paused": {"by": 1}}']
+)
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(DataError) as refused:
+        control().keep(RunFolder(tmp_path))
+    assert tells(str(refused.value), NAME)
+
+
+class PauseAfter(Silent):
+    """Asks for a pause in the middle of the second round's end."""
+
+    def __init__(self, kept: Control) -> None:
+        self.kept = kept
+
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        if attempt.round == 2:
+            self.kept.pause("operator")
+
+
+def paused_run(folder: Path, *, rounds: int = 4) -> tuple[Any, Control, threading.Thread, list[BaseException]]:
+    kept = control()
+    kept.keep(RunFolder(folder))
+    held = federation(folder, FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=rounds, cohort=2, control=kept)
+    held.loop.observer = PauseAfter(kept)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            held.run()
+        except BaseException as error:
+            failed.append(error)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    until(lambda: kept.monitor.now().phase == "paused")
+    return held, kept, running, failed
+
+
+def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_changes_no_number(tmp_path: Path) -> None:
+    alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
+    alone.run()
+    held, kept, running, failed = paused_run(tmp_path / "paused")
+    now = kept.monitor.now()
+    assert (now.round, now.durable_round, now.doing, now.paused_by) == (2, 2, None, "operator")
+    assert Journal.read(RunFolder(tmp_path / "paused")).whole == 2
+    kept.resume()
+    running.join(60)
+    assert failed == []
+    for name, tensor in alone.state.items():
+        assert torch.equal(tensor, held.state[name])
+    lines = list(RunFolder(tmp_path / "paused").objects("journal.jsonl"))
+    assert [line.get("paused", {}).get("by") for line in lines] == [None, None, "operator", None]
+    assert lines[2]["paused"]["seconds"] > 0
+    assert kept.monitor.now().totals.seconds < sum(kept.monitor.now().totals.phases.values())
+    again = federation(
+        tmp_path / "again", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2,
+        repeated=RunFolder(tmp_path / "paused"),
+    )  # fmt: skip
+    again.run()
+    for name, tensor in alone.state.items():
+        assert torch.equal(tensor, again.state[name])
+
+
+def test_a_paused_run_that_is_stopped_goes_on_paused_and_then_to_the_same_numbers(tmp_path: Path) -> None:
+    alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
+    alone.run()
+    held, _, running, failed = paused_run(tmp_path / "paused")
+    held.loop.stop.set()
+    running.join(60)
+    assert isinstance(failed[0], InterruptedRun)
+    later = control()
+    later.keep(RunFolder(tmp_path / "paused"))
+    resumed = federation(
+        tmp_path / "paused", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2, control=later
+    )
+    resumed.loop.resume()
+    running = threading.Thread(target=resumed.run, daemon=True)
+    running.start()
+    until(lambda: later.monitor.now().phase == "paused")
+    assert (later.monitor.now().round, later.monitor.now().durable_round) == (2, 2)
+    later.resume()
+    running.join(60)
+    for name, tensor in alone.state.items():
+        assert torch.equal(tensor, resumed.state[name])
+
+
+def test_what_is_published_says_that_it_is_paused_and_that_it_goes_on(tmp_path: Path) -> None:
+    told: list[tuple[int, bool]] = []
+    kept = control()
+    kept.keep(RunFolder(tmp_path))
+    held = federation(
+        tmp_path, FEDAVG, SETTINGS, task(n=3), clients([4, 6, 8]), rounds=3, control=kept, checkpoint_every_s=0,
+        after=lambda round: told.append((round, read_pause(RunFolder(tmp_path)) is not None)),
+    )  # fmt: skip
+    held.loop.observer = PauseAfter(kept)
+    running = threading.Thread(target=held.run, daemon=True)
+    running.start()
+    until(lambda: told[-1:] == [(2, True)] and kept.monitor.now().phase == "paused")
+    kept.resume()
+    running.join(60)
+    assert (2, False) in told[told.index((2, True)) :]
+    assert told[-1] == (3, False)
