@@ -145,5 +145,5 @@ def test_what_is_refused() -> None:
     for key, value in (("self_weight", 1.1), ("sigma", -1.0), ("proximity", -1.0)):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})
-    assert HEURFEDAMP.needs_each_update
+    assert HEURFEDAMP.needs_each_update(None)
     assert HEURFEDAMP.closed(made()) is not None

@@ -209,4 +209,4 @@ def test_what_is_refused() -> None:
     for key in ("sigma", "sigma0", "gamma", "sweeps", "cap"):
         with pytest.raises(ValidationError, match=key):
             made(**{key: 0})
-    assert PFNM.needs_each_update
+    assert PFNM.needs_each_update(None)

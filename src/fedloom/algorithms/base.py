@@ -282,7 +282,7 @@ class Algorithm:
     labelled: Callable[[Any], bool] = lambda settings: True  # are labels used to personalize? Else no label mask
     needs_classes: bool = True  # False if it needs nothing but the model's own loss, so that data may have no classes
     # Does the server need each client's own update, so that sums over clients will not do? A loss is no update.
-    needs_each_update: bool = False
+    needs_each_update: Callable[[Any], bool] = lambda settings: False
     titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}  # how tables call its predictors
     # (key, text): what to change where it must know all clients beforehand, so that they cannot come and go.
     closed: Callable[[Any], tuple[str, str] | None] = lambda settings: None

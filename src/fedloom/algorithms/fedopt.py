@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, Task
-from fedloom.algorithms.recipe import FineTuning, SharedModelServer, shared_model
+from fedloom.algorithms.recipe import FineTuning, SharedModelServer, mean_update, shared_model
 from fedloom.messages import Replies
 
 
@@ -31,8 +31,7 @@ class OptimizingServer(SharedModelServer):
 
     def _step(self, w: Tensor, updates: Replies[Any], s: FineTuning) -> Tensor:
         """Lines 5-8."""
-        weights = updates.weights if s.weighting == "examples" else updates.mean_weights
-        delta = updates.mean(updates.delta_theta, weights)  # line 5
+        delta = mean_update(updates, s)  # line 5
         if isinstance(s, FedAvgMSettings):
             self.state["m"] = m = s.momentum * self.state["m"] + delta  # line 6, FedAvgM
             return w + s.server_lr * m  # line 8, FedAvgM

@@ -156,7 +156,7 @@ HEURFEDAMP = base.Algorithm(
     client=HeurFedAMPClient,
     messages=(Centre, Update, OwnModel),
     needs_classes=False,
-    needs_each_update=True,  # cosines of any two clients' models
+    needs_each_update=lambda settings: True,  # cosines of any two clients' models
     titles=lambda settings: {"personal": "HeurFedAMP"},
     closed=lambda settings: ("name", "found heurfedamp, which keeps a model of each client of a fixed roster"),
 )

@@ -317,6 +317,6 @@ PEFLL = base.Algorithm(
         else None
     ),
     labelled=lambda settings: settings.embedding.labels,
-    needs_each_update=True,  # line 12
+    needs_each_update=lambda settings: True,  # line 12
     titles=lambda settings: {"personal": "PeFLL"},
 )

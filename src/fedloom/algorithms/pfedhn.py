@@ -189,7 +189,7 @@ PFEDHN = base.Algorithm(
     client=PFedHNClient,
     messages=(TrainThis, TryThis, YourModel, Update),
     needs_classes=False,
-    needs_each_update=True,
+    needs_each_update=lambda settings: True,
     closed=lambda settings: (
         "name",
         "found pfedhn, whose server has an embedding of every client; allowed: a method whose server has none",

@@ -206,7 +206,7 @@ PFNM = base.Algorithm(
     server=PFNMServer,
     client=PFNMClient,
     messages=(Subnetwork, Trained, MakeItYours),
-    needs_each_update=True,  # neurons are matched before they are averaged
+    needs_each_update=lambda settings: True,  # neurons are matched before they are averaged
     titles=lambda settings: {"personal": "PFNM + fine-tuning", "global": "PFNM"},
     closed=lambda settings: ("name", "found pfnm, which keeps a network of each client of a fixed roster"),
 )

@@ -8,11 +8,12 @@ model is shared, and how a client makes it its own are parameters of :func:`shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
@@ -41,6 +42,29 @@ class Averaging(Settings):
 
     server_lr: float = Field(default=1.0, gt=0, description="factor on the average update")
     weighting: Literal["examples", "uniform"] = Field(default="examples", description="average by n_i or uniformly")
+    max_norm: float | None = Field(
+        default=None, gt=0, description="largest norm of a client's update, which is scaled down to it; null: any"
+    )
+    trim: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.5,
+        description="share of the clients' values left out at each end, coordinate by coordinate; 0.5: the median",
+    )
+
+    @model_validator(mode="after")
+    def _trimmed_alike(self) -> Self:
+        if self.trim and self.weighting != "uniform":
+            raise ValueError(
+                f"trim: found {self.trim:g} with weighting {self.weighting}; allowed: with weighting uniform, since "
+                "values are left out by how many clients have them"
+            )
+        return self
+
+    @property
+    def robust(self) -> bool:
+        """Whether the server looks at each update by itself."""
+        return self.max_norm is not None or self.trim > 0
 
 
 class FineTuning(Averaging):
@@ -55,10 +79,53 @@ def local_sgd(model: FlatModel, group: Group, theta: Tensor, s: Any) -> Trained:
     return train(model, group, theta, s.local)
 
 
-def average(theta: Tensor, updates: Replies[Any], s: Any) -> Tensor:
-    """θ + lr Σ p_i Δθ_i over the clients that answered, p_i by examples or uniform."""
+def mean_update(updates: Replies[Any], s: Averaging) -> Tensor:
+    """Σ p_i Δθ_i ``[s]`` over the clients that answered, p_i by examples or uniform; or a robust mean in its place."""
+    changes = updates.delta_theta if s.max_norm is None else bounded(updates.delta_theta, s.max_norm)
+    if s.trim:
+        return trimmed_mean(changes[updates.present], s.trim)
     weights = updates.weights if s.weighting == "examples" else updates.mean_weights
-    change: Tensor = s.server_lr * updates.mean(updates.delta_theta, weights)
+    mean: Tensor = updates.mean(changes, weights)
+    return mean
+
+
+def bounded(x: Tensor, most: float) -> Tensor:
+    """Rows ``[c, s]`` of at most this ℓ2 norm: larger ones are scaled down to it, others are as they were to the bit.
+
+    Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, Can you really backdoor federated learning?, 2019,
+    arXiv 1911.07963, §3.
+    """
+    norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+    scale = torch.where(norms > most, most / norms, 1.0)
+    found: Tensor = x * scale.to(x.dtype)[:, None]
+    return found
+
+
+def trimmed_mean(x: Tensor, share: float) -> Tensor:
+    """Mean ``[s]`` of m rows ``[m, s]`` without the largest and the smallest ⌊share · m⌋ values of each coordinate.
+
+    One value is always left, of an even number two: with a share of a half it is the median. D. Yin, Y. Chen,
+    K. Ramchandran, P. Bartlett, Byzantine-robust distributed learning, ICML 2018, arXiv 1803.01498, Definitions 1, 2.
+    """
+    rows = len(x)
+    cut = min(math.floor(share * rows + 1e-9), (rows - 1) // 2)  # 0.29 · 100 is 28.999...
+    parts = []
+    for columns in torch.split(x, COLUMNS, dim=1):  # what is sorted is copied
+        middle = columns.sort(dim=0).values[cut : rows - cut]
+        total = torch.zeros_like(middle[0])
+        for row in middle:
+            total += row
+        parts.append(total / len(middle))
+    return torch.cat(parts)
+
+
+COLUMNS = 1 << 16
+"""Coordinates of which a trimmed mean is taken at a time."""
+
+
+def average(theta: Tensor, updates: Replies[Any], s: Any) -> Tensor:
+    """θ + lr Σ p_i Δθ_i (:func:`mean_update`)."""
+    change: Tensor = s.server_lr * mean_update(updates, s)
     return theta + change
 
 
@@ -234,4 +301,5 @@ def shared_model(
         needs_classes=needs_classes,
         titles=lambda settings: titles,
         closed=closed,
+        needs_each_update=lambda settings: isinstance(settings, Averaging) and settings.robust,
     )

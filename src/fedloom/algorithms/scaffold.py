@@ -99,6 +99,8 @@ class ScaffoldSettings(FineTuning):
     weighting: Literal["uniform"] = Field(
         default="uniform", description="c is a mean in which every client counts once"
     )
+    max_norm: None = Field(default=None, description="null: c would have no bound")
+    trim: Literal[0] = Field(default=0, description="0: c is the mean of the clients' own")
     local: PlainSGD = Field(default=PlainSGD(steps=50), description="local training in a round, without momentum")
 
     @model_validator(mode="after")

@@ -22,6 +22,8 @@ class TRMAMLSettings(PerFedAvgSettings):
 
     weights_lr: float = Field(default=0.08, ge=0, description="step size of the clients' weights p; 0 keeps them equal")
     weighting: Literal["examples", "uniform"] = Field(default="uniform", description="uniform: p alone weights clients")
+    max_norm: None = Field(default=None, description="null: p, which follows what clients say of losses, has no bound")
+    trim: Literal[0] = Field(default=0, description="0: p weights clients")
     inner_lr: float = Field(default=0.05, ge=0, description="α, rate of the inner step and of personalization")
     local: LocalSGD = Field(default=LocalSGD(steps=5, lr=0.1, momentum=0.0), description="SGD on F_i")
 

@@ -417,7 +417,7 @@ WGA = base.Algorithm(
     client=WGAClient,
     messages=(SharedStates, TrueGradients, Gradients, OwnModel),
     needs_classes=False,
-    needs_each_update=True,  # a user's own gradient and its helpers' are weighed apart
+    needs_each_update=lambda settings: True,  # a user's own gradient and its helpers' are weighed apart
     closed=lambda settings: ("name", "found wga, which has a place for each client of a fixed roster"),
     titles=lambda settings: {
         "personal": RULES[settings.rule],

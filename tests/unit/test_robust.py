@@ -1,0 +1,184 @@
+"""A bound on the norm of each client's update, and trimmed means: what they are, and what a poisoned member can do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from facts import tells
+from federations import clients, federation, task
+from pydantic import ValidationError
+from scipy.stats import trim_mean
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Group, available, conversation, find
+from fedloom.algorithms.recipe import Averaging, SharedModel, Update, bounded, trimmed_mean
+
+SIZES = (4, 9, 6, 5, 7)
+LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
+ROBUST = tuple(
+    name for name in available() if issubclass(find(name).settings, Averaging) and name not in ("scaffold", "tr-maml")
+)
+
+
+def made(method: str, **keys: Any) -> Any:
+    settings = find(method).settings
+    short = {"local": LOCAL} if "local" in settings.model_fields else {}
+    return settings.model_validate({"weighting": "uniform", **short, **keys})
+
+
+def trained(folder: Path, method: str, rounds: int = 2, **keys: Any) -> dict[str, Tensor]:
+    run = federation(folder, find(method), made(method, **keys), task(n=len(SIZES)), clients(SIZES), rounds=rounds)
+    run.run()
+    return run.state
+
+
+# ---- the means themselves
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 10])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.25, 0.3, 0.49, 0.5])
+def test_a_trimmed_mean_against_others(rows: int, share: float) -> None:
+    x = torch.randn(rows, 37, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+    found = trimmed_mean(x, share).numpy()
+    by_hand = []
+    for column in x.T.tolist():
+        middle, cut = sorted(column), int(share * rows + 1e-9)
+        cut = min(cut, (rows - 1) // 2)
+        by_hand.append(np.mean(middle[cut : len(middle) - cut]))
+    np.testing.assert_allclose(found, by_hand, rtol=0, atol=1e-15)
+    if share == 0.5:
+        np.testing.assert_allclose(found, np.median(x.numpy(), axis=0), rtol=0, atol=1e-15)
+    else:
+        np.testing.assert_allclose(found, trim_mean(x.numpy(), share, axis=0), rtol=0, atol=1e-15)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(trimmed_mean(x[order], share), trimmed_mean(x, share))
+
+
+def test_a_trimmed_mean_of_many_coordinates_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 1000, generator=torch.Generator().manual_seed(3))
+    whole = trimmed_mean(x, 0.2)
+    monkeypatch.setattr("fedloom.algorithms.recipe.COLUMNS", 64)
+    assert torch.equal(trimmed_mean(x, 0.2), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bound_scales_what_is_larger_and_leaves_the_rest_to_the_bit(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(5), dtype=dtype)
+    x = x / x.norm(dim=1, keepdim=True) * torch.tensor([[0.5], [0.99], [7.0], [1e12]], dtype=dtype)
+    found = bounded(x, 1.0)
+    assert torch.equal(found[:2], x[:2])
+    np.testing.assert_allclose(found[2:].norm(dim=1).numpy(), np.ones(2), rtol=1e-6)
+    np.testing.assert_allclose(found[2].numpy(), (x[2] / x[2].norm()).numpy(), rtol=1e-5)
+
+
+# ---- in methods
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedavgm", "fedadam", "fedper", "lg-fedavg"])
+def test_a_bound_that_nobody_reaches_changes_no_bit(tmp_path: Path, method: str) -> None:
+    plain = trained(tmp_path / "plain", method)
+    bound = trained(tmp_path / "bound", method, max_norm=1e30, trim=0.0)
+    assert plain.keys() == bound.keys()
+    for name in plain:
+        assert torch.equal(plain[name], bound[name])
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [("fedavg", {"trim": 0.5}), ("fedprox", {"trim": 0.2}), ("fedavgm", {"max_norm": 1e-3}), ("fedper", {"trim": 0.2})],
+)
+def test_a_bound_and_a_trimmed_mean_make_another_model(tmp_path: Path, method: str, keys: dict[str, float]) -> None:
+    plain, robust = trained(tmp_path / "plain", method), trained(tmp_path / "robust", method, **keys)
+    assert not torch.equal(plain["theta"], robust["theta"])
+    if "max_norm" in keys:
+        start = federation(tmp_path / "start", find(method), made(method), task(n=5), clients(SIZES)).state["theta"]
+        moved = 3 if method == "fedavgm" else 2  # its momentum of 0.9: twice the first step, once the second
+        assert float((robust["theta"] - start).norm()) <= moved * 1e-3 * (1 + 1e-6)
+
+
+def poisoned(method: str, by: float) -> base.Algorithm:
+    """The method with a client c2 that trains nothing, and says that everything changed by so much."""
+    algorithm = find(method)
+
+    def client(settings: Any, problem: base.Task) -> base.ClientHalf:
+        honest = algorithm.client(settings, problem)
+
+        class Liar(type(honest)):  # type: ignore[misc]
+            @conversation
+            def train(self, clients: Group, opening: SharedModel) -> base.Conversation:
+                (member,) = clients.clients
+                if member.id != "c2":
+                    return (yield from super().train(clients, opening))
+                one = torch.ones(1, 1, dtype=torch.float64)
+                yield Update(torch.full_like(opening.theta, by).expand(1, -1), one, one)
+                return None
+
+        return Liar(settings, problem)
+
+    return dataclasses.replace(algorithm, client=client)
+
+
+@pytest.mark.parametrize(("by", "weighting", "lr"), [(1e6, "uniform", 1.0), (-1e12, "examples", 0.5)])
+def test_a_poisoned_member_moves_the_model_by_no_more_than_the_bound(
+    tmp_path: Path, by: float, weighting: str, lr: float
+) -> None:
+    s = made("fedavg", max_norm=0.25, weighting=weighting, server_lr=lr)
+    run = federation(tmp_path, poisoned("fedavg", by), s, task(n=5), clients(SIZES))
+    start = run.state["theta"]
+    run.run()
+    assert 0 < float((run.state["theta"] - start).norm()) <= lr * 0.25 * (1 + 1e-9)
+    naked = federation(
+        tmp_path / "naked", poisoned("fedavg", by), made("fedavg", weighting=weighting), task(n=5), clients(SIZES)
+    )
+    naked.run()
+    assert float((naked.state["theta"] - start).abs().max()) > 1e5
+
+
+@pytest.mark.parametrize(("by", "trim"), [(1e6, 0.2), (-1e6, 0.5)])
+def test_a_trimmed_mean_stays_between_what_honest_members_say(tmp_path: Path, trim: float, by: float) -> None:
+    """One liar among five, and a fifth left out at each end: every coordinate lies between two honest ones'."""
+    said: list[Tensor] = []
+    run = federation(tmp_path, poisoned("fedavg", by), made("fedavg", trim=trim), task(n=5), clients(SIZES))
+    start = run.state["theta"]
+    for i in (0, 1, 3, 4):  # what each honest member says: the model after a round in which nobody else answered
+        alone = federation(tmp_path / f"alone-{i}", find("fedavg"), made("fedavg"), task(n=1), [clients(SIZES)[i]])
+        alone.run()
+        said.append(alone.state["theta"] - start)
+    run.run()
+    change, honest = run.state["theta"] - start, torch.stack(said)
+    assert bool((change <= honest.max(0).values + 1e-15).all())
+    assert bool((change >= honest.min(0).values - 1e-15).all())
+
+
+@pytest.mark.parametrize("method", ROBUST)
+def test_the_server_needs_each_update_then(method: str) -> None:
+    needs = find(method).needs_each_update
+    assert not needs(made(method))
+    assert needs(made(method, max_norm=1.0))
+    assert needs(made(method, trim=0.1))
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "facts"),
+    [
+        ("fedavg", {"trim": 0.1, "weighting": "examples"}, ("trim", "0.1", "examples", "uniform")),
+        ("fedavg", {"trim": 0.6}, ("trim", "0.5")),
+        ("fedavg", {"max_norm": 0.0}, ("max_norm", "0")),
+        ("scaffold", {"max_norm": 1.0}, ("max_norm",)),
+        ("scaffold", {"trim": 0.1}, ("trim", "0")),
+        ("tr-maml", {"max_norm": 1.0}, ("max_norm",)),
+        ("tr-maml", {"trim": 0.1}, ("trim", "0")),
+        ("q-fedavg", {"trim": 0.1}, ("trim",)),
+        ("afl", {"max_norm": 1.0}, ("max_norm",)),
+    ],
+)
+def test_what_is_refused(method: str, keys: dict[str, Any], facts: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError) as error:
+        find(method).settings.model_validate(keys)
+    assert tells(str(error.value), *facts)
