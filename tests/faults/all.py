@@ -8,13 +8,14 @@ from pathlib import Path
 
 from s3_support import S3Server
 
-from faults import attacks, cuts, disks, endurance, fuzz, kills, machine
+from faults import attacks, cuts, disks, endurance, fuzz, kills, machine, proxied
 from faults.place import Place
 from faults.table import Fault, Tried, try_once
 
 FAULTS: tuple[Fault, ...] = (
     *kills.FAULTS,
     *cuts.FAULTS,
+    *proxied.FAULTS,
     *attacks.FAULTS,
     *fuzz.FAULTS,
     *machine.FAULTS,

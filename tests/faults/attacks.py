@@ -20,6 +20,8 @@ from faults.place import Broken, Place, Running, wait_until
 from faults.table import Fault, Tried
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
+from fedloom.trust.certificates import make_certificate
+from fedloom.trust.options import ClientOptions
 
 ROUNDS = 30
 GROWTH_MB = 150.0
@@ -38,6 +40,7 @@ def attacked(
     exact: bool = True,
     may_fail: bool = False,
     deadline_s: float = 300.0,
+    secure: bool = False,
 ) -> Tried:
     """Run beside an attack.
 
@@ -48,13 +51,16 @@ def attacked(
         says may be taken for an answer, and has to leave a finite state.
     may_fail
         The run may give up for want of answers (5); without the peer it is resumed.
+    secure
+        Over mutual TLS, where the peer has a certificate of its own.
     """
     experiment = place.experiment("fedavg", every=20, rounds=ROUNDS, deadline_s=deadline_s)
     with ExitStack() as stack:
-        run = Federation(place, experiment, stack, workers=1, files=FILES)
+        run = Federation(place, experiment, stack, workers=1, files=FILES, secure=secure)
         wait_until(lambda: rounds(run.out) >= 1, "the first round")
         before, memory, descriptors = run.aggregator.memory_mb(), 0.0, 0
-        given = Attack(run.address, Random(random.random()), str(place.partition), place.clients)
+        identity = None if run.members is None else member(run.members, "mallory")
+        given = Attack(run.address, Random(random.random()), str(place.partition), place.clients, identity)
         attacker = threading.Thread(target=attack, args=(given,), daemon=True)
         attacker.start()
         started = changed = time.monotonic()
@@ -92,6 +98,12 @@ def attacked(
     return Tried(int(given.done.is_set()), measured)
 
 
+def member(folder: Path, name: str) -> ClientOptions:
+    """A certificate of a federation's authority, made there."""
+    made = make_certificate(name, folder, folder)
+    return ClientOptions(folder / "ca.crt", made.certificate, made.key)
+
+
 def _looked(look: Callable[[], float]) -> float:
     try:
         return look()
@@ -124,10 +136,16 @@ def _fault(name: str, fault: str, promise: str, attack: Callable[[Attack], None]
     return Fault(name, "peers", fault, promise, trial, goal=20, short=short)
 
 
+def _over_tls(fault: Fault) -> Fault:
+    """The same by a peer with an identity."""
+    told = f"{fault.fault}, by a peer with a certificate"
+    return Fault(f"{fault.name}-tls", "tls", told, fault.promise, partial(fault.trial, secure=True), goal=3)
+
+
 SAME = "the same bits; memory, descriptors and log stay"
 REPLAYED = "refused or lost by name; the bits of the journal's replay"
 FINITE = "refused, or a finite state; resumable"
-FAULTS = (
+PLAIN = (
     _fault("wrong-class", "answers of the wrong class", REPLAYED, peers.wrong_class),
     _fault(
         "absurd-counts", "steps, losses and metrics of 1.7e308, -1.7e308, 0.5", FINITE, peers.absurd_counts,
@@ -139,6 +157,7 @@ FAULTS = (
     _fault("stale", "frames replayed and reordered", REPLAYED, peers.stale),
     _fault("ends", "megabytes of End for no transfer", SAME, peers.ends),
     _fault("missing", "megabytes of Missing for no row", SAME, peers.missing),
+    _fault("heartbeats", "megabytes of Heartbeat", SAME, peers.heartbeats),
     _fault("unread", "refusals that nobody reads", SAME, peers.unread),
     _fault("hello", "unbounded fields of a Hello", SAME, peers.endless_hello),
     _fault("invented", "thirty Hellos with 110,000 invented clients", SAME, peers.invented),
@@ -148,3 +167,4 @@ FAULTS = (
     _fault("protocols", "HTTP/1.1, TLS, noise, another version", SAME, peers.other_protocols),
     _fault("calm", "nothing, to compare with", SAME, Attack.over),
 )  # fmt: skip
+FAULTS = (*PLAIN, *map(_over_tls, PLAIN))

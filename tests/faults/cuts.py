@@ -31,8 +31,8 @@ def through(
     made: list[Proxy] = []
     with ExitStack() as stack:
 
-        def proxied(address: str) -> str:
-            made.append(stack.enter_context(closing(Proxy(address, weather, Random(random.random())))))
+        def proxied(run: Federation) -> str:
+            made.append(stack.enter_context(closing(Proxy(run.listen, weather, Random(random.random())))))
             return made[0].address
 
         run = Federation(place, experiment, stack, through=proxied, secure=secure)
@@ -51,16 +51,15 @@ def cut(place: Place, random: Random, secure: bool = False) -> Tried:
     return through(place, random, weather, ("pefll",), rounds=20, secure=secure)
 
 
-def half_open(place: Place, random: Random) -> Tried:
+def half_open(place: Place, random: Random, secure: bool = False) -> Tried:
     """One direction is closed, the other goes on."""
-    return through(place, random, Weather(cut_every=random.uniform(1e5, 3e5), half=0.7))
+    return through(place, random, Weather(cut_every=random.uniform(1e5, 3e5), half=0.7), secure=secure)
 
 
-def slow(place: Place, random: Random) -> Tried:
+def slow(place: Place, random: Random, secure: bool = False) -> Tried:
     """Every block is late, and some connections are narrow."""
-    return through(
-        place, random, Weather(delay_s=random.uniform(0.001, 0.02), rate=random.choice((0.0, 2e6))), rounds=6
-    )
+    weather = Weather(delay_s=random.uniform(0.001, 0.02), rate=random.choice((0.0, 2e6)))
+    return through(place, random, weather, rounds=6, secure=secure)
 
 
 def flip(place: Place, random: Random, secure: bool = False) -> Tried:
@@ -71,18 +70,16 @@ def flip(place: Place, random: Random, secure: bool = False) -> Tried:
 PROMISE = "the same bits, nobody lost"
 FAULTS = (
     Fault("cut", "connections", "a connection is cut at any byte (PeFLL)", PROMISE, cut, goal=60, short=1),
-    Fault(
-        "cut-tls",
-        "connections",
-        "a TLS connection is cut at any byte (PeFLL)",
-        PROMISE,
-        partial(cut, secure=True),
-        goal=5,
-    ),
     Fault("half-open", "connections", "one direction of a connection is closed", PROMISE, half_open, goal=10),
     Fault("slow", "connections", "a connection is slow and narrow", PROMISE, slow, goal=5),
     Fault("flip", "connections", "a bit is flipped on the way", PROMISE, flip, goal=20, short=1),
-    Fault(
-        "flip-tls", "connections", "a bit is flipped on the way, over TLS", PROMISE, partial(flip, secure=True), goal=5
+    *(
+        Fault(f"{name}-tls", "tls", f"{fault}, over mutual TLS", PROMISE, partial(trial, secure=True), goal=goal)
+        for name, fault, trial, goal in (
+            ("cut", "a connection is cut at any byte (PeFLL)", cut, 40),
+            ("half-open", "one direction of a connection is closed", half_open, 8),
+            ("slow", "a connection is slow and narrow", slow, 4),
+            ("flip", "a bit is flipped on the way", flip, 8),
+        )
     ),
 )

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -21,6 +22,7 @@ from fedloom.federation.published import Published
 from fedloom.storage import open_store
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import FILES
+from fedloom.trust.tokens import add_token
 
 TRAINED = tuple(method for method in METHODS if find(method.partition(":")[0]).trains)
 PROMISE = "resumed, it ends with the same bits; no durable round is made again"
@@ -100,11 +102,23 @@ class Federation:
         *,
         workers: int = 2,
         url: str | None = None,
-        through: Callable[[str], str] = lambda address: address,
+        through: Callable[[Federation], str] = lambda run: run.listen,
         files: int = 4096,
         tolerated: tuple[int, ...] = (),
         secure: bool = False,
+        ended: bool = False,
     ) -> None:
+        """Make and start it.
+
+        Parameters
+        ----------
+        through
+            Where workers dial; the aggregator listens by then.
+        secure
+            Mutual TLS.
+        ended
+            Workers speak TLS and show a token to a proxy, which speaks plaintext to the aggregator.
+        """
         self.out = place.new()
         self.experiment = experiment
         self.listen = f"127.0.0.1:{free_port()}"
@@ -115,13 +129,17 @@ class Federation:
         """Codes after which it is not."""
         self.processes: dict[str, Running] = {}
         self.members: Path | None = None
-        if secure:
+        """Certificates and tokens."""
+        self._ended = ended
+        if secure or ended:
             self.members = place.new()
             make_ca(self.members)
             self.renew()
+            token, _ = add_token(self.members / "tokens.json", "worker")
+            (self.members / "worker.token").write_text(token.get_secret_value())
         self.start("aggregator")
         wait_until(self._listening, "the aggregator listens")
-        self.address = through(self.listen)
+        self.address = through(self)
         for number in range(workers):
             self.start(f"worker-{number}")
 
@@ -143,6 +161,10 @@ class Federation:
         if self.members is None:
             return {}
         whose = "aggregator" if name == "aggregator" else "worker"
+        if self._ended and whose == "aggregator":
+            return {"FEDLOOM_TOKENS": str(self.members / "tokens.json")}
+        if self._ended:
+            return {FILES["ca"]: str(self.members / "ca.crt"), FILES["token_file"]: str(self.members / "worker.token")}
         files = {"ca": "ca.crt", "certificate": f"{whose}.crt", "key": f"{whose}.key"}
         return {FILES[field]: str(self.members / file) for field, file in files.items()}
 
@@ -248,11 +270,11 @@ def with_workers(place: Place, random: Random) -> Tried:
     return Tried(signals)
 
 
-def stopped_past_the_deadline(place: Place, random: Random) -> Tried:
+def stopped_past_the_deadline(place: Place, random: Random, secure: bool = False) -> Tried:
     """A worker is stopped for longer than an exchange may take: its clients are lost, and the journal says so."""
     experiment = place.experiment(random.choice(TRAINED), rounds=8, deadline_s=1.0, attempts=20)
     with ExitStack() as stack:
-        run = Federation(place, experiment, stack, tolerated=(5,))
+        run = Federation(place, experiment, stack, tolerated=(5,), secure=secure)
         wait_until(lambda: rounds(run.out) >= 1, "the first round")
         victim = run.processes[random.choice(("worker-0", "worker-1"))].pid
         os.kill(victim, signal.SIGSTOP)
@@ -274,7 +296,7 @@ FAULTS = (
         federation, goal=15, short=1,
     ),
     Fault(
-        "kill-federation-tls", "kills", "the same over mutual TLS, while certificates are renewed", PROMISE,
+        "kill-federation-tls", "tls", "the same over mutual TLS, while certificates are renewed", PROMISE,
         lambda place, random: federation(place, random, secure=True), goal=10, short=1,
     ),
     Fault(
@@ -288,5 +310,15 @@ FAULTS = (
     Fault(
         "stop", "kills", "a worker is stopped past the deadline",
         "its clients are lost in the journal, whose replay is equal to the bit", stopped_past_the_deadline, goal=8,
+    ),
+    Fault(
+        "kill-federation-published-tls", "tls", "aggregator and workers are killed over mutual TLS, with a store",
+        PROMISE,
+        lambda place, random: federation(place, random, published=True, secure=True), goal=6, needs_store=True,
+    ),
+    Fault(
+        "stop-tls", "tls", "a worker is stopped past the deadline, over mutual TLS",
+        "its clients are lost in the journal, whose replay is equal to the bit",
+        partial(stopped_past_the_deadline, secure=True), goal=4,
     ),
 )  # fmt: skip

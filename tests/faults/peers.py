@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,6 +25,7 @@ from fedloom.messages import Message
 from fedloom.run.worker import Worker, WorkerOptions
 from fedloom.transport.codec import FRAME_BYTES, sealed, serialize
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.trust.options import ClientOptions
 
 ALGORITHMS = {name: find(name).version for name in available()}
 CONTROL = "\u2028\u2029\x85\x00\x07\x1b[2J\x1b]0;owned\x07\r\n\t\udcff".replace("\udcff", "\ufeff")
@@ -36,6 +39,7 @@ class Attack:
     random: Random
     partition: str
     clients: Sequence[str]
+    identity: ClientOptions | None = None  # a certificate of its own, where there is mutual TLS
     stop: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -47,9 +51,37 @@ class Attack:
     def peer(self, stack: ExitStack, clients: Sequence[str] = (), name: str | None = None, **hello: Any) -> Hostile:
         """A peer that may send what it likes, and has not said Hello yet."""
         name = f"peer-{self.random.getrandbits(40):x}" if name is None else name
-        peer = Hostile(self.address, name, clients, **{"algorithms": ALGORITHMS, **hello})
+        peer = Hostile(
+            self.address, name, clients, credentials=self._credentials(), **{"algorithms": ALGORITHMS, **hello}
+        )
         stack.callback(peer.leave)
         return peer
+
+    def _credentials(self) -> Any:
+        if self.identity is None:
+            return None
+        ca, certificate, key = (path.read_bytes() for path in self._files())
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+    def _files(self) -> tuple[Path, Path, Path]:
+        assert self.identity is not None
+        files = self.identity.ca, self.identity.certificate, self.identity.key
+        return tuple(path for path in files if path is not None)  # type: ignore[return-value]
+
+    def connect(self) -> socket.socket:
+        """A TCP connection to the aggregator."""
+        host, _, port = self.address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=5)
+
+    def connect_as_member(self) -> socket.socket:
+        """The same, over TLS where there is any, by its certificate."""
+        if self.identity is None:
+            return self.connect()
+        ca, certificate, key = self._files()
+        context = ssl.create_default_context(cafile=ca)
+        context.load_cert_chain(certificate, key)
+        context.set_alpn_protocols(["h2"])
+        return context.wrap_socket(self.connect(), server_hostname=self.address.rpartition(":")[0])
 
 
 def frames(parts: Iterator[bytes]) -> Iterator[bytes]:
@@ -97,7 +129,9 @@ def answering(attack: Attack, lie: Callable[[ConversationKey, Message], Message 
         attack.done.set()
         return lie(key, answer)
 
-    liar = Liar(attack.address, "liar", WorkerOptions(attack.partition, verify=False, reconnect_s=0.5))
+    liar = Liar(
+        attack.address, "liar", WorkerOptions(attack.partition, verify=False, reconnect_s=0.5, trust=attack.identity)
+    )
     liar.lie = lying
     liar.serve(attack.stop)
 
@@ -218,6 +252,18 @@ def missing(attack: Attack) -> None:
     flood(attack, all_missing())
 
 
+@cache
+def all_heartbeats() -> Sequence[bytes]:
+    """Two frames of nothing but heartbeats."""
+    one = part(heartbeat=wire.Heartbeat())
+    return list(frames(iter([one] * (2 * FRAME_BYTES // len(one)))))
+
+
+def heartbeats(attack: Attack) -> None:
+    """Megabytes of Heartbeat."""
+    flood(attack, all_heartbeats())
+
+
 def unread(attack: Attack) -> None:
     """Nonsense that is refused, by a peer that does not read the refusals."""
     with ExitStack() as stack:
@@ -269,24 +315,18 @@ def stolen(attack: Attack) -> None:
 # --- peers below the protocol -----------------------------------------------------------------------------------------
 
 
-def connect(attack: Attack) -> socket.socket:
-    """A TCP connection to the aggregator."""
-    host, _, port = attack.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=5)
-
-
 def idle(attack: Attack) -> None:
     """1,100 connections that say nothing."""
     with ExitStack() as stack:
         for _ in range(1_100):
             with suppress(OSError):
-                stack.enter_context(connect(attack))
+                stack.enter_context(attack.connect())
         attack.over()
 
 
 def unfinished(attack: Attack) -> None:
     """Fifty messages of 4 MiB at once on one connection, all but their last byte."""
-    with suppress(OSError), connect(attack) as channel:
+    with suppress(OSError), attack.connect_as_member() as channel:
         http2.unfinished_messages(channel, "/fedloom.v1.Federation/Join", streams=50, size=4 << 20, stop=attack.stop)
     attack.over()
 
@@ -298,7 +338,7 @@ def other_protocols(attack: Attack) -> None:
         attack.random.randbytes(1000), b"PRI * HTTP/2.0\r\n", http2.PREFACE + attack.random.randbytes(1000),
     )  # fmt: skip
     for noise in noises * 8:
-        with suppress(OSError), connect(attack) as channel:
+        with suppress(OSError), attack.connect() as channel:
             channel.sendall(noise)
             channel.settimeout(0.05)
             channel.recv(100)

@@ -137,8 +137,13 @@ class Worker:
 class Hostile:
     """A worker written by hand on the synchronous gRPC client: sends whatever a test wants."""
 
-    def __init__(self, address, name="hostile", clients=("mallory",), metadata=(), **hello) -> None:
-        self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+    def __init__(self, address, name="hostile", clients=("mallory",), metadata=(), credentials=None, **hello) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self.channel = (
+            grpc.insecure_channel(address, options=options)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=options)
+        )
         self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
         self.cutter = Cutter(wire.WorkerPart)
         method = self.channel.stream_stream(f"/{SERVICE}/{METHOD}")

@@ -6,6 +6,8 @@ makes the normalization of all rounds of what they answer, in exact arithmetic.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -16,7 +18,9 @@ from fedloom.data.own import ClientCard, Moments, Own, pooled
 from fedloom.errors import QuorumError
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.states import Versions
-from fedloom.messages import Message, Quantity, broadcast, rows
+from fedloom.messages import LOSS_LIMIT, Message, Quantity, broadcast, rows
+
+log = logging.getLogger("fedloom.federation.measuring")
 
 KEY = ConversationKey(0, 0, 0, "measure")
 
@@ -38,21 +42,26 @@ class InputMoments(Message):
 VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (MeasureInputs, InputMoments)}
 
 
-def measured_normalization(carrier: Carrier, own: Own, clients: Sequence[str], deadline_s: float) -> Normalization:
-    """Ask clients for their moments, and return the normalization over those who answer.
+def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, int], deadline_s: float) -> Normalization:
+    """Ask clients for their moments, and return the normalization over those who answer with what can be.
+
+    Parameters
+    ----------
+    examples
+        How many train examples each client has, as it announced.
 
     Raises
     ------
     QuorumError
         If nobody does, or what they answer makes no sense.
     """
-    numbers = own.input_shape[0]
+    clients, numbers = tuple(examples), own.input_shape[0]
     asked = torch.tensor([float(numbers)], dtype=torch.float64)
     call = Call(
         key=KEY,
         exchange=0,
         rows=tuple(range(len(clients))),
-        clients=tuple(clients),
+        clients=clients,
         message=MeasureInputs(asked),
         shapes={InputMoments: {"count": (1,), "sum": (numbers,), "squares": (numbers,)}},
         deadline_s=deadline_s,
@@ -61,8 +70,14 @@ def measured_normalization(carrier: Carrier, own: Own, clients: Sequence[str], d
         answers = carrier.exchange(call)
     finally:
         carrier.close(KEY)
-    found = [_moments(answer) for answer in answers if isinstance(answer, InputMoments)]
-    sensible = [moments for moments in found if moments is not None]
+    sensible = []
+    for client, answer in zip(clients, answers, strict=True):
+        moments = _moments(answer, own, examples[client]) if isinstance(answer, InputMoments) else None
+        if moments is not None:
+            sensible.append(moments)
+        else:
+            why = answer.reason if isinstance(answer, Lost) else "no examples have such sums"
+            log.warning("client %s is left out of the normalization: %s", client, why)
     if not sensible:
         reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["what they say makes no sense"]
         raise QuorumError(
@@ -72,11 +87,18 @@ def measured_normalization(carrier: Carrier, own: Own, clients: Sequence[str], d
     return pooled(own.kind, numbers, sensible)
 
 
-def _moments(answer: InputMoments) -> Moments | None:
-    """What a client tells; None if no examples can be like that."""
+def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
+    """What a client tells; None if no such number of examples can be like that."""
     count, first, second = float(answer.count[0, 0]), answer.sum[0].tolist(), answer.squares[0].tolist()
-    if not (1 <= count <= 1e15 and count == int(count) and all(square >= 0 for square in second)):
+    if count != examples * math.prod(own.input_shape[1:]):
         return None
+    for total, squares in zip(first, second, strict=True):
+        possible = max(abs(total), squares) <= LOSS_LIMIT
+        possible = possible and total**2 <= count * squares * (1 + 1e-9)  # Cauchy-Schwarz, of sums that were rounded
+        if own.kind == "pixels":  # from 0 to 255 each
+            possible = possible and 0 <= squares <= 255 * total <= 255**2 * count
+        if not possible:
+            return None
     return Moments(int(count), tuple(first), tuple(second))
 
 

@@ -83,7 +83,8 @@ def begun(
     if not is_known(parts.manifest):
         roster = roster_of(parts.manifest)
         roster.settle(0, evaluating=True)
-        found = measured_normalization(server, own, roster.manifest.roster, federation.deadline_s)
+        examples = {entry.id: entry.train for entry in roster.manifest.clients if entry.seen}
+        found = measured_normalization(server, own, examples, federation.deadline_s)
         parts = assemble.make_parts(parts.experiment, open_manifest(parts.experiment, own, found))
         folder.write("partition.json", parts.manifest.to_json())
         server.go_on_as(uuid.uuid4().hex, assemble.welcome(parts))

@@ -1,0 +1,113 @@
+"""What members may not say of their clients over real sockets: each lie is refused, and nobody else is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from facts import tells
+from transport_support import Hostile, Sum, make_aggregator, until
+
+from fedloom.data.own import Own
+from fedloom.errors import QuorumError
+from fedloom.federation.measuring import VOCABULARY, InputMoments, measured_normalization
+from fedloom.federation.roster import Presence
+from fedloom.transport.wire import federation_pb2 as wire
+
+OWN = Own(kind="pixels", input_shape=(1, 2, 2), classes=("x", "y"))
+HONEST = {"train": 10, "validation": 2, "test": 3, "labelled": True, "class_counts": [4, 6]}
+
+
+@pytest.fixture
+def aggregator() -> Iterator[Any]:
+    """Of an open federation, with a member who is honest and has client ``anna``."""
+    presence = Presence()
+    aggregator = make_aggregator(presence=presence, classes=2, clients=(), vocabulary={"Sum": Sum, **VOCABULARY})
+    address = aggregator.start("127.0.0.1:0")
+    joined: list[Hostile] = []
+
+    def member(name: str, clients: tuple[str, ...], told: list[dict[str, Any]]) -> tuple[Hostile, Any]:
+        announced = [wire.Announced(**one) for one in told]
+        joined.append(Hostile(address, name, clients, announced=announced))
+        return joined[-1], joined[-1].join()
+
+    aggregator.member = member
+    member("honest", ("anna",), [HONEST])
+    until(lambda: aggregator.workers())
+    yield aggregator
+    for each in joined:
+        each.leave()
+    aggregator.stop()
+
+
+LIES = {
+    "no announcement": (("mallory",), [], "own"),
+    "one too few": (("mallory", "moe"), [HONEST], "own"),
+    "no examples": (("mallory",), [{**HONEST, "train": 0, "class_counts": []}], "0"),
+    "no test examples": (("mallory",), [{**HONEST, "test": 0}], "0"),
+    "more examples than there are": (("mallory",), [{**HONEST, "train": 1 << 63, "class_counts": []}], "1,000,000,000"),
+    "class counts that do not add up": (("mallory",), [{**HONEST, "class_counts": [4, 5]}], "10"),
+    "class counts that wrap around": (("mallory",), [{**HONEST, "class_counts": [(1 << 64) - 1, 11]}], "10"),
+    "classes that there are not": (("mallory",), [{**HONEST, "class_counts": [4, 5, 1]}], "2"),
+    "one client twice": (("mallory", "mallory"), [HONEST, HONEST], "twice"),
+    "a path": (("../../etc/passwd",), [HONEST], "letters"),
+    "control characters": (("a\x1b[2J",), [HONEST], "letters"),
+    "an id without end": (("a" * 129,), [HONEST], "128"),
+    "another's client": (("anna",), [HONEST], "anna"),
+    "one of its own and another's": (("mallory", "anna"), [HONEST, HONEST], "anna"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_member_that_lies_about_its_clients_does_not_join(aggregator: Any, lie: str) -> None:
+    clients, told, fact = LIES[lie]
+    before = [worker.name for worker in aggregator.workers()]
+    _, part = aggregator.member("liar", clients, told)
+    taken = "another" in lie
+    assert part.refused.code == (wire.REFUSAL_CODE_CLIENT_TAKEN if taken else wire.REFUSAL_CODE_CLIENTS)
+    assert tells(part.refused.reason, fact)
+    assert "\x1b" not in part.refused.reason
+    assert [worker.name for worker in aggregator.workers()] == before
+    assert [worker.members for worker in aggregator.workers() if "mallory" in worker.clients] == []
+
+
+def moments(count: float, total: float, squares: float) -> InputMoments:
+    return InputMoments(*(torch.tensor([[value]], dtype=torch.float64) for value in (count, total, squares)))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        (1e15, 1e15, 1e15),  # of more examples than it has
+        (40, -1.0, 5.0),
+        (40, 10_201.0, 1e7),  # brighter than white
+        (40, 100.0, 25_501.0),
+        (40, 4_000.0, 399_999.0),  # less than the square of its mean
+        (40.5, 0.0, 0.0),
+        (40, 1e300, 1e300),
+    ],
+)
+def test_sums_that_no_examples_have_are_left_out_of_the_normalization(aggregator: Any, lie: tuple[float, ...]) -> None:
+    """Ten images of four pixels: the honest ones are black and white by halves."""
+    liar, _ = aggregator.member("liar", ("mallory",), [HONEST])
+    honest, _ = aggregator.member("second", ("bo",), [HONEST])
+    until(lambda: len(aggregator.workers()) == 3)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(measured_normalization, aggregator, OWN, {"bo": 10, "mallory": 10}, 20.0)
+        for peer, said in ((honest, (40, 20 * 255.0, 20 * 255.0**2)), (liar, lie)):
+            peer.send(peer.transfer(peer.request(), moments(*said)))
+        normalization = found.result(30)
+    assert (normalization.mean, normalization.std) == ((0.5,), (0.5,))
+
+
+def test_without_any_sums_that_can_be_there_is_no_normalization(aggregator: Any) -> None:
+    liar, _ = aggregator.member("liar", ("mallory",), [HONEST])
+    until(lambda: len(aggregator.workers()) == 2)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(measured_normalization, aggregator, OWN, {"mallory": 10}, 20.0)
+        liar.send(liar.transfer(liar.request(), moments(1e15, 0.0, 0.0)))
+        with pytest.raises(QuorumError, match="makes no sense"):
+            found.result(30)
