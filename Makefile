@@ -60,7 +60,7 @@ format: setup ## let ruff fix what it can
 
 protos: setup ## generate src/fedloom/transport/wire from protos/
 	@$(BIN)/python -m grpc_tools.protoc -I fedloom/transport/wire=protos/fedloom/v1 --python_out=src --pyi_out=src \
-		fedloom/transport/wire/federation.proto fedloom/transport/wire/control.proto
+		fedloom/transport/wire/federation.proto fedloom/transport/wire/control.proto fedloom/transport/wire/personalization.proto
 
 docs: setup ## write the pages that are made from the code
 	@$(BIN)/python docs/generate_keys.py

@@ -1,3 +1,72 @@
 """FedLoom: personalized federated learning on one machine, on Kubernetes, under Kubeflow."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedloom.run.personal_model import PersonalModel
+
 __version__ = "0.1.0"
+
+
+def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> PersonalModel:
+    """Return a model of one's own, which nobody else's data have to be known for (docs/serving.md).
+
+    Parameters
+    ----------
+    where
+        ``HOST:PORT`` of `fedloom serve` or of an aggregator; a run's folder; or the URL where a run is published.
+    x, y
+        Examples ``[n, *input_shape]`` and labels ``[n]``, raw: pixels from 0 to 255, features and tokens as they are.
+        Without ``y`` where the method needs no labels.
+    how
+        Any of the following, by name.
+    data
+        In their place, a folder that `fedloom data pack` made.
+    client
+        The id by which random numbers are drawn: the same data and id give the same model.
+    checkpoint
+        ``last``, a round, or, of a run, ``best``.
+    predictor
+        ``personal``, or another that the method gives a client.
+    precision
+        ``float32``, or ``bfloat16``: half the bytes, rounded.
+    tls_ca, tls_certificate, tls_key, token_file, token, insecure
+        What a server is dialled with; without, as the environment says (docs/security.md).
+    timeout_s
+        In which a server must answer; one that is busy is asked again until then.
+
+    Returns
+    -------
+    PersonalModel
+        A module of torch: raw inputs in, probabilities out.
+
+    Raises
+    ------
+    DataError
+        If the data are not what the run was trained with, or there is no such run or round.
+    ExperimentError
+        If what is asked for is not there.
+    RefusedError
+        If the server does not let us in.
+    QuorumError
+        If there is no model in time.
+
+    Examples
+    --------
+    ::
+
+        model = fedloom.personalize("models.example.org:7733", x, y, tls_ca="ca.pem", token_file="token")
+        model(x).argmax(1)
+    """
+    from fedloom.run.personal import asked_for, personal_model
+
+    return personal_model(where, *asked_for(where, x, y, **how))
+
+
+async def personalize_async(where: str, x: Any = None, y: Any = None, **how: Any) -> PersonalModel:
+    """Return a model of one's own and let others work meanwhile; ``how`` is as of :func:`personalize`."""
+    from fedloom.run.personal import asked_for, personal_model_async
+
+    return await personal_model_async(where, *asked_for(where, x, y, **how))

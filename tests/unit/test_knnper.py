@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.knnper import KNNPER, KNNPerSettings, Neighbours, memorize, mixed
+from fedloom.algorithms.knnper import KNNPER, KNNPerSettings, Neighbours, memorize, mixed, nearest_of
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.models.mlp import MLP
@@ -100,12 +100,12 @@ def test_a_query_in_the_datastore_gets_its_own_label() -> None:
     predictor = Neighbours(MODEL, THETA.float(), x, c.train.y, 0.5)
     predictor.mixing = 1.0
     assert torch.equal(predictor.probabilities(x), torch.nn.functional.one_hot(c.train.y, CLASSES).float())
-    assert not predictor._nearest(predictor.features, 1)[0].any()
+    assert not nearest_of(predictor.features, predictor.features, 1)[0].any()
 
 
 def test_with_a_large_scale_votes_are_counted_and_with_a_tiny_one_the_nearest_decides() -> None:
     c, queries = client("c0", 9), client("other", 7, seed=5).train.x
-    _, nearest = stored(c)._nearest(stored(c)._features(queries), 4)
+    _, nearest = nearest_of(stored(c)._features(queries), stored(c).features, 4)
     votes = torch.stack([torch.bincount(row, minlength=CLASSES) for row in c.train.y[nearest]])
     torch.testing.assert_close(
         stored(c, 1e18, 4).probabilities(queries), votes / 4.0, rtol=0, atol=1e-12, check_dtype=False

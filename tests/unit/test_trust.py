@@ -300,10 +300,10 @@ def test_the_wrong_role_is_told_who_it_is(table: Path, tokens: Path) -> None:
     assert tells(str(denied.value), "eye", "train", "observer")
 
 
-def test_without_a_table_all_that_is_known_is_a_worker_that_may_watch(tokens: Path) -> None:
+def test_without_a_table_all_that_is_known_may_work_watch_and_ask_for_models(tokens: Path) -> None:
     token, _ = add_token(tokens, "south")
     identity = Access(tokens).admit(Presented(token=token), Action.TRAIN).identity
-    assert (identity.name, identity.roles) == ("south", {Role.WORKER, Role.WATCH})
+    assert (identity.name, identity.roles) == ("south", {Role.WORKER, Role.PERSONALIZE, Role.WATCH})
     assert identity.speaks_for("anyone")
     assert (
         Access().admit(Presented(certificate("URI:urn:fedloom:a")), Action.WATCH).identity.name == "URI:urn:fedloom:a"

@@ -4,55 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from federations import Silent
+from vowel_runs import loop, on_vowels
 
-from fedloom import experiment as experiments
 from fedloom.cli.use import evaluate, personalize
 from fedloom.data.partition import partition
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import DataError, ExperimentError, QuorumError, StorageError
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.loop import Loop
-from fedloom.run import assemble
 from fedloom.run.trained import evaluate as measured
 
 MEANS = {"scheme": "means", "clients": 4, "dimension": 2, "train_per_client": 20, "test_per_client": 10}
 WGA = {"name": "wga", "batch_size": 4, "steps_per_round": 2}
 PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}}
 PFEDBAYES = {"name": "pfedbayes", "steps": 1, "samples": 1, "draws": 2}
-
-
-def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: dict[str, Any], rounds: int = 1) -> Loop:
-    """The loop of a run in ``folder/run``, as ``fedloom run`` puts it together."""
-    tree = {
-        "name": "small",
-        "data": {"root": str(folder / "data"), **data},
-        "model": model,
-        "algorithm": algorithm,
-        "federation": {"rounds": rounds, "clients_per_round": 3},
-        "evaluation": {"every": 1},
-        "runtime": {"workers": 0},
-    }
-    e = experiments.loads(yaml.safe_dump(tree))
-    dataset = assemble.make_partition(e)
-    parts, run = assemble.make_parts(e, dataset.manifest), RunFolder(folder / "run")
-    run.make(e.resolved_yaml())
-    run.write("partition.json", dataset.manifest.to_json())
-    return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, Silent(), threading.Event())
-
-
-def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1) -> Loop:
-    data = folder / "data" / "datasets" / "vowel"
-    data.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
-    vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "unseen_fraction": 0.2}
-    return loop(folder, vowels, {"name": "mlp", "hidden": [4]}, algorithm, rounds)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +50,7 @@ def test_a_damaged_partition_is_refused_before_anything_is_written(
     with pytest.raises(DataError, match=shard.name):
         evaluate(run, partition=str(others), out=tmp_path / "ev.json")
     with pytest.raises(DataError, match=shard.name):
-        personalize(run, tmp_path / "models", partition=str(others))
+        personalize(tmp_path / "models", run, partition=str(others))
     assert not (tmp_path / "ev.json").exists()
     assert not (tmp_path / "models").exists()
 
@@ -116,7 +83,7 @@ def test_the_table_is_shown_even_if_its_file_cannot_be_written(
 @pytest.mark.parametrize("clients", [",", "", " , "])
 def test_nobody_is_not_everybody(run: Path, tmp_path: Path, clients: str) -> None:
     with pytest.raises(ExperimentError, match=r"--clients: found .*; allowed: .*4 clients"):
-        personalize(run, tmp_path / "models", clients=clients)
+        personalize(tmp_path / "models", run, clients=clients)
     assert not (tmp_path / "models").exists()
 
 

@@ -9,6 +9,7 @@ exp(-distance²/(D s)), D being the features' length. k and λ are chosen by lea
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -40,7 +41,7 @@ class Neighbours(ModelPredictor):
         if len(x) == 1:
             return
         own, best = super().log_probabilities(x), (-1, -math.inf)
-        distances, nearest = self._nearest(self.features, max(ks), left_out=True)
+        distances, nearest = nearest_of(self.features, self.features, max(ks), left_out=True)
         for k in sorted(ks):
             vote = self._vote(distances[:, :k], nearest[:, :k], own)
             for mixing in sorted(mixings):
@@ -54,7 +55,7 @@ class Neighbours(ModelPredictor):
     def log_probabilities(self, x: Tensor) -> Tensor:
         """``[b, ...] -> [b, C]``."""
         own = super().log_probabilities(x)
-        return mixed(self._vote(*self._nearest(self._features(x), self.k), own), own, self.mixing)
+        return mixed(self._vote(*nearest_of(self._features(x), self.features, self.k), own), own, self.mixing)
 
     def tensors(self) -> dict[str, Tensor]:
         """θ, the datastore, and what was chosen."""
@@ -62,24 +63,37 @@ class Neighbours(ModelPredictor):
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in chosen.items()}
         return {"theta": self.theta, "features": self.features, "labels": self.labels, **numbers}
 
+    def named(self) -> dict[str, Tensor]:
+        """The shared model's entries, and the datastore."""
+        return {**self.parameters, "datastore.features": self.features, "datastore.labels": self.labels}
+
+    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``."""
+        own = super().predict(named, x)
+        there = named["datastore.features"], named["datastore.labels"]
+        vote = self._vote(*nearest_of(self.model.features(named, x), there[0], self.k), own, there[1])
+        return mixed(vote, own, self.mixing)
+
     @torch.no_grad()
     def _features(self, x: Tensor) -> Tensor:
         return torch.cat([self.model.features(self.parameters, piece) for piece in torch.split(x, PIECE)])
 
-    def _nearest(self, queries: Tensor, k: int, *, left_out: bool = False) -> tuple[Tensor, Tensor]:
-        """Squared distances and positions ``[b, k]`` of the k nearest, or of all; ``left_out``: of all but itself."""
-        # Not by matrix products, which round: an example is at distance 0 of itself, whatever else is asked for.
-        squared = torch.cdist(queries, self.features, compute_mode="donot_use_mm_for_euclid_dist").square()
-        if left_out:
-            squared.fill_diagonal_(math.inf)
-        distances, nearest = squared.sort(dim=1, stable=True)
-        k = min(k, squared.shape[1] - left_out)
-        return distances[:, :k], nearest[:, :k]
-
-    def _vote(self, squared: Tensor, nearest: Tensor, like: Tensor) -> Tensor:
+    def _vote(self, squared: Tensor, nearest: Tensor, like: Tensor, labels: Tensor | None = None) -> Tensor:
         """Log-probabilities of the estimate, ``[b, C]``; softmax divides by the sum of the weights."""
+        labels = self.labels if labels is None else labels
         weights = F.softmax(-squared / (self.features.shape[1] * self.scale), dim=1).to(like)
-        return torch.zeros_like(like).scatter_add_(1, self.labels[nearest], weights).log()
+        return torch.zeros_like(like).scatter_add_(1, labels[nearest], weights).log()
+
+
+def nearest_of(queries: Tensor, features: Tensor, k: int, *, left_out: bool = False) -> tuple[Tensor, Tensor]:
+    """Squared distances and positions ``[b, k]`` of the k nearest, or of all; ``left_out``: of all but itself."""
+    # Not by matrix products, which round: an example is at distance 0 of itself, whatever else is asked for.
+    squared = torch.cdist(queries, features, compute_mode="donot_use_mm_for_euclid_dist").square()
+    if left_out:
+        squared.fill_diagonal_(math.inf)
+    distances, nearest = squared.sort(dim=1, stable=True)
+    k = min(k, squared.shape[1] - left_out)
+    return distances[:, :k], nearest[:, :k]
 
 
 def mixed(vote: Tensor, own: Tensor, mixing: float) -> Tensor:

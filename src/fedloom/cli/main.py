@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import certificates, cluster, data, pack, pipeline, run, runs, schema, token, use, worker
+from fedloom.cli import certificates, cluster, data, pack, pipeline, run, runs, schema, serve, token, use, worker
 from fedloom.cli.characters import write_anything
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
 from fedloom.words import printable
@@ -37,6 +37,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("aggregator")(run.aggregator)
 app.command("worker")(worker.worker)
+app.command("serve")(serve.serve)
 app.command("personalize")(use.personalize)
 app.command("evaluate")(use.evaluate)
 app.command("runs")(runs.runs)

@@ -6,11 +6,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli import trusted
 from fedloom.words import counted
+
+if TYPE_CHECKING:
+    from fedloom.trust.options import ClientOptions
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
@@ -55,17 +59,61 @@ def evaluate(
 
 
 def personalize(
-    run: Run,
-    out: Annotated[Path, typer.Option(help="New folder for one safetensors file per client.", metavar="DIR")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="New folder for one safetensors file per client; with --from, a file: .safetensors, .pt2 or .onnx.",
+            metavar="DIR|FILE",
+        ),
+    ],
+    run: Annotated[Path | None, typer.Argument(help="The run's folder.", metavar="RUN")] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Make one model, for a client that the run does not know: by a server of models (`fedloom serve`, an "
+            "aggregator), or from a run's folder or URL.",
+            metavar="HOST:PORT|RUN",
+        ),
+    ] = None,
     checkpoint: Which = "last",
     partition: Other = None,
     data: OwnFolders = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
+    precision: Annotated[
+        str, typer.Option(help="With --from HOST:PORT, how numbers travel: float32, or bfloat16, half as large.")
+    ] = "float32",
+    predictor: Annotated[
+        str, typer.Option(help="With --from, which of the client's predictors: personal, global.")
+    ] = "personal",
+    timeout: Annotated[
+        float, typer.Option(help="With --from HOST:PORT, seconds to wait for the model.", min=0.1, metavar="S")
+    ] = 60.0,
+    tls_ca: trusted.CaOfAggregator = None,
+    tls_certificate: trusted.Certificate = None,
+    tls_key: trusted.Key = None,
+    token_file: trusted.TokenFile = None,
+    insecure: trusted.InsecureClient = False,
 ) -> None:
     """Give clients, seen or never seen, their own models, and save them."""
-    from fedloom.errors import QuorumError
+    from fedloom.errors import ExperimentError, QuorumError
     from fedloom.federation.folder import RunFolder
 
+    if (run is None) is (from_ is None):
+        found = "neither" if run is None else "both"
+        raise ExperimentError(f"RUN and --from: found {found}; allowed: one of them")
+    if from_ is not None:
+        from fedloom.trust.options import ClientOptions, token_of
+
+        if partition is not None or clients is not None:
+            found = "--partition" if partition is not None else "--clients"
+            raise ExperimentError(f"{found}: found with --from; allowed: --data DIR, one packed client")
+        if data is None or len(data) != 1:
+            raise ExperimentError(f"--data: found {len(data or ())} with --from; allowed: one packed client")
+        trust = ClientOptions(tls_ca, tls_certificate, tls_key, token_file, token_of(), insecure)
+        _personalize_one(from_, data[0], out, checkpoint, predictor, precision, timeout, trust)
+        return
+    assert run is not None
     RunFolder.open(run)  # before torch is imported
     from fedloom.run.trained import personalize
 
@@ -76,6 +124,29 @@ def personalize(
     if made.lost:
         everyone = counted(len(made.saved) + len(made.lost), "client")
         raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
+
+
+def _personalize_one(
+    where: str,
+    data: Path,
+    out: Path,
+    checkpoint: str,
+    predictor: str,
+    precision: str,
+    timeout_s: float,
+    trust: ClientOptions,
+) -> None:
+    """Ask for the model of one packed client, and save it."""
+    from fedloom.run.personal import Asked, personal_model
+    from fedloom.run.personal_model import check_format
+
+    check_format(out)
+    asked = Asked(None, None, data, None, checkpoint, predictor, precision, timeout_s)
+    model = personal_model(where, asked, trust)
+    card = model.card
+    for path in model.save(out):
+        typer.echo(f"{path}")
+    typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
 
 
 def report(run: Run) -> None:

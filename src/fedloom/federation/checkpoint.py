@@ -35,13 +35,14 @@ class Best:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A durable round."""
+    """A durable round; ``digest`` is that of the file it was read from, sha256 in hex, empty if from none."""
 
     algorithm: str
     algorithm_version: int
     round: int
     best: Best | None
     state: dict[str, Tensor]
+    digest: str = ""
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -181,13 +182,15 @@ class Checkpoints:
     def _read(self, round: int) -> Checkpoint:
         path = self._path(round)
         try:
-            state, about = tensor_file.decode(read_file(path))
+            content = read_file(path)
+            state, about = tensor_file.decode(content)
             if about["version"] != VERSION:
                 raise ValueError(f"found format {about['version']}, this FedLoom reads {VERSION}")
             if about["round"] != round:
                 raise ValueError(f"found the checkpoint of round {about['round']}")
             best = None if about["best"] is None else Best(*about["best"])
-            return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state)
+            digest = tensor_file.digest_of(content)
+            return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state, digest)
         except OSError as error:
             raise as_storage_error(error) from error
         except (KeyError, TypeError, ValueError) as error:

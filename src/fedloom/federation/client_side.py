@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientHalf, Conversation, Group
 from fedloom.data.federated import ClientData, Split
-from fedloom.errors import DataError, RefusedError, StorageError
+from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Version, Versions
@@ -268,7 +268,8 @@ class ClientSide:
         except (RefusedError, StorageError):  # the store's
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
-            _log.exception("clients %s failed", ", ".join(c.id for c in opened.group.clients))
+            said = not isinstance(error, FedloomError)  # a sentence of ours needs no traceback
+            _log.error("clients %s failed: %s", ", ".join(c.id for c in opened.group.clients), error, exc_info=said)
             opened.answers = [Lost(opened.group.lost.get(i, _line(error))) for i in range(g)]
         opened.exchange = exchange
 

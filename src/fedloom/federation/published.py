@@ -125,6 +125,11 @@ class Published:
         """Whether the publication taken up or written last is that of a finished run, all of it."""
         return self._last is not None and any(blobs[0].startswith(FOLDER) for blobs in self._last.files.values())
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the store may have a newer publication than the one taken up or written last."""
+        return self._last is None or self._newest() != self._last.number
+
     def take_up(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
         """Bring the files of the last publication into the run's folder.
 
@@ -239,10 +244,13 @@ class Published:
         self._sweep(record)
 
     def _latest(self) -> Record | None:
-        numbers = [
-            int(found[1]) for entry in self._store.entries("published/") if (found := _RECORD.fullmatch(entry.name))
-        ]
-        return self._read(max(numbers)) if numbers else None
+        newest = self._newest()
+        return self._read(newest) if newest else None
+
+    def _newest(self) -> int:
+        """The number of the last record; 0 without any."""
+        names = (_RECORD.fullmatch(entry.name) for entry in self._store.entries("published/"))
+        return max((int(found[1]) for found in names if found), default=0)
 
     def _read(self, number: int) -> Record:
         where = f"{self._store.url}/{_name(number)}"

@@ -84,6 +84,26 @@ class States(Protocol):
         """Remove a client's versions that are superseded, and what workers that were killed left of others."""
 
 
+class NoStates:
+    """For clients that never train, and so keep nothing."""
+
+    def load(self, client: str, version: Version) -> None:
+        """There is none."""
+
+    def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse: nothing is kept outside training.
+
+        Raises
+        ------
+        RuntimeError
+            Always.
+        """
+        raise RuntimeError(f"client {client} does not train: nothing can be kept")
+
+    def forget(self, client: str, versions: Versions) -> None:
+        """There is nothing."""
+
+
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
 
 

@@ -59,6 +59,11 @@ def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(str(error)) from error
 
 
+def digest_of(content: bytes) -> str:
+    """The digest that a file has, as :func:`decode` has compared it."""
+    return content[_AT].decode("ascii")
+
+
 def _digest(content: bytes) -> str:
     """The digest of a file, whatever stands in its place."""
     parts = memoryview(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol, TypeAlias
 
 import torch
@@ -24,6 +25,12 @@ class Predictor(Protocol):
     def tensors(self) -> dict[str, Tensor]:
         """What to save so that the predictor can be used again."""
 
+    def named(self) -> dict[str, Tensor]:
+        """All that it predicts with, by the model's own names."""
+
+    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]`` log-probabilities as a function of :meth:`named`."""
+
 
 Predictors: TypeAlias = list[dict[str, Predictor]]
 """One dict per client of the group: ``personal`` and, where there is one, ``global``."""
@@ -40,7 +47,7 @@ class ModelPredictor:
     @torch.no_grad()
     def log_probabilities(self, x: Tensor) -> Tensor:
         """``[b, ...] -> [b, C]``."""
-        return F.log_softmax(self.model.forward(self.parameters, x), dim=1)
+        return ModelPredictor.predict(self, self.parameters, x)
 
     def probabilities(self, x: Tensor) -> Tensor:
         """``[b, ...] -> [b, C]``; rows sum to one."""
@@ -54,6 +61,14 @@ class ModelPredictor:
     def tensors(self) -> dict[str, Tensor]:
         """θ ``[d]``."""
         return {"theta": self.theta}
+
+    def named(self) -> dict[str, Tensor]:
+        """The entries of the layout."""
+        return self.parameters
+
+    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``."""
+        return F.log_softmax(self.model.forward(named, x), dim=1)
 
 
 def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predictor]]:
@@ -94,3 +109,14 @@ class Ensemble:
     def tensors(self) -> dict[str, Tensor]:
         """What it was made of."""
         return self._tensors
+
+    def named(self) -> dict[str, Tensor]:
+        """The networks' entries, as ``networks.0.fc1.weight``."""
+        return {f"networks.{i}.{name}": t for i, leaves in enumerate(self.networks) for name, t in leaves.items()}
+
+    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``."""
+        names = self._model.layout.entries
+        networks = [{name: named[f"networks.{i}.{name}"] for name, _ in names} for i in range(len(self.networks))]
+        draws = torch.stack([F.log_softmax(self._model.forward(network, x), dim=1) for network in networks])
+        return draws.logsumexp(0) - math.log(len(self.networks))

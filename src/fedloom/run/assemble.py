@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -90,6 +91,18 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     parts = Parts(experiment, manifest, find(experiment.algorithm.name), task)
     parts.client_half()  # it refuses what it cannot work with, before anything is written
     return parts
+
+
+def for_newcomers(parts: Parts, clients: int | None = None) -> Parts:
+    """The same parts for clients that are none of the run's: an id of its roster is another client's.
+
+    Parameters
+    ----------
+    clients
+        How many the run has, where the manifest does not say.
+    """
+    known = parts.task.clients if clients is None else clients
+    return dataclasses.replace(parts, task=dataclasses.replace(parts.task, clients=known, same_clients=False))
 
 
 def make_partition(experiment: Experiment) -> FederatedDataset:

@@ -19,6 +19,7 @@ from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.notices import Notices
+from fedloom.transport.personalization import Personalization
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
 
@@ -47,6 +48,7 @@ def serving(
     presence: Presence | None = None,
     monitor: Monitor | None = None,
     control: Control | None = None,
+    models: Personalization | None = None,
 ) -> Iterator[Serving]:
     """Serve from before the first worker until those who watch have read how the run ended, and workers have, too.
 
@@ -75,6 +77,8 @@ def serving(
         Is told what is done outside of the rounds, too.
     control
         What an operator may have it do.
+    models
+        Hands out models of the last durable round.
 
     Raises
     ------
@@ -103,6 +107,7 @@ def serving(
         classes=parts.manifest.classes,
         monitor=monitor,
         control=control,
+        models=models,
     )
     address = server.start(listen)
     try:

@@ -42,11 +42,13 @@ from fedloom.run.open_federation import (
 )
 from fedloom.run.options import RunOptions
 from fedloom.run.resume import check_folder, check_partition, check_states, finished
+from fedloom.run.serve import DurableRounds
 from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.personalization import Personalization, ServingLimits
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection, ServerOptions
 from fedloom.trust.tokens import make_token
@@ -185,6 +187,7 @@ def run_experiment(
             presence=presence,
             monitor=monitor,
             control=control,
+            models=_models(folder, e, audit) if options.listen is not None else None,
         )
         if before is not None:
             if store is None:
@@ -271,6 +274,12 @@ def run_experiment(
                 published.finish()
                 folder.write_json("published.json", {"url": url, "finished": True})
     return RunResult(folder.path, summary, f"{kept}/report.html" if reported else None)
+
+
+def _models(folder: RunFolder, e: Experiment, audit: Audit) -> Personalization:
+    """Hands out models of the last durable round; costs nothing until somebody asks for one."""
+    limits = ServingLimits(threads=e.runtime.threads)
+    return Personalization(DurableRounds(folder, patient=True), limits, audit, lazy=True)
 
 
 def _dataset(e: Experiment, options: RunOptions, own: Own | None) -> FederatedDataset:

@@ -158,8 +158,7 @@ def restore(
         If the folder is not that of a run, has no such checkpoint, or the partition is of another kind of data,
         incomplete or damaged.
     """
-    if checkpoint not in ("last", "best") and not checkpoint.isdecimal():
-        raise ExperimentError(f"--checkpoint: found {checkpoint!r}, allowed: last, best or a round")
+    which = check_checkpoint(checkpoint)
     folder = RunFolder.open(run)
     text = folder.text("partition.json")
     e = experiments.load(run / "experiment.yaml")
@@ -184,13 +183,28 @@ def restore(
         threading.Event(),
         keep_descriptors=False,
     )
-    loaded = loop.checkpoints.load(int(checkpoint) if checkpoint.isdecimal() else checkpoint)
+    loaded = loop.checkpoints.load(which)
     check_fits(loaded, loop.server.state, parts.algorithm.name, parts.algorithm.version)
     loop.server.load(loaded.state)
     loop.round = loaded.round
     if parts.task.same_clients:  # a client of another partition is another client, whatever its name
         loop.journal = Journal.read(folder, loop.round)
     return parts, loop, dataset
+
+
+def check_checkpoint(checkpoint: str) -> str | int:
+    """Return which checkpoint is meant: ``last``, ``best`` or a round.
+
+    Raises
+    ------
+    ExperimentError
+        If it is none of these.
+    """
+    if checkpoint in ("last", "best"):
+        return checkpoint
+    if not checkpoint.isdecimal():
+        raise ExperimentError(f"--checkpoint: found {checkpoint!r}, allowed: last, best or a round")
+    return int(checkpoint)
 
 
 def _clients_of(

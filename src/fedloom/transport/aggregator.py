@@ -24,8 +24,6 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 import fedloom
 from fedloom.data.manifest import CLIENT_ID
@@ -37,7 +35,6 @@ from fedloom.federation.roster import Member, Presence
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
 from fedloom.transport import stream
-from fedloom.transport.address import split_address
 from fedloom.transport.codec import (
     FRAME_BYTES,
     SEAL,
@@ -53,9 +50,12 @@ from fedloom.transport.control import CONTROL
 from fedloom.transport.control_service import ControlService
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo
-from fedloom.transport.gate import PEER, Gate, Peer, connection_age, server_credentials, watch_certificate
+from fedloom.transport.gate import PEER, Gate, Peer, watch_certificate
 from fedloom.transport.limits import Budget, Sparing, connections
 from fedloom.transport.notices import Notices
+from fedloom.transport.personalization import Personalization
+from fedloom.transport.server import listening
+from fedloom.transport.spoken import SERVICE as MODELS
 from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, OBSERVATION, PROTOCOL, SERVER_OPTIONS, SERVICE, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust.access import Denied
@@ -121,6 +121,8 @@ class Aggregator:
         What the round loop does; without, nobody tells.
     control
         What an operator may have it do; without, nobody may, nor ask what it does.
+    models
+        Hands out models to clients that are no workers; without, nobody does.
 
     Examples
     --------
@@ -153,6 +155,7 @@ class Aggregator:
         classes: int = 0,
         monitor: Monitor | None = None,
         control: Control | None = None,
+        models: Personalization | None = None,
     ) -> None:
         self._run_name = run
         self._control = control
@@ -160,6 +163,7 @@ class Aggregator:
         self._incarnation = incarnation
         self._presence = presence
         self._classes = classes
+        self._models = models
         self._algorithm = algorithm
         self._version = version
         self._notices = notices
@@ -419,16 +423,10 @@ class Aggregator:
             started.set_exception(error)
 
     async def _serve(self, address: str, started: Future[str]) -> None:
-        host, port = split_address(address, what="the address to serve on", lowest=0)
-        self._protection.check(host)
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        age = () if self._protection.tls is None else connection_age()
-        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most), *age)
-        server = grpc.aio.server(options=options, interceptors=[] if self._gate is None else [self._gate])
         # The frames are read and written as bytes: what is no frame ends its stream with our status, and what is
         # measured as traffic is what was sent.
-        handler = grpc.stream_stream_rpc_method_handler(self._join)
-        services = {SERVICE: {METHOD: handler}}
+        services: dict[str, dict[str, Any]] = {SERVICE: {METHOD: grpc.stream_stream_rpc_method_handler(self._join)}}
         if self._notices is not None:
             services[OBSERVATION] = {
                 WATCH: grpc.unary_stream_rpc_method_handler(
@@ -438,32 +436,14 @@ class Aggregator:
         if self._control is not None:
             asked = ControlService(self._control, self._activity, self._roster_clients, self._tell)
             services[CONTROL] = asked.methods()
-        server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()]
-        )
-        state = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(state, server)
-        if self._gate is None:  # to know what there is helps nobody who is known
-            reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        if self._models is not None:
+            services[MODELS] = self._models.handlers
+            await self._models.begin()
+        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most))
+        at = await listening(address, services, self._protection, self._gate, options)
+        started.set_result(at.address)
+        log.debug("serving on %s", at.address)
         tls = self._protection.tls
-        try:
-            if tls is None:
-                bound = server.add_insecure_port(address)
-            else:
-                bound = server.add_secure_port(address, server_credentials(tls))
-        except RuntimeError:
-            bound = 0
-        if bound == 0:
-            await server.stop(None)
-            raise ExperimentError(
-                f"cannot serve on {address}: port {port} is taken or the address is not of this machine",
-                hint="choose another one with --listen HOST:PORT (port 0: any free one)",
-            )
-        await server.start()
-        for service in ("", *services):
-            await state.set(service, health_pb2.HealthCheckResponse.SERVING)
-        started.set_result(f"{host}:{bound}")
-        log.debug("serving on %s:%d", host, bound)
         watching = [asyncio.create_task(self._watch_connections()), asyncio.create_task(self._watch_rows())]
         if self._gate is not None:
             watching.append(asyncio.create_task(self._gate.watch()))
@@ -472,8 +452,9 @@ class Aggregator:
         await self._stopping.wait()
         for task in watching:
             task.cancel()
-        await state.enter_graceful_shutdown()
-        await server.stop(1.0)
+        await at.stop(1.0)
+        if self._models is not None:
+            await self._models.end()
         # gRPC does not wait for the last steps of handlers, and shows a traceback of those that are cancelled then.
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(left, timeout=1.0)

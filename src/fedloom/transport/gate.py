@@ -18,6 +18,7 @@ from grpc_health.v1 import health
 from pydantic import SecretStr
 
 from fedloom.errors import FedloomError
+from fedloom.transport import spoken
 from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP
 from fedloom.transport.limits import Budget
 from fedloom.transport.stream import METHOD, OBSERVATION, SERVICE, WATCH
@@ -56,6 +57,8 @@ ACTIONS: Mapping[str, Action] = {
     f"/{CONTROL}/{PAUSE}": Action.CONTROL,
     f"/{CONTROL}/{RESUME}": Action.CONTROL,
     f"/{CONTROL}/{STOP}": Action.CONTROL,
+    f"/{spoken.SERVICE}/{spoken.DESCRIBE}": Action.PERSONALIZE,
+    f"/{spoken.SERVICE}/{spoken.PERSONALIZE}": Action.PERSONALIZE,
 }
 """What each call asks to do. A call that is not here is refused, but for health."""
 

@@ -66,7 +66,7 @@ class Denied(Exception):
         self.again = again
 
 
-SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.WATCH}), ("*",))
+SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.PERSONALIZE, Role.WATCH}), ("*",))
 """Who has the token that is in no file. Whoever is known is as much, without a table."""
 
 

@@ -14,9 +14,10 @@ from typing import Literal, TypeAlias
 
 from fedloom.storage.folder import PRIVATE_FILE, open_to_append, storing
 
-Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "control"]
+Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "control", "handed_out"]
 """What happened: a peer was let in, or went; was not let in; was put out while it was connected; a file that decides
-about others changed; an operator paused the federation, had it go on, or stopped it."""
+about others changed; an operator paused the federation, had it go on, or stopped it; a peer was given a
+client's model."""
 
 REPEATED_S = 10.0
 """For so long, refusals of one kind to one host are counted, not written."""

@@ -1,0 +1,76 @@
+"""``fedloom serve``: hand out the models of a run, without training."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli import trusted
+from fedloom.words import counted
+
+
+def serve(
+    run: Annotated[str, typer.Argument(help="The run's folder, or the URL where it is published.", metavar="RUN|URL")],
+    listen: Annotated[str, typer.Option(help="Address to serve on.", metavar="HOST:PORT")] = "127.0.0.1:7734",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Take over each newer round of the run as soon as it is durable.")
+    ] = False,
+    checkpoint: Annotated[str, typer.Option(help="last, best or a round.", metavar="last|best|N")] = "last",
+    linger: Annotated[
+        float, typer.Option(help="Seconds that a client waits for others to share its tile.", min=0, metavar="S")
+    ] = 0.003,
+    queue: Annotated[
+        int, typer.Option(help="Clients that wait for a tile at most; the next is told when to come back.", min=1)
+    ] = 1024,
+    conversations: Annotated[int, typer.Option(help="Conversations that are open at most.", min=1)] = 4096,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds that a client may take to answer.", min=0.1, metavar="S")
+    ] = 60.0,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that conversations may go on once it is told to stop.", min=0, metavar="S")
+    ] = 10.0,
+    audit: Annotated[
+        Path | None, typer.Option(help="The audit log; by default logs/audit.jsonl of the run's folder.")
+    ] = None,
+    tls_certificate: trusted.Certificate = None,
+    tls_key: trusted.Key = None,
+    tls_ca: trusted.CaOfPeers = None,
+    tokens: trusted.Tokens = None,
+    identities: trusted.Identities = None,
+    insecure: trusted.InsecureServer = False,
+) -> None:
+    """Give clients that ask models of their own (`fedloom personalize --from`), until told to stop."""
+    from fedloom.federation.folder import RunFolder
+    from fedloom.storage import is_url
+
+    if not is_url(run):
+        RunFolder.open(run)  # before torch is imported
+    from fedloom.run.serve import serve as serve_run
+    from fedloom.transport.address import split_address
+    from fedloom.transport.personalization import ServingLimits
+    from fedloom.trust.options import Protection, ServerOptions, token_of
+
+    host, _ = split_address(listen, what="--listen", lowest=0)
+    protection = Protection(ServerOptions(tls_certificate, tls_key, tls_ca, tokens, identities, token_of(), insecure))
+    protection.check(host)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    handed_out = serve_run(
+        run,
+        listen,
+        checkpoint=checkpoint,
+        follow=follow,
+        limits=ServingLimits(linger, queue, conversations, deadline),
+        protection=protection,
+        audit=audit,
+        drain_s=drain,
+        stop=stop,
+        started=lambda address: typer.echo(f"serving models of {run} at {address}"),
+        say=lambda text: typer.echo(text, err=True),
+    )
+    typer.echo(f"{counted(handed_out, 'model')} handed out")

@@ -1,0 +1,208 @@
+"""The data of a client that is none of a run's, and asks for a model: arrays, or a packed folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedloom.data.federated import ClientData, FederatedDataset, Split, normalize
+from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
+from fedloom.data.own import AGAIN, read_card, read_own_shard
+from fedloom.errors import DataError
+
+MOST_EXAMPLES = 1_000_000
+"""Of a client: more are no better a description of it, and would fill its memory."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a client must bring.
+
+    Attributes
+    ----------
+    dataset, kind, input_shape, class_names, normalization
+        As of :class:`~fedloom.data.manifest.Manifest`.
+    """
+
+    dataset: str
+    kind: Kind
+    input_shape: tuple[int, ...]
+    class_names: tuple[str, ...]
+    normalization: Normalization
+
+    @classmethod
+    def of(cls, problem: Mapping[str, Any]) -> Wanted:
+        """Read it from what a run says of its problem."""
+        normalization = problem["normalization"]
+        return cls(
+            problem["dataset"],
+            problem["kind"],
+            tuple(problem["input_shape"]),
+            tuple(problem["class_names"]),
+            Normalization(tuple(normalization["mean"]), tuple(normalization["std"])),
+        )
+
+
+class Newcomer(FederatedDataset):
+    """A data set of one client that never trains.
+
+    Parameters
+    ----------
+    client
+        The id that it goes by.
+    x
+        ``[n, *input_shape]``, raw: pixels uint8, features float32, tokens uint8.
+    y
+        ``[n]`` int64, or None.
+
+    Raises
+    ------
+    DataError
+        If they are not what is wanted.
+    """
+
+    def __init__(self, client: str, x: Tensor, y: Tensor | None, wanted: Wanted) -> None:
+        if not CLIENT_ID.fullmatch(client):
+            raise DataError(f"client: found {client[:80]!r}; allowed: letters, digits, '.', '_' and '-', at most 128")
+        x, y = checked_inputs(x, wanted), None if y is None else checked_labels(y, len(x), len(wanted.class_names))
+        counts = {split: (0,) * len(wanted.class_names) for split in SPLITS}
+        manifest = Manifest(
+            version=VERSION,
+            dataset=wanted.dataset,
+            classes=len(wanted.class_names),
+            class_names=wanted.class_names,
+            input_shape=wanted.input_shape,
+            kind=wanted.kind,
+            scheme={"scheme": "newcomer"},
+            seed=0,
+            unseen_fraction=0.0,
+            validation_fraction=0.0,
+            normalization=wanted.normalization,
+            source_sha256={},
+            clients=(ClientEntry(client, False, len(x), 0, 0, counts, "0" * 64),),
+        )
+        super().__init__(Path(), manifest)
+        train = Split(normalize(x, wanted.kind, wanted.normalization), y)
+        nothing = Split(train.x[:0], None if y is None else y[:0])
+        self._loaded[client] = ClientData(client, train, nothing, nothing, len(wanted.class_names))
+
+    @classmethod
+    def from_arrays(cls, client: str, x: Any, y: Any, wanted: Wanted) -> Newcomer:
+        """Take tensors, arrays, or what numpy makes arrays of.
+
+        Raises
+        ------
+        DataError
+            If they are not what is wanted.
+        """
+        return cls(client, _tensor(x, "x"), None if y is None else _tensor(y, "y"), wanted)
+
+    @classmethod
+    def from_folder(cls, folder: Path, wanted: Wanted) -> Newcomer:
+        """Read the train split of a packed client (``fedloom data pack``).
+
+        Its classes may be some of those wanted: labels go by their names.
+
+        Raises
+        ------
+        DataError
+            If it is missing, damaged, or not what is wanted.
+        """
+        card = read_card(folder)
+        for what, found, needed in (
+            ("kind", card.kind, wanted.kind),
+            ("input_shape", list(card.input_shape), list(wanted.input_shape)),
+        ):
+            if found != needed:
+                raise DataError(f"{folder}: {what} is {found}; allowed: {needed}, as the run was trained with")
+        foreign = [name for name in card.classes if name not in wanted.class_names] if card.labelled else []
+        if foreign:
+            raise DataError(
+                f"{folder}: found class {foreign[0]!r}, which the run lacks; allowed: {', '.join(wanted.class_names)}"
+            )
+        try:
+            tensors = safetensors.torch.load(read_own_shard(folder, card))
+            x = tensors["train_x"]
+        except (SafetensorError, KeyError) as error:
+            raise DataError(f"{folder}: the shard is damaged: {error}", hint=AGAIN) from error
+        y = tensors.get("train_y")
+        if y is not None and card.labelled:
+            places = torch.tensor([wanted.class_names.index(name) for name in card.classes])
+            y = places[checked_labels(y, len(x), len(card.classes))]
+        return cls(card.id, x, y, wanted)
+
+    @property
+    def client_id(self) -> str:
+        """The id that the client goes by."""
+        return self.manifest.clients[0].id
+
+    def verify(self, clients: object = None) -> None:
+        """They were checked when they came."""
+
+
+def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
+    """Return inputs as the shards of a run hold them.
+
+    Raises
+    ------
+    DataError
+        If kind, shape, number or range is another.
+    """
+    shape = list(wanted.input_shape)
+    if list(x.shape[1:]) != shape or x.dim() == 0:
+        raise DataError(f"x: found shape {list(x.shape)}; allowed: [n, {', '.join(map(str, shape))}]")
+    if not 1 <= len(x) <= MOST_EXAMPLES:
+        raise DataError(f"x: found {len(x):,} examples; allowed: from 1 to {MOST_EXAMPLES:,}")
+    if wanted.kind == "features":
+        if not x.is_floating_point():
+            raise DataError(f"x: found {x.dtype}; allowed: floating-point features")
+        x = x.float()
+        if not bool(x.isfinite().all()):
+            raise DataError(f"x: found {x[~x.isfinite()][0]}; allowed: finite features")
+        return x
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        what = "whole numbers from 0 to 255" if wanted.kind == "pixels" else "whole numbers, the tokens"
+        raise DataError(f"x: found {x.dtype}; allowed for {wanted.kind}: {what}")
+    most = 255 if wanted.kind == "pixels" else len(wanted.class_names) - 1
+    low, high = int(x.min()), int(x.max())
+    if low < 0 or high > most:
+        raise DataError(f"x: found {wanted.kind} from {low} to {high}; allowed: from 0 to {most}")
+    return x.to(torch.uint8)
+
+
+def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
+    """Return labels as int64.
+
+    Raises
+    ------
+    DataError
+        If they are not one class of each example.
+    """
+    if list(y.shape) != [examples]:
+        raise DataError(f"y: found shape {list(y.shape)}; allowed: [{examples}], a label for each example")
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise DataError(f"y: found {y.dtype}; allowed: whole numbers from 0 to {classes - 1}")
+    if not classes:
+        raise DataError("y: found labels; allowed: none, the run's data have no classes")
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= classes:
+        raise DataError(f"y: found labels from {low} to {high}; allowed: from 0 to {classes - 1}")
+    return y.long()
+
+
+def _tensor(values: Any, what: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    try:
+        array = np.ascontiguousarray(values)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{what}: found {type(values).__name__}; allowed: an array of numbers") from error

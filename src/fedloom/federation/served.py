@@ -1,0 +1,199 @@
+"""Models on request: a durable round of a run, and the server half's side of the conversations about it.
+
+Whoever asks here is a client that the run does not know: the opening of its conversation is the same for all of them,
+and is made once for a round. Their answers come whenever they have them. Those that have come are taken together, in
+tiles of the fixed row count in which server networks run, so that a client's model does not depend on who else asks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm, ServerHalf
+from fedloom.errors import ExperimentError, FedloomError
+from fedloom.federation.checkpoint import Checkpoint, check_fits
+from fedloom.federation.validation import absurd, mismatch, non_finite, specs
+from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, stack
+from fedloom.models.hypernetwork import TILE
+
+__all__ = ["TILE", "About", "NobodyLeft", "ServedRound", "Tile", "served_round"]
+
+
+class NobodyLeft(Exception):
+    """Every client of a tile has gone."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a client has to know of a run to ask for its model.
+
+    Attributes
+    ----------
+    run
+        Its name.
+    algorithm, version
+        The method, which the client must have.
+    experiment
+        The shared part of the experiment, JSON.
+    problem
+        JSON: dataset, kind, input_shape, class_names, normalization, clients.
+    """
+
+    run: str
+    algorithm: str
+    version: int
+    experiment: str
+    problem: str
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRound:
+    """A durable round, ready to serve. Nothing changes it.
+
+    Attributes
+    ----------
+    round, digest
+        Which, and sha256 of its checkpoint.
+    server
+        A server half at this round, which nobody trains.
+    shapes, dtype
+        What a client may answer.
+    opening
+        What every conversation begins with: one row.
+    answer
+        The class of the answer to it; ``Metrics`` if there is none, so that the opening is all there is.
+    """
+
+    about: About
+    round: int
+    digest: str
+    server: ServerHalf
+    shapes: Shapes
+    dtype: torch.dtype
+    opening: Message
+    answer: type[Message]
+
+    def fault(self, awaited: type[Message], message: Message) -> str | None:
+        """Say in one line why an answer of one client cannot be used; None if it can."""
+        shapes = {awaited: self.shapes[awaited]}
+        wrong = mismatch(type(message), specs(message), shapes, self.dtype) or non_finite(message)
+        return wrong or absurd(message, {})
+
+
+def served_round(about: About, algorithm: Algorithm, fresh: ServerHalf, checkpoint: Checkpoint) -> ServedRound:
+    """Make a checkpoint ready to serve.
+
+    Parameters
+    ----------
+    fresh
+        A server half of the run, with any state; it stays as it is.
+
+    Raises
+    ------
+    DataError
+        If the checkpoint is of another method or model.
+    ExperimentError
+        If the method has no model for a client that it does not know.
+    """
+    check_fits(checkpoint, fresh.state, algorithm.name, algorithm.version)
+    server = copy.copy(fresh)
+    server.load(checkpoint.state)
+    try:
+        server.personalize(_Opening())
+    except _Opened as opened:
+        opening, answer = opened.message.select([0]), opened.answer
+    except FedloomError:
+        raise
+    except Exception as error:
+        raise ExperimentError(
+            f"{algorithm.name} has no model for a client that it does not know: {type(error).__name__}: {error}"
+        ) from error
+    else:
+        raise ExperimentError(f"{algorithm.name} has no model for a client that it does not know: it sends nothing")
+    shapes = answer_shapes(algorithm.messages, server.sizes)
+    return ServedRound(about, checkpoint.round, checkpoint.digest, server, shapes, server.task.dtype, opening, answer)
+
+
+class _Opened(Exception):
+    """What a server half sends first."""
+
+    def __init__(self, message: Message, answer: type[Message]) -> None:
+        self.message = message
+        self.answer = answer
+
+
+class _Opening:
+    """A cohort of one client whom the run does not know, for the sake of what it is sent first."""
+
+    clients = ("",)
+
+    def send(
+        self, message: Message, answer: type[Message] = Metrics, meanwhile: Callable[[], None] | None = None
+    ) -> NoReturn:
+        raise _Opened(message, answer)
+
+    def record(self, name: str, values: Tensor) -> None:
+        """Nobody measures."""
+
+
+class Tile:
+    """Clients whose answers to the opening are there, as the server half's cohort (``algorithms.base.Cohort``).
+
+    Parameters
+    ----------
+    clients
+        Their ids, at most :data:`TILE`.
+    answers
+        To the opening, one row each.
+    say
+        Sends each client its row of a message; the class of the answer that is waited for, None after the last.
+    hear
+        Waits for the answers to what was said; None of a client that is gone.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[str],
+        answers: Sequence[Message | None],
+        say: Callable[[Message, type[Message] | None], None],
+        hear: Callable[[], Sequence[Message | None]],
+    ) -> None:
+        self.clients = tuple(clients)
+        self._answers: Sequence[Message | None] = answers
+        self._say, self._hear = say, hear
+        self._opened = False
+
+    def send(
+        self, message: Message, answer: type[Message] = Metrics, meanwhile: Callable[[], None] | None = None
+    ) -> Replies[Any]:
+        """Deliver a message; nothing comes back of the last, which gives each client its model.
+
+        Raises
+        ------
+        NobodyLeft
+            If no client is there any more.
+        """
+        if meanwhile is not None:
+            meanwhile()
+        if self._opened:
+            self._say(message, None if answer is Metrics else answer)
+            if answer is Metrics:
+                return Replies(None, self._present(), torch.ones(len(self.clients)))
+            self._answers = self._hear()
+        self._opened = True
+        stacked = stack(answer, self._answers)
+        if stacked is None:
+            raise NobodyLeft
+        return Replies(stacked, self._present(), torch.ones(len(self.clients)))
+
+    def record(self, name: str, values: Tensor) -> None:
+        """Nobody measures: nothing is kept of a client."""
+
+    def _present(self) -> Tensor:
+        return torch.tensor([answer is not None for answer in self._answers])

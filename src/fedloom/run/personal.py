@@ -1,0 +1,395 @@
+"""A model of one's own, from a server of models, from a run's folder, or from where a run is published."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import Algorithm, Group, find
+from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
+from fedloom.evaluation.measure import nothing_measured
+from fedloom.experiment import Runtime
+from fedloom.federation.carrier import ConversationKey, Lost
+from fedloom.federation.checkpoint import Checkpoints, check_fits
+from fedloom.federation.client_side import ClientSide
+from fedloom.federation.loop import vocabulary
+from fedloom.federation.served import About
+from fedloom.federation.states import NoStates
+from fedloom.messages import Message, Metrics
+from fedloom.models.predictors import Predictor, Predictors
+from fedloom.run import assemble
+from fedloom.run.assemble import Parts
+from fedloom.run.observer import RunObserver
+from fedloom.run.personal_model import PersonalModel, card_of
+from fedloom.run.serve import DurableRounds, run_folder
+from fedloom.run.trained import check_checkpoint
+from fedloom.storage import is_url
+from fedloom.transport.newcomer import Answered, Models
+from fedloom.transport.spoken import PRECISIONS
+from fedloom.trust.options import ClientOptions, Credentials
+from fedloom.trust.tokens import checked_token
+
+CLIENT = "newcomer"
+"""The id of a client that has not said another."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for.
+
+    Attributes
+    ----------
+    x, y
+        Examples and their labels, raw; or
+    data
+        a folder that ``fedloom data pack`` made.
+    client
+        The id by which random numbers are drawn; a packed folder has its own.
+    checkpoint
+        ``last``, ``best`` or a round; of a server, ``last`` is what it serves.
+    predictor
+        Which of those that the method gives a client.
+    precision
+        How the server's numbers travel.
+    timeout_s
+        In which a server must answer.
+    """
+
+    x: Any = None
+    y: Any = None
+    data: Path | None = None
+    client: str | None = None
+    checkpoint: str = "last"
+    predictor: str = "personal"
+    precision: str = "float32"
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Client:
+    """A client that has come with its data, and what it makes of a run's messages."""
+
+    parts: Parts
+    about: About
+    data: Newcomer
+
+    @property
+    def id(self) -> str:
+        return self.data.client_id
+
+
+def personal_model(where: str, asked: Asked, trust: ClientOptions | None = None) -> PersonalModel:
+    """Return a client's own model.
+
+    Parameters
+    ----------
+    where
+        ``HOST:PORT`` of a server of models, a run's folder, or the URL where a run is published.
+    trust
+        What a server is dialled with.
+
+    Raises
+    ------
+    DataError
+        If the data are not what the run was trained with, or there is no such run or round.
+    ExperimentError
+        If what is asked for is not there.
+    RefusedError
+        If the server does not let us in.
+    QuorumError
+        If there is no model in time.
+    """
+    if is_run(where):
+        return _from_run(where, asked)
+    return _finished(personal_model_async(where, asked, trust))
+
+
+async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | None = None) -> PersonalModel:
+    """Return a client's own model, as :func:`personal_model` does, and let others work meanwhile."""
+    if is_run(where):
+        return await asyncio.to_thread(_from_run, where, asked)
+    _check(asked)
+    ends = time.monotonic() + asked.timeout_s
+    models = Models(where, Credentials(trust))
+    try:
+        found = await models.describe(asked.timeout_s)
+        client = await asyncio.to_thread(_client_of, found.about, asked)
+        speaking = Speaking(client.parts, client.data)
+        answered = await models.converse(
+            found.about,
+            client.id,
+            vocabulary(client.parts.algorithm),
+            speaking.speak,
+            precision=asked.precision,
+            round=None if asked.checkpoint == "last" else int(asked.checkpoint),
+            timeout_s=max(0.001, ends - time.monotonic()),
+        )
+    finally:
+        await models.close()
+    return _made(client, speaking.predictors, asked, answered)
+
+
+def is_run(where: str) -> bool:
+    """Whether a run is meant, and no address: a folder that is there, or a URL."""
+    return is_url(where) or Path(where).is_dir()
+
+
+def _check(asked: Asked) -> None:
+    if asked.precision not in PRECISIONS:
+        raise ExperimentError(f"--precision: found {asked.precision!r}; allowed: {', '.join(PRECISIONS)}")
+    if asked.checkpoint == "best":
+        raise ExperimentError("--checkpoint: found best, of a server; allowed: last, or the round that it serves")
+    check_checkpoint(asked.checkpoint)
+
+
+def _client_of(about: About, asked: Asked) -> _Client:
+    """Put together what a client needs, from what a server says of its run."""
+    algorithm = find_method(about)
+    e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
+    problem = json.loads(about.problem)
+    data = _data(asked, Wanted.of(problem))
+    parts = assemble.for_newcomers(assemble.make_parts(e, data.manifest), problem["clients"])
+    _check_labels(asked, parts)
+    return _Client(dataclasses.replace(parts, algorithm=algorithm), about, data)
+
+
+def find_method(about: About) -> Algorithm:
+    """Return the method of a run.
+
+    Raises
+    ------
+    RefusedError
+        If it is not installed here, in this version.
+    """
+    try:
+        algorithm = find(about.algorithm)
+    except ExperimentError as error:
+        raise RefusedError(f"the run's method is not installed here: {error}") from error
+    if algorithm.version != about.version:
+        raise RefusedError(
+            f"{about.algorithm}: found version {algorithm.version} here; allowed: {about.version}, the run's",
+            hint="install the same version on both sides",
+        )
+    return algorithm
+
+
+def _data(asked: Asked, wanted: Wanted) -> Newcomer:
+    if (asked.x is None) is (asked.data is None):
+        raise ExperimentError("data: found x and a folder, or neither; allowed: one of them")
+    if not wanted.class_names:
+        raise DataError("the run's data have no classes, so that its models predict none; allowed: a run with classes")
+    if asked.data is None:
+        return Newcomer.from_arrays(asked.client or CLIENT, asked.x, asked.y, wanted)
+    if asked.y is not None or asked.client is not None:
+        raise ExperimentError("data: found labels or an id beside a packed folder; allowed: the folder, which has both")
+    return Newcomer.from_folder(asked.data, wanted)
+
+
+def _check_labels(asked: Asked, parts: Parts) -> None:
+    """Refuse labels that the method would not look at."""
+    if asked.y is not None and not parts.algorithm.labelled(parts.settings):
+        raise DataError(f"y: found labels; allowed: none, {parts.algorithm.name} describes clients without them here")
+
+
+class Speaking:
+    """A client half in this process, that speaks with a server half elsewhere.
+
+    Parameters
+    ----------
+    parts
+        Of the run, for newcomers.
+    data
+        The client's.
+    """
+
+    def __init__(self, parts: Parts, data: Newcomer) -> None:
+        self._id = data.client_id
+        self._threads = parts.experiment.runtime.threads
+        self._nothing = nothing_measured(1, len(parts.client_half().predictors), parts.task.classes)
+        self._made: dict[str, Predictor] | None = None
+        self._side = ClientSide(
+            parts.client_half(),
+            vocabulary(parts.algorithm),
+            data.client,
+            parts.experiment.seed,
+            self._conclude,
+            states=NoStates(),
+        )
+
+    @property
+    def predictors(self) -> dict[str, Predictor]:
+        """What the conversation led to."""
+        assert self._made is not None
+        return self._made
+
+    def speak(self, round: int, exchange: int, message: Message) -> Message | None:
+        """Answer a message of the server; None when the predictors are there.
+
+        Raises
+        ------
+        DataError
+            If the client half can make nothing of it, or of the data.
+        """
+        key = ConversationKey(round, 0, 0, "evaluate")
+        if exchange == 0:
+            self._side.close_all()
+        with torch_threads(self._threads):
+            _, answer = next(iter(self._side.answer(key, exchange, [0], [self._id], message)))
+        if isinstance(answer, Lost):
+            raise DataError(answer.reason.removeprefix("DataError: "))
+        return None if isinstance(answer, Metrics) else answer
+
+    def _conclude(self, predictors: Predictors, group: Group) -> Message:
+        self._made = predictors[0]
+        return self._nothing
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Compute with as many threads as the run does: bits depend on them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _made(client: _Client, predictors: dict[str, Predictor], asked: Asked, answered: Answered) -> PersonalModel:
+    if asked.predictor not in predictors:
+        raise ExperimentError(f"predictor: found {asked.predictor!r}; allowed: {', '.join(predictors)}")
+    e = client.parts.experiment
+    card = card_of(
+        json.loads(client.about.problem),
+        run=answered.run,
+        round=answered.round,
+        digest=answered.digest,
+        algorithm=client.about.algorithm,
+        predictor=asked.predictor,
+        model=e.model.name,
+        client=client.id,
+        precision=answered.precision,
+    )
+    return PersonalModel(predictors[asked.predictor], card)
+
+
+def _from_run(where: str, asked: Asked) -> PersonalModel:
+    """A client's own model from a run's checkpoint: the conversation is held in this process, as in an evaluation."""
+    if asked.precision != "float32":
+        raise ExperimentError(f"--precision: found {asked.precision} with a run's folder, where nothing travels")
+    with run_folder(where) as (folder, _):
+        known = DurableRounds(folder, asked.checkpoint)
+        trained = known.parts
+        about = known.about
+        data = _data(asked, Wanted.of(json.loads(about.problem)))
+        _check_labels(asked, trained)
+        parts = dataclasses.replace(trained, manifest=data.manifest)
+        with torch_threads(parts.experiment.runtime.threads):
+            found = Checkpoints(folder.checkpoints).load(check_checkpoint(asked.checkpoint))
+            made: list[dict[str, Predictor]] = []
+
+            def keep(predictors: Predictors, group: Group) -> Message:
+                made.extend(predictors)
+                return nothing_measured(1, len(loop.predictors), parts.task.classes)
+
+            carrier = assemble.in_process(on_cpu(parts), data, folder, keep)
+            loop = assemble.loop(
+                on_cpu(parts), carrier, folder, RunObserver(), threading.Event(), keep_descriptors=False
+            )
+            check_fits(found, loop.server.state, parts.algorithm.name, parts.algorithm.version)
+            loop.server.load(found.state)
+            loop.round = found.round
+            lost = loop.personalize([data.client_id])
+        if lost:
+            raise DataError(lost[data.client_id].removeprefix("DataError: "))
+        if not made:
+            raise QuorumError(f"{parts.algorithm.name} gave client {data.client_id} no model")
+    answered = Answered(parts.experiment.name, found.round, found.digest, "float32", 0, 0, False)
+    return _made(_Client(parts, about, data), made[0], asked, answered)
+
+
+def on_cpu(parts: Parts) -> Parts:
+    """The same parts, computed on a CPU, one client at a time."""
+    e = parts.experiment
+    runtime = e.runtime.model_copy(update={"device": "cpu", "clients_at_once": 1})
+    return dataclasses.replace(parts, experiment=e.model_copy(update={"runtime": runtime}))
+
+
+def _finished(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, also where an event loop runs already (a notebook's)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(asyncio.run(work))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+def asked_for(
+    where: str,
+    x: Any,
+    y: Any,
+    *,
+    data: str | Path | None = None,
+    client: str | None = None,
+    checkpoint: str | int = "last",
+    predictor: str = "personal",
+    precision: str = "float32",
+    tls_ca: str | Path | None = None,
+    tls_certificate: str | Path | None = None,
+    tls_key: str | Path | None = None,
+    token_file: str | Path | None = None,
+    token: str | None = None,
+    insecure: bool = False,
+    timeout_s: float = 60.0,
+) -> tuple[Asked, ClientOptions | None]:
+    """What :func:`fedloom.personalize` was asked for, and what it dials with: as given, else as the environment says.
+
+    Raises
+    ------
+    RefusedError
+        If a token is none.
+    """
+    folder = None if data is None else Path(data)
+    asked = Asked(x, y, folder, client, str(checkpoint), predictor, precision, timeout_s)
+    if is_run(where):
+        return asked, None
+    said = ClientOptions.from_environment()
+    given = (tls_ca, tls_certificate, tls_key, token_file)
+    ca, certificate, key, file = (None if path is None else Path(path) for path in given)
+    trust = ClientOptions(
+        ca or said.ca,
+        certificate or said.certificate,
+        key or said.key,
+        file or (None if token is not None else said.token_file),
+        checked_token(token, "token") if token is not None else (None if file is not None else said.token),
+        insecure,
+    )
+    return asked, trust

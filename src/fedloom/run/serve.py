@@ -1,0 +1,201 @@
+"""Serving the models of a run: from its folder, or from where it is published."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedloom import experiment as experiments
+from fedloom.data.manifest import Manifest
+from fedloom.errors import DataError
+from fedloom.federation.checkpoint import Checkpoints
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import Published
+from fedloom.federation.served import About, ServedRound, served_round
+from fedloom.run import assemble
+from fedloom.run.assemble import Parts
+from fedloom.run.trained import check_checkpoint
+from fedloom.storage import is_url, open_store
+from fedloom.transport.personalization import Personalization, ServingLimits, serve_models
+from fedloom.trust.audit import Audit
+from fedloom.trust.options import Protection
+
+
+def about(parts: Parts) -> About:
+    """What a client has to know of a run to ask for its model."""
+    manifest = parts.manifest
+    problem = {
+        "dataset": manifest.dataset,
+        "kind": manifest.kind,
+        "input_shape": manifest.input_shape,
+        "class_names": manifest.class_names,
+        "normalization": vars(manifest.normalization),
+        "clients": parts.task.clients,
+    }
+    e = parts.experiment
+    return About(e.name, parts.algorithm.name, parts.algorithm.version, e.shared_json(), json.dumps(problem))
+
+
+class DurableRounds:
+    """Finds the checkpoint to serve in a run's folder, again and again (``transport.personalization.Load``).
+
+    Parameters
+    ----------
+    folder
+        The run's; its experiment and partition are read when they are needed first.
+    checkpoint
+        ``last``, ``best`` or a round.
+    refresh
+        Brings the folder up to date before it is looked at.
+    patient
+        While there is no checkpoint, there is nothing to serve yet; else that is an error.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        checkpoint: str = "last",
+        refresh: Callable[[], None] = lambda: None,
+        *,
+        patient: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._which = check_checkpoint(checkpoint)
+        self._refresh = refresh
+        self._patient = patient
+        self._checkpoints = Checkpoints(folder.checkpoints)
+        self._parts: Parts | None = None
+        self._seen: list[int] | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """What the run's experiment and partition decide; a client that asks is none of its clients.
+
+        Raises
+        ------
+        DataError
+            If they are missing or damaged.
+        """
+        if self._parts is None:
+            e = experiments.load(self._folder.path / "experiment.yaml")
+            manifest = Manifest.from_json(
+                self._folder.text("partition.json"), where=str(self._folder.path / "partition.json")
+            )
+            self._parts = assemble.for_newcomers(assemble.make_parts(e, manifest))
+        return self._parts
+
+    @property
+    def about(self) -> About:
+        """What a client has to know of the run."""
+        return about(self.parts)
+
+    def __call__(self, digest: str | None) -> ServedRound | None:
+        """Return what to serve in place of the round of this digest; None if there is nothing newer.
+
+        Raises
+        ------
+        DataError
+            If there is no such checkpoint, or it is damaged.
+        """
+        self._refresh()
+        rounds = self._checkpoints.rounds()
+        if (rounds == self._seen and digest is not None) or (self._patient and not rounds):
+            return None
+        found = self._checkpoints.load(self._which)
+        self._seen = rounds
+        if found.digest == digest:
+            return None
+        parts = self.parts
+        return served_round(self.about, parts.algorithm, parts.server_half(), found)
+
+
+@contextmanager
+def run_folder(run: str) -> Iterator[tuple[RunFolder, Callable[[], None]]]:
+    """A run's folder, and what brings it up to date: nothing, unless it is published elsewhere.
+
+    Parameters
+    ----------
+    run
+        The folder; or the URL where the run is published, which is copied to a temporary folder.
+
+    Raises
+    ------
+    DataError
+        If there is no run, or it is damaged.
+    StorageError, RefusedError
+        If the store cannot be used.
+    """
+    if not is_url(run):
+        yield RunFolder.open(run), lambda: None
+        return
+    with tempfile.TemporaryDirectory(prefix="fedloom-serve-") as temporary:
+        folder = RunFolder(Path(temporary))
+        published = Published(folder, open_store(run), uuid.uuid4().hex)
+
+        def refresh() -> None:
+            if published.is_behind and not published.take_up():
+                raise DataError(f"{run}: found no published run there")
+
+        refresh()
+        yield folder, refresh
+
+
+def serve(
+    run: str,
+    listen: str,
+    *,
+    checkpoint: str = "last",
+    follow: bool = False,
+    limits: ServingLimits | None = None,
+    protection: Protection | None = None,
+    audit: Path | None = None,
+    drain_s: float = 10.0,
+    stop: threading.Event | None = None,
+    started: Callable[[str], None] = lambda address: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> int:
+    """Serve the models of a run until told to stop; return how many were handed out.
+
+    Parameters
+    ----------
+    run
+        Folder or URL.
+    listen
+        ``host:port``; port 0: any free one.
+    checkpoint
+        ``last``, ``best`` or a round.
+    follow
+        Take over each newer round once it is durable.
+    audit
+        Where it is written who was let in, and given a model; None: in the logs of the run's folder, if there is one
+        here. Nowhere, unless everyone has to say who they are.
+    drain_s
+        How long conversations that are under way may go on when it is told to stop.
+    started, say
+        Told the address; and lines for a person.
+
+    Raises
+    ------
+    DataError
+        If there is no run, no such checkpoint, or it is damaged.
+    ExperimentError
+        If the method has no model for clients that it does not know, or the address cannot be served on.
+    """
+    protection, kept = protection or Protection(), Audit()
+    limits = limits or ServingLimits()
+    with run_folder(run) as (folder, refresh):
+        rounds = DurableRounds(folder, checkpoint, refresh)
+        threads = rounds.parts.experiment.runtime.threads
+        assemble.use_device("cpu", threads)
+        limits = ServingLimits(**{**vars(limits), "threads": threads, "follow_s": limits.follow_s if follow else None})
+        if protection.access is not None and (audit is not None or not is_url(run)):
+            kept.keep(audit or folder.logs / "audit.jsonl")
+        service = Personalization(rounds, limits, kept)
+        asyncio.run(serve_models(service, listen, protection, kept, stop or threading.Event(), drain_s, started, say))
+        return service.handed_out

@@ -1,0 +1,490 @@
+"""Models on request: over real sockets, the same bits as from a run's folder; and whatever clients do, it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from run_processes import WAIT_S, started
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from vowel_runs import on_vowels
+
+import fedloom
+from fedloom import experiment as experiments
+from fedloom.algorithms.pefll import Descriptor, PersonalizedModel
+from fedloom.cli.use import personalize
+from fedloom.data.pack import PackSettings, pack
+from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
+from fedloom.federation.loop import vocabulary
+from fedloom.run.assemble import make_parts
+from fedloom.run.distributed import serving as aggregator_serving
+from fedloom.run.personal import Asked, Speaking, _client_of, personal_model
+from fedloom.run.run_experiment import _models
+from fedloom.run.serve import serve
+from fedloom.transport.newcomer import Memory, Models
+from fedloom.transport.personalization import ServingLimits
+from fedloom.transport.spoken import PERSONALIZE, RETRY, SERVICE, frames, pieces
+from fedloom.transport.wire import personalization_pb2 as wire
+from fedloom.trust.audit import Audit
+from fedloom.trust.options import ClientOptions, Protection, ServerOptions
+from fedloom.trust.tokens import add_token
+
+PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
+METHODS: dict[str, dict[str, Any]] = {
+    "pefll": PEFLL,
+    "pefll without labels": {**PEFLL, "embedding": {"network": "mlp", "labels": False}},
+    "fedavg": {"name": "fedavg", "local": {"steps": 1}, "personalize_steps": 3},
+    "pfedbayes": {"name": "pfedbayes", "steps": 1, "samples": 1, "draws": 2, "personalize_steps": 2},
+    "knn-per": {"name": "knn-per", "local": {"steps": 1}},
+    "pfedhn": {"name": "pfedhn", "local": {"steps": 1}, "personalize_exchanges": 2},
+    "wga": {"name": "wga", "batch_size": 4, "steps_per_round": 1, "personalize_steps": 1},
+}
+
+
+def examples(seed: int, n: int = 20) -> tuple[Tensor, Tensor]:
+    """A newcomer's vowels."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 9, generator=random), torch.randint(11, (n,), generator=random)
+
+
+@contextmanager
+def served(run: Path, **options: Any) -> Iterator[str]:
+    """Serve a run in a thread; yields the address."""
+    stop, ready, failed, at = threading.Event(), threading.Event(), [], []
+
+    def work() -> None:
+        try:
+            serve(str(run), "127.0.0.1:0", stop=stop, started=lambda a: (at.append(a), ready.set()), **options)
+        except Exception as error:
+            failed.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert ready.wait(WAIT_S)
+        if failed:
+            raise failed[0]
+        yield at[0]
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    on_vowels(folder, PEFLL).run()
+    return folder / "run"
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(tmp_path: Path, method: str) -> None:
+    on_vowels(tmp_path, METHODS[method]).run()
+    run, (x, y) = tmp_path / "run", examples(3)
+    labels = None if "without" in method else y
+    with served(run) as at:
+        model = fedloom.personalize(at, x, labels, client="eve")
+    local = fedloom.personalize(str(run), x, labels, client="eve")
+    assert same(model, local)
+    assert torch.equal(model(x), local(x))
+    assert model.card == local.card
+    assert model.card.round == 1
+    assert torch.allclose(model(x).sum(1), torch.ones(20))
+    assert len(model.classes) == 11
+
+
+def test_many_at_once_share_tiles_and_get_what_each_gets_alone(run: Path) -> None:
+    async def all_of(at: str) -> list[Any]:
+        return await asyncio.gather(
+            *(fedloom.personalize_async(at, *examples(i), client=f"c{i}", precision=("float32", "bfloat16")[i % 2])
+              for i in range(21))
+        )  # fmt: skip
+
+    with served(run, limits=ServingLimits(linger_s=0.05)) as at:
+        models = asyncio.run(all_of(at))
+    for i, model in enumerate(models):
+        alone = fedloom.personalize(str(run), *examples(i), client=f"c{i}")
+        assert same(model, alone) is (i % 2 == 0)
+        assert model.card.precision == ("float32", "bfloat16")[i % 2]
+        assert torch.allclose(model(examples(i)[0]), alone(examples(i)[0]), atol=0.01)
+
+
+def test_a_broadcast_is_sent_once(run: Path) -> None:
+    async def three(at: str) -> list[Any]:
+        models, found = Models(at, memory=Memory()), []
+        try:
+            about = (await models.describe(WAIT_S)).about
+            for i in (1, 2, 3):
+                x, y = examples(i)
+                client = _client_of(about, Asked(x, y, client=f"c{i}"))
+                speaking = Speaking(client.parts, client.data)
+                found.append(await models.converse(about, f"c{i}", vocabulary(client.parts.algorithm), speaking.speak))
+            assert (await models.describe(WAIT_S)).handed_out == 3
+        finally:
+            await models.close()
+        return found
+
+    with served(run) as at:
+        cold, warm, again = asyncio.run(three(at))
+    assert (cold.warm, warm.warm, again.warm) == (False, True, True)
+    assert warm.down < cold.down
+    assert warm.down == again.down
+
+
+def test_a_newer_round_is_taken_over_and_conversations_end_with_theirs(tmp_path: Path) -> None:
+    on_vowels(tmp_path, PEFLL).run()
+    run, (x, y) = tmp_path / "run", examples(1)
+    first = fedloom.personalize(str(run), x, y)
+    with served(run, follow=True, limits=ServingLimits(follow_s=0.05)) as at:
+        with Raw(at) as begun:
+            begun.ask()
+            opening = begun.read()
+            resumed = on_vowels(tmp_path, PEFLL, rounds=2)
+            resumed.resume()
+            resumed.run()
+
+            async def until(round: int) -> int:
+                models = Models(at)
+                try:
+                    async with asyncio.timeout(WAIT_S):
+                        while (found := (await models.describe(WAIT_S)).round) != round:
+                            await asyncio.sleep(0.02)
+                finally:
+                    await models.close()
+                return found
+
+            assert asyncio.run(until(2)) == 2
+            begun.say(Descriptor(torch.zeros(1, begun.size)))
+            assert begun.read().served == opening.served
+            assert opening.served.round == 1
+        model = fedloom.personalize(at, x, y)
+    assert model.card.round == 2
+    assert not same(model, first)
+    assert same(model, fedloom.personalize(str(run), x, y))
+    assert same(first, fedloom.personalize(str(run), x, y, checkpoint=1))
+
+
+class Raw:
+    """A client that says what it likes."""
+
+    size = 4  # 1 + 15 // 4, the vowels' clients
+
+    def __init__(self, address: str, **ask: Any) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._out: Any = None
+        self._about = {"client": "raw", "package": fedloom.__version__, "algorithm": "pefll", "algorithm_version": 1}
+        self._about |= {"precision": wire.PRECISION_FLOAT32, **ask}
+
+    def __enter__(self) -> Raw:
+        self._out = queue.Queue()
+        call = self._channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")
+        self.call = call(iter(self._out.get, None), timeout=WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._out.put(None)
+        self.call.cancel()
+        self._channel.close()
+
+    def send(self, data: bytes) -> None:
+        self._out.put(data)
+
+    def ask(self, **more: Any) -> None:
+        self.send(wire.NewcomerFrame(ask=wire.Ask(**self._about, **more)).SerializeToString())
+
+    def say(self, message: Any) -> None:
+        for frame in frames(wire.NewcomerFrame(), type(message).__name__, pieces(message)):
+            self.send(frame)
+
+    def read(self) -> wire.ModelFrame:
+        return wire.ModelFrame.FromString(next(self.call))
+
+    def refusal(self) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+        with pytest.raises(grpc.RpcError) as caught:
+            self.read()
+        error: Any = caught.value
+        return error.code(), error.details(), dict(error.trailing_metadata() or ())
+
+
+def test_whatever_a_client_sends_the_next_one_is_served(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    v = torch.zeros(1, Raw.size)
+    answers: list[tuple[Any, str]] = [
+        (Descriptor(v * float("nan")), "not finite"),
+        (Descriptor(v + 1e30), "allowed: at most 1e"),
+        (Descriptor(torch.zeros(1, 99)), "allowed: at most"),
+        (Descriptor(torch.zeros(1, 3)), "expected [1, 4]"),
+        (Descriptor(torch.zeros(2, 2)), "expected [1, 4]"),
+        (Descriptor(v.double()), "expected torch.float32"),
+        (PersonalizedModel(v), "allowed: Descriptor"),
+    ]
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
+    with served(run) as at:
+        for message, said in answers:
+            with Raw(at) as raw:
+                raw.ask()
+                raw.read()
+                raw.say(message)
+                code, details, _ = raw.refusal()
+                assert (code, said in details) == (invalid, True), details
+        for ask, code, said in (
+            ({"package": "0.0.0"}, grpc.StatusCode.FAILED_PRECONDITION, "found fedloom 0.0.0"),
+            ({"algorithm_version": 9}, grpc.StatusCode.FAILED_PRECONDITION, "version 9"),
+            ({"round": 7}, grpc.StatusCode.NOT_FOUND, "found 7; allowed: 1"),
+            ({"client": "../x"}, invalid, "allowed are ids"),
+            ({"precision": 9}, invalid, "allowed: float32, bfloat16"),
+            ({"held": ["a"] * 17}, invalid, "at most 16"),
+        ):
+            with Raw(at, **ask) as raw:
+                raw.ask()
+                found, details, _ = raw.refusal()
+                assert (found, said in details) == (code, True), details
+        for garbage in (b"\xff\xff", b"", wire.NewcomerFrame(data=b"x").SerializeToString()):
+            with Raw(at) as raw:
+                raw.send(garbage)
+                assert raw.refusal()[0] is invalid
+        with Raw(at) as raw:  # announced and not sent; then gone
+            raw.ask()
+            raw.read()
+            parts = list(frames(wire.NewcomerFrame(), "Descriptor", pieces(Descriptor(v))))
+            frame = wire.NewcomerFrame.FromString(parts[0])
+            frame.data = frame.data[:3]
+            frame.spoken.crc32 += 1
+            raw.send(frame.SerializeToString())
+        with Raw(at) as raw:
+            raw.ask()
+            raw.read()
+            frame = wire.NewcomerFrame.FromString(parts[0])
+            frame.spoken.crc32 ^= 1
+            raw.send(frame.SerializeToString())
+            assert "damaged" in raw.refusal()[1]
+        assert fedloom.personalize(at, *examples(1)).card.round == 1
+    assert "Traceback" not in caplog.text
+
+
+def test_a_full_queue_says_when_to_come_back(run: Path) -> None:
+    limits = ServingLimits(linger_s=WAIT_S, waiting=1)
+    v = torch.zeros(1, Raw.size)
+    with served(run, limits=limits, drain_s=0) as at:
+        with Raw(at) as first, Raw(at) as second:
+            first.ask()
+            first.read()
+            first.say(Descriptor(v))
+            until_waiting(at, 1)
+            second.ask()
+            second.read()
+            second.say(Descriptor(v))
+            code, details, metadata = second.refusal()
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert int(metadata[RETRY]) > 0
+            assert "1 client wait" in details
+        until_waiting(at, 0)
+        with pytest.raises(QuorumError, match=r"no model"):
+            fedloom.personalize(at, *examples(1), timeout_s=0.5)
+
+
+def until_gone(address: str) -> None:
+    """Ask for models until a server takes no more."""
+    with contextlib.suppress(QuorumError):
+        while True:
+            fedloom.personalize(address, *examples(1), timeout_s=1)
+
+
+def until_waiting(address: str, count: int) -> None:
+    """Wait until so many clients wait for a tile; one that has gone leaves the queue when it is looked at."""
+
+    async def wait() -> None:
+        models = Models(address)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while (await models.describe(WAIT_S)).waiting != count:
+                    await asyncio.sleep(0.01)
+        finally:
+            await models.close()
+
+    asyncio.run(wait())
+
+
+def test_a_client_that_takes_too_long_is_told_so(run: Path) -> None:
+    with served(run, limits=ServingLimits(answer_s=0.05)) as at, Raw(at) as raw:
+        raw.ask()
+        raw.read()
+        code, details, _ = raw.refusal()
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "0.05 s" in details
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"x": torch.zeros(5, 8)}, r"x: found shape \[5, 8\]; allowed: \[n, 9\]"),
+        ({"x": torch.zeros(5, 9, dtype=torch.int64)}, "x: found torch.int64; allowed: floating-point"),
+        ({"x": torch.full((5, 9), float("nan"))}, "x: found nan"),
+        ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "found 10,000,000 examples; allowed: from 1 to 1,000,000"),
+        ({"x": torch.zeros(0, 9)}, "found 0 examples"),
+        ({"x": "abc"}, "x: found"),
+        ({"y": torch.full((5,), 11)}, "labels from 11 to 11; allowed: from 0 to 10"),
+        ({"y": torch.zeros(4)}, r"y: found shape \[4\]"),
+        ({"y": torch.zeros(5)}, "y: found torch.float32"),
+        ({"y": None}, "has no labels"),
+        ({"client": "a b"}, "client: found 'a b'"),
+        ({"checkpoint": 7}, "no checkpoint of round 7|found 7; allowed: 1"),
+    ],
+)
+def test_bad_data_are_a_sentence(run: Path, bad: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        fedloom.personalize(str(run), **{"x": torch.zeros(5, 9), "y": torch.zeros(5, dtype=torch.int64), **bad})
+
+
+def test_labels_where_none_are_wanted_are_refused(tmp_path: Path) -> None:
+    on_vowels(tmp_path, METHODS["pefll without labels"]).run()
+    with pytest.raises(DataError, match="y: found labels; allowed: none"):
+        fedloom.personalize(str(tmp_path / "run"), *examples(1))
+
+
+def test_options_that_do_not_fit_are_refused(run: Path) -> None:
+    x, y = examples(1)
+    with pytest.raises(ExperimentError, match="predictor: found 'mine'; allowed: personal"):
+        fedloom.personalize(str(run), x, y, predictor="mine")
+    with pytest.raises(ExperimentError, match="precision"):
+        fedloom.personalize(str(run), x, y, precision="bfloat16")
+    with served(run) as at:
+        with pytest.raises(ExperimentError, match="precision: found 'int8'"):
+            fedloom.personalize(at, x, y, precision="int8")
+        with pytest.raises(DataError, match="round: found 7; allowed: 1"):
+            fedloom.personalize(at, x, y, checkpoint=7)
+    with pytest.raises(QuorumError, match="no model from"):
+        fedloom.personalize(at, x, y, timeout_s=0.3)  # nobody is there any more
+
+
+def test_only_who_may_gets_a_model_and_the_audit_log_says_to_whom(run: Path, tmp_path: Path) -> None:
+    tokens, table, log = tmp_path / "tokens", tmp_path / "table.yaml", tmp_path / "audit.jsonl"
+    secrets = {name: add_token(tokens, name)[0] for name in ("phone", "worker")}
+    entries = [("phone", "personalize", ["eve", "eva"]), ("worker", "worker", ["*"])]
+    table.write_text(json.dumps({"version": 1, "identities": [
+        {"name": name, "token": name, "roles": [role], "clients": clients} for name, role, clients in entries
+    ]}))  # fmt: skip
+    x, y = examples(1)
+    with served(run, protection=Protection(ServerOptions(tokens=tokens, identities=table)), audit=log) as at:
+
+        def ask(client: str, secret: Any) -> Any:
+            return personal_model(at, Asked(x, y, client=client), ClientOptions(token=secret))
+
+        assert same(ask("eve", secrets["phone"]), fedloom.personalize(str(run), x, y, client="eve"))
+        with pytest.raises(RefusedError, match="phone may not speak for bob"):
+            ask("bob", secrets["phone"])
+        with pytest.raises(RefusedError, match="worker"):
+            ask("eve", secrets["worker"])
+        with pytest.raises(RefusedError):
+            ask("eve", None)
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    (handed,) = [event for event in events if event["event"] == "handed_out"]
+    assert (handed["identity"], handed["client"], handed["round"]) == ("phone", "eve", 1)
+    assert {event["kind"] for event in events if event["event"] == "refused"} >= {"clients", "forbidden"}
+
+
+def test_an_aggregator_hands_out_models_of_its_last_durable_round(tmp_path: Path) -> None:
+    loop = on_vowels(tmp_path, PEFLL)
+    e, audit, (x, y) = experiments.load(tmp_path / "run" / "experiment.yaml"), Audit(), examples(1)
+    parts, models = make_parts(e, loop.manifest), _models(loop.folder, e, audit)
+    with aggregator_serving(
+        parts, "127.0.0.1:0", Protection(), audit, "one", 0.1, print, lingers=False, resumed=False, models=models
+    ) as at:
+        with pytest.raises(QuorumError, match="durable"):
+            fedloom.personalize(at.address, x, y, timeout_s=0.2)
+        loop.run()
+        model = fedloom.personalize(at.address, x, y)
+    assert model.card.round == 1
+    assert same(model, fedloom.personalize(str(tmp_path / "run"), x, y))
+
+
+def test_a_server_process_drains_when_it_is_told_to_go(run: Path) -> None:
+    with started("serve", run, "--listen", "127.0.0.1:0") as process:
+        assert process.stdout is not None
+        at = next(line for line in process.stdout if "serving models of" in line).split()[-1]
+        with Raw(at) as raw, grpc.insecure_channel(at) as channel:
+            asked = health_pb2.HealthCheckRequest(service=SERVICE)
+            assert health_pb2_grpc.HealthStub(channel).Check(asked).status == health_pb2.HealthCheckResponse.SERVING
+            raw.ask()
+            raw.read()
+            process.terminate()
+            until_gone(at)
+            raw.say(Descriptor(torch.zeros(1, Raw.size)))
+            assert raw.read().last
+        assert process.wait(WAIT_S) == 0
+
+
+def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Path, fedloom_packed: Path) -> None:
+    with served(run) as at:
+        for where in (at, str(run)):
+            personalize(tmp_path / "m.safetensors", from_=where, data=[fedloom_packed])
+            weights = load_file(tmp_path / "m.safetensors")
+            assert set(weights) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+            assert len((tmp_path / "m.md").read_text().splitlines()) == 5
+            network = torch.nn.Sequential()
+            network.fc1, network.fc2 = torch.nn.Linear(9, 4), torch.nn.Linear(4, 11)
+            network.load_state_dict(weights)
+    for arguments, said in (
+        ({"out": tmp_path / "m.bin"}, "allowed: a file that ends in"),
+        ({"data": []}, "--data: found 0 with --from"),
+        ({"clients": "a"}, "--clients: found with --from"),
+        ({"run": run}, "found both"),
+        ({"from_": None}, "found neither"),
+        ({"from_": "nowhere"}, "allowed: HOST:PORT"),
+    ):
+        given: dict[str, Any] = {"out": tmp_path / "x.pt2", "from_": str(run), "data": [fedloom_packed], **arguments}
+        with pytest.raises(ExperimentError, match=said):
+            personalize(given.pop("out"), **given)
+
+
+@pytest.fixture
+def fedloom_packed(tmp_path: Path) -> Path:
+    """A packed client with some of the run's classes, in another order."""
+    x, _ = examples(4, 30)
+    names = ["had", "hid"]
+    lines = [",".join([*(f"f{i}" for i in range(9)), "label"])]
+    lines += [",".join([*map(str, row.tolist()), names[i % 2]]) for i, row in enumerate(x)]
+    (tmp_path / "eve.csv").write_text("\n".join(lines) + "\n")
+    pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
+    return tmp_path / "eve"
+
+
+@pytest.mark.every_method  # torch.export takes ten seconds and more
+def test_exported_models_need_no_fedloom(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    x, y = examples(1)
+    model = fedloom.personalize(str(run), x, y)
+    for name in ("m.pt2", "m.onnx"):
+        model.save(tmp_path / name)
+    save_file({"x": x, "p": model(x)}, tmp_path / "expected.safetensors")
+    script = (
+        "import sys, torch\nfrom safetensors.torch import load_file\n"
+        "e = load_file('expected.safetensors')\n"
+        "p = torch.export.load('m.pt2').module()(e['x'])\n"
+        "assert torch.equal(p, e['p'])\n"
+        "import onnx\nfrom onnx.reference import ReferenceEvaluator\n"
+        "m = onnx.load('m.onnx')\n"
+        "(q,) = ReferenceEvaluator(m).run(None, {m.graph.input[0].name: e['x'].numpy()})\n"
+        "assert abs(torch.from_numpy(q) - e['p']).max() < 1e-5\n"
+        "assert 'fedloom' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=WAIT_S)

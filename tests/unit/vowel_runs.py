@@ -1,0 +1,43 @@
+"""Runs on the fixture of vowels, or on means: small ones, put together as `fedloom run` does."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import yaml
+from federations import Silent
+
+from fedloom import experiment as experiments
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.loop import Loop
+from fedloom.run import assemble
+
+
+def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: dict[str, Any], rounds: int = 1) -> Loop:
+    """The loop of a run in ``folder/run``, as ``fedloom run`` puts it together."""
+    tree = {
+        "name": "small",
+        "data": {"root": str(folder / "data"), **data},
+        "model": model,
+        "algorithm": algorithm,
+        "federation": {"rounds": rounds, "clients_per_round": 3},
+        "evaluation": {"every": 1},
+        "runtime": {"workers": 0},
+    }
+    e = experiments.loads(yaml.safe_dump(tree))
+    dataset = assemble.make_partition(e)
+    parts, run = assemble.make_parts(e, dataset.manifest), RunFolder(folder / "run")
+    run.make(e.resolved_yaml())
+    run.write("partition.json", dataset.manifest.to_json())
+    return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, Silent(), threading.Event())
+
+
+def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1) -> Loop:
+    data = folder / "data" / "datasets" / "vowel"
+    data.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
+    vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "unseen_fraction": 0.2}
+    return loop(folder, vowels, {"name": "mlp", "hidden": [4]}, algorithm, rounds)
