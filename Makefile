@@ -64,6 +64,7 @@ protos: setup ## generate src/fedloom/transport/wire from protos/
 
 docs: setup ## write the pages that are made from the code
 	@$(BIN)/python docs/generate_keys.py
+	@$(BIN)/python docs/generate_chart.py
 	@$(BIN)/fedloom pipeline compile --out pipelines
 
 bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/benchmarks.md)

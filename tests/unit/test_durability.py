@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from facts import tells
 from federations import Federation, clients, federation, task
 from safetensors.torch import save_file
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.errors import DataError
+from fedloom.federation.checkpoint import VERSION, Checkpoint, Checkpoints
 from fedloom.federation.folder import RunFolder
 
 SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 3, "lr": 0.05}})
@@ -181,3 +183,22 @@ def test_of_a_long_history_as_much_is_read_as_a_curve_shows(
     rounds = [each["round"] for each in found]
     assert (len(rounds), rounds[0], rounds[-1]) == (read, 0, every * (evaluations - 1))
     assert len({b - a for a, b in itertools.pairwise(rounds[:-1])}) == 1
+
+
+@pytest.mark.parametrize("other", [VERSION + 1, VERSION - 1])
+def test_a_checkpoint_of_another_format_is_left_to_the_version_that_wrote_it(
+    other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after ``helm rollback``, which brings an older image back and not older data."""
+    writer = Checkpoints(tmp_path)
+    with monkeypatch.context() as newer:
+        newer.setattr("fedloom.federation.checkpoint.VERSION", other)
+        for round in (1, 2):
+            writer.save(Checkpoint("fedavg", 1, round, None, {"theta": torch.zeros(1)}))
+        writer.close()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(DataError) as refused:
+        Checkpoints(tmp_path).load("last")
+    assert tells(str(refused.value), "round-000002", f"format {other}", f"allowed: {VERSION}")
+    assert "remove" not in f"{refused.value}{refused.value.hint}"  # the round before is of that format, too
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

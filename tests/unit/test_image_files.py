@@ -178,7 +178,7 @@ def test_everything_that_is_installed_has_one_version() -> None:
     pinned["torch"] = told["TORCH_VERSION"]  # its index decides which build it is
 
     missing, seen = [], set()
-    todo = [(Requirement("fedloom"), {"kubeflow"})]
+    todo = [(Requirement("fedloom"), {"kubeflow", "metrics"})]
     while todo:
         wanted, extras = todo.pop()
         name = canonicalize_name(wanted.name)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.federation.folder import RunFolder
-from fedloom.run.log_file import JsonLines
+from fedloom.logs import JsonLines, lines_about
 from fedloom.words import printable
 
 NASTY = "a\u2028b\u2029c\x85d\x1b[2Je\u202ef\x9bg\x00h\ri\nj\x0bk\ud800"
@@ -55,6 +55,21 @@ def test_logs_have_a_line_for_each_record() -> None:
     (line,) = JsonLines().format(record).splitlines()
     assert json.loads(line)["message"] == NASTY
     assert line.isascii()
+
+
+def test_lines_say_what_they_are_about() -> None:
+    def line(**about: Any) -> dict[str, Any]:
+        record = logging.makeLogRecord({"name": "fedloom", "levelname": "INFO", "msg": "lost", **about})
+        return dict(json.loads(JsonLines().format(record)))
+
+    assert "round" not in line()
+    with lines_about(lambda: {"phase": "training", "round": 7, "attempt": None, "other": 1}):
+        found = line(round=6, client=NASTY, worker="w", data={"exit_code": 5})
+        assert (found["phase"], found["round"], found["client"], found["worker"]) == ("training", 6, NASTY, "w")
+        assert found["data"] == {"exit_code": 5}
+        assert not {"attempt", "other"} & set(found)
+        assert line()["round"] == 7
+    assert "phase" not in line()
 
 
 def test_standard_error_shows_no_control_characters() -> None:

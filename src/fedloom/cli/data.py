@@ -132,6 +132,7 @@ def partition(
             help="Copy the partition to this new folder too, or publish it at s3://BUCKET/PREFIX.", metavar="DIR|URL"
         ),
     ] = None,
+    fetch: Annotated[bool, typer.Option("--fetch", help="Fetch the data set first, where it is not here.")] = False,
 ) -> None:
     """Make the partition of an experiment, or fix a damaged one."""
     import shutil
@@ -157,6 +158,10 @@ def partition(
             f"data.own: found in {experiment}, whose clients bring data of their own; allowed: dataset and partition",
             hint="pack a client's data: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
         )
+    if fetch:
+        from fedloom.data import sources
+
+        sources.fetch(sources.find(data.dataset), data.root)
     folder = make_partition(
         data.dataset,
         data.partition,

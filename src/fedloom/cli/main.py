@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from enum import StrEnum
 from typing import Annotated, NoReturn
 
 import typer
@@ -19,6 +20,7 @@ import fedloom
 from fedloom.cli import certificates, cluster, data, pack, pipeline, run, runs, schema, serve, token, use, worker
 from fedloom.cli.characters import write_anything
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
+from fedloom.logs import JsonLines, structured
 from fedloom.words import printable
 
 KEPT = "\n\t"
@@ -57,6 +59,13 @@ app.add_typer(token.app, name="token")
 app.add_typer(certificates.app, name="certificates")
 
 
+class LogFormat(StrEnum):
+    """How the log is shown."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"fedloom {fedloom.__version__}")
@@ -69,11 +78,16 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(envvar="FEDLOOM_LOG_FORMAT", help="How the log is shown; json: one object a line, and no bars."),
+    ] = LogFormat.TEXT,
 ) -> None:
     """Personalized federated learning: one experiment file, on one machine or many."""
     # The root logger stays at WARNING: other libraries' details would drown ours.
     shown = logging.StreamHandler()
-    shown.setFormatter(_Printable("%(levelname)s %(name)s: %(message)s"))
+    as_json = log_format is LogFormat.JSON
+    shown.setFormatter(JsonLines() if as_json else _Printable("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[shown])
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
 
@@ -118,5 +132,8 @@ def _terminated(number: int, frame: object) -> NoReturn:
 def _fail(error: FedloomError) -> NoReturn:
     if logging.getLogger("fedloom").isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
-    typer.echo(f"error: {printable(str(error), keep=KEPT)}", err=True)
+    if structured():
+        logging.getLogger("fedloom").error("%s", error, extra={"data": {"exit_code": int(error.exit_code)}})
+    else:
+        typer.echo(f"error: {printable(str(error), keep=KEPT)}", err=True)
     sys.exit(error.exit_code)

@@ -129,6 +129,16 @@ def aggregator(
     finished_grace: Annotated[
         float, typer.Option(help="Seconds to wait at the end until watchers have been told.", min=0, metavar="S")
     ] = 5.0,
+    health: Annotated[
+        str | None,
+        typer.Option(help="Serve health there too, in plaintext and alone, for probes.", metavar="HOST:PORT"),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Serve metrics there, for Prometheus (docs/metrics.md).", metavar="HOST:PORT")
+    ] = None,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="When the run is over, serve its end until told to go (SIGTERM).")
+    ] = False,
     tls_certificate: trusted.Certificate = None,
     tls_key: trusted.Key = None,
     tls_ca: trusted.CaOfPeers = None,
@@ -156,6 +166,9 @@ def aggregator(
         wait_s=wait,
         orphan_after_s=orphan_after,
         finished_grace_s=finished_grace,
+        health=health,
+        metrics=metrics,
+        stay=stay,
         signals=True,
         report=report,
     )
@@ -164,10 +177,15 @@ def aggregator(
 
 def _run(experiment: Experiment, options: RunOptions) -> None:
     """Run, and show the results."""
+    from fedloom.cli.logged import LoggedRun
     from fedloom.cli.tables import print_results
     from fedloom.cli.watch import Watch
+    from fedloom.logs import structured
     from fedloom.run.run_experiment import run_experiment
 
+    if structured():
+        run_experiment(experiment, options, LoggedRun())
+        return
     found = run_experiment(experiment, options, Watch())
     print_results(found.summary)
     if found.report is not None:

@@ -453,6 +453,11 @@ class Monitor:
         """The last round that counted a client; None before the first."""
         return self._last_round(client)
 
+    def about(self) -> dict[str, Any]:
+        """What a line of the log is about: ``run``, ``phase``, ``round`` and ``attempt``, as far as they are known."""
+        round = self._doing if self._doing is not None else self._round
+        return {"run": self._about["run"], "phase": self._phase, "round": round, "attempt": self._attempt}
+
     def now(self, connected: Connected | None = None) -> Activity:
         """Return a snapshot; ``connected`` is what an aggregator knows besides, None in process."""
         with self._lock:

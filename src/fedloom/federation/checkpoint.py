@@ -184,8 +184,11 @@ class Checkpoints:
         try:
             content = read_file(path)
             state, about = tensor_file.decode(content)
-            if about["version"] != VERSION:
-                raise ValueError(f"found format {about['version']}, this FedLoom reads {VERSION}")
+            if (found := about["version"]) != VERSION:
+                raise DataError(
+                    f"{path}: found a checkpoint of format {found}; allowed: {VERSION}, that of this FedLoom",
+                    hint="go on with the version of FedLoom that wrote it; nothing has been changed",
+                )
             if about["round"] != round:
                 raise ValueError(f"found the checkpoint of round {about['round']}")
             best = None if about["best"] is None else Best(*about["best"])

@@ -192,7 +192,9 @@ class ClientSide:
         except (RefusedError, StorageError):  # the store's
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
-            _log.exception("conversation %s, clients %s: cannot be opened", key, ", ".join(clients))
+            names = ", ".join(clients)
+            about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": 0}
+            _log.exception("conversation %s, clients %s: cannot be opened", key, names, extra=about)
             answers: list[Message | Lost] = [Lost(_line(error))] * len(rows)
             opened = _Open(key, rows, Group([], keyed), _ended(), exchange=0, answers=answers)
         for row in rows:
@@ -214,7 +216,12 @@ class ClientSide:
                 f"client {client}: its state of round {versions.start.round} is lost (federation.lost_state: refuse)"
             )
         if state is None:
-            _log.warning("client %s starts afresh: its state of round %d is lost", client, versions.start.round)
+            _log.warning(
+                "client %s starts afresh: its state of round %d is lost",
+                client,
+                versions.start.round,
+                extra={"client": client},
+            )
             return None
         return {name: tensor.to(self._device) for name, tensor in state.items()}
 
@@ -269,7 +276,9 @@ class ClientSide:
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
             said = not isinstance(error, FedloomError)  # a sentence of ours needs no traceback
-            _log.error("clients %s failed: %s", ", ".join(c.id for c in opened.group.clients), error, exc_info=said)
+            names = ", ".join(c.id for c in opened.group.clients)
+            about = {"client": names, "round": opened.key.round, "attempt": opened.key.attempt, "exchange": exchange}
+            _log.error("clients %s failed: %s", names, error, exc_info=said, extra=about)
             opened.answers = [Lost(opened.group.lost.get(i, _line(error))) for i in range(g)]
         opened.exchange = exchange
 

@@ -191,6 +191,7 @@ class CarriedCohort:
         _log.warning(
             "refused the reply of client %s (round %d, attempt %d, exchange %d): %s",
             client, key.round, key.attempt, self._at, reason,
+            extra={"client": client, "round": key.round, "attempt": key.attempt, "exchange": self._at},
         )  # fmt: skip
         self._lose(row, f"{ABSURD}: {reason}")
 

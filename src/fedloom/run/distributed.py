@@ -15,6 +15,7 @@ from fedloom.federation.measuring import VOCABULARY
 from fedloom.federation.roster import Presence
 from fedloom.run import assemble
 from fedloom.run.assemble import Parts
+from fedloom.run.metrics import metrics_served
 from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
@@ -49,6 +50,9 @@ def serving(
     monitor: Monitor | None = None,
     control: Control | None = None,
     models: Personalization | None = None,
+    health: str | None = None,
+    metrics: str | None = None,
+    stay: Callable[[], None] | None = None,
 ) -> Iterator[Serving]:
     """Serve from before the first worker until those who watch have read how the run ended, and workers have, too.
 
@@ -79,6 +83,13 @@ def serving(
         What an operator may have it do.
     models
         Hands out models of the last durable round.
+    health
+        ``host:port`` of a port for probes.
+    metrics
+        Of one for Prometheus.
+    stay
+        Waits, once the block has ended well, until we are told to go: meanwhile whoever comes is served the end, and
+        workers stay connected. None: we go.
 
     Raises
     ------
@@ -108,16 +119,22 @@ def serving(
         monitor=monitor,
         control=control,
         models=models,
+        health=health,
     )
     address = server.start(listen)
     try:
-        yield Serving(server, notices, address)
-        server.dismiss(finished=True)
-        notices.tell("finished")
-        monitor.enter("finished")
-        notices.read_within(grace_s)
-        if lingers:
-            server.linger(resumed)
+        with metrics_served(metrics, server.activity, protection):
+            yield Serving(server, notices, address)
+            if stay is not None:
+                notices.tell("finished")
+                monitor.enter("finished")
+                stay()
+            server.dismiss(finished=True)
+            notices.tell("finished")
+            monitor.enter("finished")
+            notices.read_within(grace_s)
+            if lingers:
+                server.linger(resumed)
     except (InterruptedRun, KeyboardInterrupt):
         raise
     except BaseException as error:

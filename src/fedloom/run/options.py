@@ -37,6 +37,12 @@ class RunOptions:
         Seconds until every client must be served.
     orphan_after_s
         Seconds without a watcher after which the run stops; None: it need not be watched.
+    health
+        ``host:port`` of a port for probes: health in plaintext, and nothing else; None: none.
+    metrics
+        ``host:port`` of a port for Prometheus; None: none.
+    stay
+        Serve the end of the run until SIGINT or SIGTERM, in place of ending with it.
     finished_grace_s
         Seconds to wait at the end until watchers have been told.
     signals
@@ -57,6 +63,9 @@ class RunOptions:
     protection: ServerOptions | None = None
     wait_s: float = 60.0
     orphan_after_s: float | None = None
+    health: str | None = None
+    metrics: str | None = None
+    stay: bool = False
     finished_grace_s: float = 5.0
     signals: bool = False
     report: bool = True

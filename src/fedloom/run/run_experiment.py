@@ -26,6 +26,7 @@ from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
 from fedloom.federation.roster import Presence, ReplayedRoster, Roster
+from fedloom.logs import lines_about
 from fedloom.run import assemble, results
 from fedloom.run.distributed import serving, with_workers
 from fedloom.run.log_file import logged_to
@@ -165,6 +166,7 @@ def run_experiment(
                 _remove(folder, CONTROL)
 
         monitor = Monitor(e.name, e.algorithm.name, e.federation.rounds, incarnation)
+        held.enter_context(lines_about(monitor.about))
         stop_request = StopRequest(observer, monitor)
         control = Control(monitor, stop_request.operator) if options.listen is not None else None
         # A folder in a pod is gone before anyone looks at it.
@@ -188,6 +190,9 @@ def run_experiment(
             monitor=monitor,
             control=control,
             models=_models(folder, e, audit) if options.listen is not None else None,
+            health=options.health,
+            metrics=options.metrics,
+            stay=stop_request.wait if options.stay else None,
         )
         if before is not None:
             if store is None:

@@ -88,6 +88,13 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def wait(self) -> None:
+        """Wait, when there is nothing left to stop, for SIGINT or SIGTERM."""
+        self.training, self.abort = False, lambda: None
+        with self.signals():
+            while not self.event.wait(0.5):  # of a signal that another thread got, nobody is woken
+                continue
+
     @contextmanager
     def when_unwatched(self, unwatched_s: Callable[[], float], after_s: float | None) -> Iterator[None]:
         """Stop the run once nobody has watched it for so many seconds; None: nobody need watch."""

@@ -123,6 +123,8 @@ class Aggregator:
         What an operator may have it do; without, nobody may, nor ask what it does.
     models
         Hands out models to clients that are no workers; without, nobody does.
+    health
+        ``host:port`` where health is served in plaintext, and nothing else; None: nowhere.
 
     Examples
     --------
@@ -156,10 +158,12 @@ class Aggregator:
         monitor: Monitor | None = None,
         control: Control | None = None,
         models: Personalization | None = None,
+        health: str | None = None,
     ) -> None:
         self._run_name = run
         self._control = control
         self._monitor = monitor or Monitor()
+        self._health = health
         self._incarnation = incarnation
         self._presence = presence
         self._classes = classes
@@ -440,7 +444,7 @@ class Aggregator:
             services[MODELS] = self._models.handlers
             await self._models.begin()
         options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most))
-        at = await listening(address, services, self._protection, self._gate, options)
+        at = await listening(address, services, self._protection, self._gate, options, self._health)
         started.set_result(at.address)
         log.debug("serving on %s", at.address)
         tls = self._protection.tls
@@ -536,7 +540,7 @@ class Aggregator:
                 error = found
             if error is not None:
                 self._board.count(error.refusal)
-                log.warning("ended the stream of worker %s: %s", link.name, error)
+                log.warning("ended the stream of worker %s: %s", link.name, error, extra={"worker": link.name})
                 self._board.leave(link)  # now: a worker that reads nothing does not read its status either
                 await context.abort(STATUS.get(error.refusal, grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:

@@ -131,9 +131,8 @@ class Dispatcher:
         self._links[link.name] = link
         for told in islice(held, HELD_CONVERSATIONS):
             self._believe(link, told)
-        log.info(
-            "worker %s (%s, %s) joined", link.name, link.worker.device, counted(len(link.worker.clients), "client")
-        )
+        served = counted(len(link.worker.clients), "client")
+        log.info("worker %s (%s, %s) joined", link.name, link.worker.device, served, extra={"worker": link.name})
         self._publish(link.worker, None if old is None else old.worker)
         self._dispatch_all()
 
@@ -172,7 +171,7 @@ class Dispatcher:
         if self._links.get(link.name) is not link:
             return  # replaced by a newer stream
         del self._links[link.name]
-        log.info("worker %s left", link.name)
+        log.info("worker %s left", link.name, extra={"worker": link.name})
         self._publish(None, link.worker)
         self._release(link)
         self._dispatch_all(f"worker {link.name} left: ")
@@ -213,6 +212,10 @@ class Dispatcher:
         log.warning(
             "refused the reply of client %s (round %d, attempt %d, exchange %d, worker %s): %s",
             exchange.client[row], key.round, key.attempt, exchange.call.exchange, worker, error,
+            extra={
+                "client": exchange.client[row], "round": key.round, "attempt": key.attempt,
+                "exchange": exchange.call.exchange, "worker": worker,
+            },
         )  # fmt: skip
         return str(error)
 

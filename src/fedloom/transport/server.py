@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from fedloom.errors import ExperimentError
 from fedloom.transport.address import split_address
 from fedloom.transport.gate import Gate, connection_age, server_credentials
+from fedloom.transport.health import probed
 from fedloom.trust.options import Protection
 
 
@@ -23,11 +24,14 @@ class Listening:
     server: Any
     health: Any
     address: str
+    probes: Any = None
 
     async def stop(self, grace_s: float) -> None:
         """Tell probes, take no more calls, and end those that are open after so many seconds."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+        if self.probes is not None:
+            await self.probes.stop(None)
 
 
 async def listening(
@@ -36,6 +40,7 @@ async def listening(
     protection: Protection,
     gate: Gate | None,
     options: Sequence[tuple[str, Any]],
+    health_address: str | None = None,
 ) -> Listening:
     """Serve on ``host:port`` (port 0: any free one).
 
@@ -45,6 +50,8 @@ async def listening(
         The handlers of each service, by method.
     gate
         Lets calls in; None: everyone may call, and may ask what there is.
+    health_address
+        ``host:port`` where health is served in plaintext, and nothing else; None: nowhere.
 
     Raises
     ------
@@ -79,4 +86,9 @@ async def listening(
     await server.start()
     for service in ("", *services):
         await state.set(service, health_pb2.HealthCheckResponse.SERVING)
-    return Listening(server, state, f"{host}:{bound}")
+    try:
+        probes = None if health_address is None else await probed(health_address, state)
+    except ExperimentError:
+        await server.stop(None)
+        raise
+    return Listening(server, state, f"{host}:{bound}", probes)

@@ -1,0 +1,257 @@
+{{/* Names: at most 40 characters, so that every suffix fits into 63. */}}
+{{- define "fedloom.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end }}
+
+{{/* What selects the pods of a component: never anything that another version of the chart would change. */}}
+{{- define "fedloom.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* Labels of an object: (dict "root" . "component" "aggregator"). */}}
+{{- define "fedloom.labels" -}}
+{{ include "fedloom.selector" . }}
+app.kubernetes.io/part-of: fedloom
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Labels of a pod: no versions, so that another one of the chart restarts nothing by itself. */}}
+{{- define "fedloom.podLabels" -}}
+{{ include "fedloom.selector" . }}
+app.kubernetes.io/part-of: fedloom
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The head of an object: (dict "root" . "component" "x" "name" "y" "annotations" (dict)). */}}
+{{- define "fedloom.metadata" -}}
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "fedloom.labels" . | nindent 4 }}
+    {{- with .labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- $annotations := merge (dict) (default (dict) .annotations) .root.Values.commonAnnotations }}
+  {{- with $annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{/* An image: a digest goes before a tag, and that before the version. */}}
+{{- define "fedloom.image" -}}
+{{- $common := .root.Values.image -}}
+{{- $own := default (dict) .own -}}
+{{- $repository := default $common.repository $own.repository -}}
+{{- $digest := ternary $own.digest $common.digest (not (empty $own.repository)) -}}
+{{- $tag := ternary $own.tag $common.tag (not (empty $own.repository)) -}}
+{{- if $digest -}}{{ $repository }}@{{ $digest }}{{- else -}}{{ $repository }}:{{ default .root.Chart.AppVersion $tag }}{{- end -}}
+{{- end }}
+
+{{- define "fedloom.podSecurityContext" -}}
+runAsNonRoot: true
+{{- with .Values.podSecurityIds }}
+{{ toYaml . }}
+{{- end }}
+{{- if (.Values.podSecurityIds).fsGroup }}
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "fedloom.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{/* What every pod of ours has: no token, no rights, no environment of neighbours. */}}
+{{- define "fedloom.podBasics" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.serviceAccountName }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  {{- include "fedloom.podSecurityContext" . | nindent 2 }}
+{{- end }}
+
+{{/* Where a component may run: (dict "root" . "component" "workers" "own" .Values.workers). */}}
+{{- define "fedloom.placing" -}}
+{{- with .own.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .own.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .own.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .own.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- if hasKey .own "topologySpreadConstraints" }}
+topologySpreadConstraints:
+  {{- if .own.topologySpreadConstraints }}
+  {{- toYaml .own.topologySpreadConstraints | nindent 2 }}
+  {{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "fedloom.selector" . | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The run's name in the store, and where it is published. */}}
+{{- define "fedloom.storageUrl" -}}
+{{- if .Values.storage.url -}}{{ trimSuffix "/" .Values.storage.url }}
+{{- else if .Values.seaweedfs.enabled -}}s3://{{ .Values.seaweedfs.bucket }}/{{ include "fedloom.fullname" . }}
+{{- end -}}
+{{- end }}
+{{- define "fedloom.runUrl" -}}
+{{- with include "fedloom.storageUrl" . -}}{{ . }}/runs/{{ include "fedloom.fullname" $ }}{{- end -}}
+{{- end }}
+{{- define "fedloom.partitionUrl" -}}
+{{- $own := .Values.workers.partition.url -}}
+{{- if $own -}}{{ $own }}{{- else -}}{{ include "fedloom.storageUrl" . }}/partitions/{{ include "fedloom.fullname" . }}{{- end -}}
+{{- end }}
+{{- define "fedloom.storageEndpoint" -}}
+{{- if .Values.storage.endpoint -}}{{ .Values.storage.endpoint }}
+{{- else if .Values.seaweedfs.enabled -}}http://{{ include "fedloom.fullname" . }}-seaweedfs.{{ .Release.Namespace }}.svc:8333
+{{- end -}}
+{{- end }}
+
+{{/* Environment: home, log, and how to reach the store with these credentials. (dict "root" . "secret" "name") */}}
+{{- define "fedloom.env" -}}
+- name: HOME
+  value: /work
+- name: FEDLOOM_LOG_FORMAT
+  value: {{ .root.Values.logFormat }}
+{{- if include "fedloom.storageUrl" .root }}
+- name: AWS_REGION
+  value: {{ .root.Values.storage.region }}
+{{- with include "fedloom.storageEndpoint" .root }}
+- name: FEDLOOM_S3_ENDPOINT
+  value: {{ . }}
+{{- end }}
+- name: AWS_ACCESS_KEY_ID
+  valueFrom:
+    secretKeyRef:
+      name: {{ .secret }}
+      key: {{ .root.Values.storage.secretKeys.accessKey }}
+- name: AWS_SECRET_ACCESS_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ .secret }}
+      key: {{ .root.Values.storage.secretKeys.secretKey }}
+{{- end }}
+{{- end }}
+
+{{/* Whether peers say who they are, and whether what we serve is protected. */}}
+{{- define "fedloom.mutual" -}}
+{{- if and (ne .Values.tls.mode "none") .Values.tls.mutual }}true{{ end -}}
+{{- end }}
+{{- define "fedloom.known" -}}
+{{- if or (include "fedloom.mutual" .) .Values.auth.tokens.existingSecret }}true{{ end -}}
+{{- end }}
+{{- define "fedloom.unprotected" -}}
+{{- if or (eq .Values.tls.mode "none") (not (include "fedloom.known" .)) }}true{{ end -}}
+{{- end }}
+
+{{/* Environment that names files of TLS in a folder. (dict "root" . "folder" "/etc/fedloom/tls" "certificate" true "ca" true) */}}
+{{- define "fedloom.tlsEnv" -}}
+{{- $keys := include "fedloom.tlsKeys" .root | fromYaml }}
+{{- if .certificate }}
+- name: FEDLOOM_TLS_CERTIFICATE
+  value: {{ .folder }}/{{ $keys.certificate }}
+- name: FEDLOOM_TLS_KEY
+  value: {{ .folder }}/{{ $keys.key }}
+{{- end }}
+{{- if .ca }}
+- name: FEDLOOM_TLS_CA
+  value: {{ .folder }}/{{ $keys.ca }}
+{{- end }}
+{{- end }}
+{{- define "fedloom.tlsKeys" -}}
+{{- if eq .Values.tls.mode "secret" -}}
+{{ omit .Values.tls.secret "name" | toYaml }}
+{{- else -}}
+{certificate: tls.crt, key: tls.key, ca: ca.crt}
+{{- end -}}
+{{- end }}
+
+{{/* Secrets of TLS: of the aggregator, and of those of the chart's pods that dial it. */}}
+{{- define "fedloom.serverSecret" -}}
+{{- if eq .Values.tls.mode "secret" -}}{{ .Values.tls.secret.name }}{{- else -}}{{ include "fedloom.fullname" . }}-aggregator-tls{{- end -}}
+{{- end }}
+{{- define "fedloom.clientSecret" -}}
+{{- if eq .root.Values.tls.mode "certManager" -}}{{ include "fedloom.fullname" .root }}-{{ .component }}-tls
+{{- else -}}{{ default .root.Values.tls.secret.name .root.Values.workers.tls.existingSecret }}{{- end -}}
+{{- end }}
+
+{{/* The items of a client's Secret: without a certificate of its own, the authorities alone. */}}
+{{- define "fedloom.clientTlsVolume" -}}
+{{- $keys := include "fedloom.tlsKeys" .root | fromYaml }}
+- name: tls
+  secret:
+    secretName: {{ include "fedloom.clientSecret" . }}
+    defaultMode: 0440
+    {{- if not (include "fedloom.mutual" .root) }}
+    items:
+      - {key: {{ $keys.ca }}, path: {{ $keys.ca }}}
+    {{- end }}
+{{- end }}
+
+{{/* Whether a service has a claim of its own. */}}
+{{- define "fedloom.claim" -}}
+{{- default (printf "%s-state" (include "fedloom.fullname" .)) .Values.state.persistentVolumeClaim.existingClaim -}}
+{{- end }}
+
+{{/* The table of identities, with those of the chart's own pods. */}}
+{{- define "fedloom.identities" -}}
+{{- $own := list }}
+{{- if eq .Values.tls.mode "certManager" }}
+{{- $name := include "fedloom.fullname" . }}
+{{- if ne .Values.workers.kind "none" }}
+{{- $own = append $own (dict "name" (printf "%s-workers" $name) "certificate" (printf "URI:urn:fedloom:%s-workers" $name) "roles" (list "worker") "clients" (list "*")) }}
+{{- end }}
+{{- $own = append $own (dict "name" (printf "%s-test" $name) "certificate" (printf "URI:urn:fedloom:%s-test" $name) "roles" (list "watch")) }}
+{{- end }}
+{{- toYaml (dict "version" 1 "identities" (concat .Values.auth.identities $own)) }}
+{{- end }}
+
+{{- define "fedloom.experimentConfigMap" -}}
+{{- default (printf "%s-experiment" (include "fedloom.fullname" .)) .Values.experiment.configMap.name -}}
+{{- end }}

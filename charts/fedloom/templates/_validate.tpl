@@ -1,0 +1,106 @@
+{{/* What the schema cannot say: each mistake with its key, what was found, and what is allowed. */}}
+{{- define "fedloom.validate" -}}
+{{- $v := .Values }}
+{{- $wrong := list }}
+{{- /* Keys that other charts have, and this one has not. */}}
+{{- $other := dict
+  "replicaCount" "an aggregator is one; of workers it is workers.replicas"
+  "persistence" "see state"
+  "config" "see experiment.values"
+  "secret" "secrets are made outside of the chart: see storage.existingSecret, tls.secret, auth.tokens.existingSecret"
+  "token" "secrets are made outside of the chart: see auth.tokens.existingSecret, workers.token.existingSecret" }}
+{{- range $key, $advice := $other }}
+{{- if hasKey $v $key }}{{ $wrong = append $wrong (printf "%s: no key of this chart; %s" $key $advice) }}{{ end }}
+{{- end }}
+{{- if ne (int $v.aggregator.replicas) 1 }}
+{{- $wrong = append $wrong (printf "aggregator.replicas: found %d; allowed: 1, because two aggregators would be two federations. More clients need more workers" (int $v.aggregator.replicas)) }}
+{{- end }}
+{{- if and (not $v.experiment.values) (not $v.experiment.configMap.name) }}
+{{- $wrong = append $wrong "experiment: found none; allowed: experiment.values, or experiment.configMap.name of a ConfigMap that exists" }}
+{{- end }}
+{{- if and $v.experiment.values $v.experiment.configMap.name }}
+{{- $wrong = append $wrong "experiment.configMap.name: found with experiment.values; allowed: one of them" }}
+{{- end }}
+{{- if or (eq $v.image.tag "latest") (eq $v.workers.image.tag "latest") }}
+{{- $wrong = append $wrong "image.tag: found latest, which may be another one tomorrow; allowed: a version, or image.digest" }}
+{{- end }}
+{{- $url := include "fedloom.storageUrl" . }}
+{{- if and (eq $v.state.kind "objectStore") (not $url) }}
+{{- $wrong = append $wrong "state.kind: found objectStore without a store; allowed with storage.url, or seaweedfs.enabled" }}
+{{- end }}
+{{- if and (ne $v.workers.kind "none") (not $url) }}
+{{- $wrong = append $wrong (printf "workers.kind: found %s without a store; allowed with storage.url, where their partition and states are" $v.workers.kind) }}
+{{- end }}
+{{- if and $url (not $v.storage.existingSecret) }}
+{{- $wrong = append $wrong "storage.existingSecret: found none with a store; allowed: a Secret with its credentials, made outside of the chart" }}
+{{- end }}
+{{- if and $v.workers.partition.prepare (eq $v.workers.kind "none") }}
+{{- $wrong = append $wrong "workers.partition.prepare: found with workers.kind none; allowed: with workers, who serve the partition" }}
+{{- end }}
+{{- if and (eq $v.workers.device "cuda") (not (include "fedloom.hasGpu" .)) }}
+{{- $wrong = append $wrong "workers.device: found cuda without a GPU; allowed with one among workers.resources.limits, such as nvidia.com/gpu: 1" }}
+{{- end }}
+{{- if and (eq $v.tls.mode "secret") (not $v.tls.secret.name) }}
+{{- $wrong = append $wrong "tls.secret.name: found none with tls.mode secret; allowed: a Secret with the aggregator's certificate" }}
+{{- end }}
+{{- if and (eq $v.tls.mode "secret") $v.tls.mutual (not $v.tls.secret.ca) }}
+{{- $wrong = append $wrong "tls.secret.ca: found none with tls.mutual; allowed: the key of the authorities whose certificates peers must have" }}
+{{- end }}
+{{- if and (eq $v.tls.mode "secret") $v.tls.mutual (ne $v.workers.kind "none") (not $v.workers.tls.existingSecret) }}
+{{- $wrong = append $wrong "workers.tls.existingSecret: found none with tls.mode secret and tls.mutual; allowed: a Secret with the workers' own certificate" }}
+{{- end }}
+{{- if and (include "fedloom.unprotected" .) (not $v.insecure) }}
+{{- if eq $v.tls.mode "none" }}
+{{- $wrong = append $wrong "tls.mode: found none; allowed with insecure: true, where a gateway or a mesh encrypts" }}
+{{- end }}
+{{- if not (include "fedloom.known" .) }}
+{{- $wrong = append $wrong "tls.mutual: found no way to know who comes; allowed: tls.mutual, auth.tokens.existingSecret, or insecure: true" }}
+{{- end }}
+{{- end }}
+{{- if and $v.auth.identities (not (include "fedloom.known" .)) }}
+{{- $wrong = append $wrong "auth.identities: found, and nobody has to say who they are; allowed with tls.mutual or auth.tokens.existingSecret" }}
+{{- end }}
+{{- if and $v.auth.tokens.existingSecret (not (include "fedloom.mutual" .)) (ne $v.workers.kind "none") (not $v.workers.token.existingSecret) }}
+{{- $wrong = append $wrong "workers.token.existingSecret: found none, and peers are known by tokens alone; allowed: a Secret with a token" }}
+{{- end }}
+{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.peers) (eq $v.workers.kind "none") }}
+{{- $wrong = append $wrong "networkPolicy.peers: found none with workers.kind none, so that nobody could dial the aggregator; allowed: who may, such as [{ipBlock: {cidr: 203.0.113.0/24}}], or networkPolicy.enabled: false" }}
+{{- end }}
+{{- if and $v.networkPolicy.enabled $url (not $v.networkPolicy.store.to) (not $v.seaweedfs.enabled) }}
+{{- $wrong = append $wrong "networkPolicy.store.to: found none with a store, which pods could not reach; allowed: where it is, such as [{ipBlock: {cidr: 198.51.100.7/32}}], or networkPolicy.enabled: false" }}
+{{- end }}
+{{- if and $v.networkPolicy.enabled $v.metrics.serviceMonitor.enabled (not $v.networkPolicy.metrics) }}
+{{- $wrong = append $wrong "networkPolicy.metrics: found none with metrics.serviceMonitor.enabled, so that Prometheus could not read; allowed: where it is, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" }}
+{{- end }}
+{{- if and (not $v.metrics.enabled) (or $v.metrics.serviceMonitor.enabled $v.metrics.prometheusRule.enabled $v.metrics.dashboard.enabled) }}
+{{- $wrong = append $wrong "metrics.enabled: found false with a monitor, alerts or a dashboard; allowed: true with them" }}
+{{- end }}
+{{- if and (or $v.gateway.tlsRoute.enabled $v.gateway.grpcRoute.enabled) (not $v.gateway.parentRefs) }}
+{{- $wrong = append $wrong "gateway.parentRefs: found none with a route; allowed: the gateways that it belongs to" }}
+{{- end }}
+{{- if and $v.gateway.tlsRoute.enabled (eq $v.tls.mode "none") }}
+{{- $wrong = append $wrong "gateway.tlsRoute.enabled: found with tls.mode none, and it lets TLS through; allowed with TLS, or gateway.grpcRoute" }}
+{{- end }}
+{{- if and $v.gateway.tlsRoute.enabled (not $v.gateway.hostnames) }}
+{{- $wrong = append $wrong "gateway.hostnames: found none with gateway.tlsRoute; allowed: names under which members dial, by which TLS is routed" }}
+{{- end }}
+{{- if and $v.gateway.grpcRoute.enabled (ne $v.tls.mode "none") }}
+{{- $wrong = append $wrong (printf "gateway.grpcRoute.enabled: found with tls.mode %s, and TLS would end at the gateway; allowed with tls.mode none, or gateway.tlsRoute" $v.tls.mode) }}
+{{- end }}
+{{- if and $v.ingress.enabled (not $v.ingress.host) }}
+{{- $wrong = append $wrong "ingress.host: found none; allowed: the name under which members dial" }}
+{{- end }}
+{{- if and $v.seaweedfs.enabled $v.storage.endpoint }}
+{{- $wrong = append $wrong "storage.endpoint: found with seaweedfs.enabled; allowed: one of them" }}
+{{- end }}
+{{- if and (ne $v.service.type "LoadBalancer") (or $v.service.loadBalancerClass $v.service.loadBalancerSourceRanges) }}
+{{- $wrong = append $wrong (printf "service.type: found %s with what only a load balancer has; allowed: LoadBalancer" $v.service.type) }}
+{{- end }}
+{{- if $wrong }}
+{{- fail (printf "\n\nThese values cannot be installed:\n  - %s\n" (join "\n  - " $wrong)) }}
+{{- end }}
+{{- end }}
+
+{{- define "fedloom.hasGpu" -}}
+{{- range $name, $count := (.Values.workers.resources).limits }}{{ if contains "/" $name }}true{{ end }}{{ end -}}
+{{- end }}

@@ -1,0 +1,122 @@
+"""Metrics for Prometheus: all that a federation's activity knows, over HTTP, in the form that Prometheus reads."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from transport_support import make_aggregator
+
+from fedloom.errors import ExperimentError
+from fedloom.federation.activity import Activity, ClientCounts, Group, Measured, Totals
+from fedloom.run.metrics import Metrics, families, metrics_served
+from fedloom.trust.options import Protection
+
+ROOT = Path(__file__).parents[2]
+NOW = Activity(
+    run="hospitals",
+    method="pefll",
+    phase="training",
+    time=1000.0,
+    since=990.0,
+    round=12,
+    rounds=None,
+    durable_round=10,
+    durable_at=970.0,
+    paused_by="operator",
+    clients=ClientCounts(roster=9, observing=2, connected=8, absent=1, cohort=5, answered=4),
+    awaited=3,
+    late=1,
+    measured=Measured(10, {"seen": Group(7, 0.8, 0.6, 0.81, 0.5), "unseen": Group(2, None, None, None, 0.7)}),
+    train_loss=0.25,
+    totals=Totals(12, 1, 240.0, 33.5, 4096, 8192, {"Start": 20.0, "server": 13.5}, {"training": 33.5}, {"garbage": 2}),
+)
+
+
+def samples(activity: Activity, certificate_end: float | None = None) -> dict[tuple[str, str], float]:
+    class Told:
+        def collect(self) -> Any:
+            return families(activity, certificate_end)
+
+        def describe(self) -> tuple[()]:
+            return ()
+
+    registry = CollectorRegistry()
+    registry.register(Told())
+    text = generate_latest(registry).decode()
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_part_of_an_activity_is_a_metric() -> None:
+    end = (datetime.now(UTC) + timedelta(days=1)).timestamp()
+    found = samples(NOW, end)
+    expected = {
+        ("fedloom_phase", "training"): 1, ("fedloom_phase", "waiting"): 0, ("fedloom_paused", ""): 1,
+        ("fedloom_round", ""): 12, ("fedloom_durable_round", ""): 10, ("fedloom_durable_timestamp_seconds", ""): 970,
+        ("fedloom_clients", "connected"): 8, ("fedloom_clients", "absent"): 1,
+        ("fedloom_cohort_answered_clients", ""): 4,
+        ("fedloom_awaited_clients", ""): 3, ("fedloom_late_clients", ""): 1, ("fedloom_workers", ""): 0,
+        ("fedloom_rounds_total", ""): 12, ("fedloom_failed_attempts_total", ""): 1,
+        ("fedloom_client_steps_total", ""): 240, ("fedloom_received_bytes_total", ""): 4096,
+        ("fedloom_sent_bytes_total", ""): 8192, ("fedloom_exchange_seconds_total", "server"): 13.5,
+        ("fedloom_phase_seconds_total", "training"): 33.5, ("fedloom_refusals_total", "garbage"): 2,
+        ("fedloom_accuracy", "seen,worst_decile"): 0.6, ("fedloom_loss", "unseen"): 0.7,
+        ("fedloom_train_loss", ""): 0.25, ("fedloom_measured_round", ""): 10,
+        ("fedloom_certificate_end_timestamp_seconds", ""): end,
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == pytest.approx(expected)
+    assert ("fedloom_rounds_planned", "") not in found
+    assert ("fedloom_accuracy", "unseen,mean") not in found
+
+
+def test_what_is_not_known_is_no_metric() -> None:
+    found = {name for name, _ in samples(Activity("a", "fedavg", "waiting", 1.0, 1.0))}
+    assert "fedloom_round" in found
+    assert not found & {"fedloom_durable_round", "fedloom_accuracy", "fedloom_certificate_end_timestamp_seconds"}
+
+
+def test_page_dashboard_and_alerts_name_metrics_that_there_are() -> None:
+    there = {name for name, _ in samples(replace(NOW, rounds=20), 1.0)}
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for path in (ROOT / "charts/fedloom/templates/monitoring.yaml", ROOT / "charts/fedloom/files/dashboard.json"):
+        named = set(re.findall(r"fedloom_[a-z_]+", path.read_text()))
+        assert named
+        assert named <= there, path
+    assert [name for name in there if f"`{name}`" not in page] == []
+
+
+def test_metrics_are_served_while_the_aggregator_lives() -> None:
+    aggregator = make_aggregator()
+    aggregator.start("127.0.0.1:0")
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/metrics"
+    with metrics_served(f"127.0.0.1:{port}", aggregator.activity, Protection()):
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read().decode()
+        assert 'fedloom_phase{phase="waiting"} 1.0' in text
+        assert "process_resident_memory_bytes" in text
+        with pytest.raises(ExperimentError), metrics_served(f"127.0.0.1:{port}", aggregator.activity, Protection()):
+            pass
+        aggregator.stop()
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            urllib.request.urlopen(url, timeout=10)
+        assert failed.value.code == 500
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=10)
+    assert Metrics(aggregator.activity, Protection()).describe() == ()

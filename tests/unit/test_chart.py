@@ -1,0 +1,378 @@
+"""The chart, by the real Helm: what it renders, what it refuses, and what must not change (docs/chart.md)."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import helm
+import kubernetes_validate
+import pytest
+import yaml
+from helm import CHART, ROOT, SCENARIOS
+
+import fedloom
+from fedloom import experiment as experiments
+
+GOLDEN = ROOT / "tests" / "fixtures" / "chart"
+VERSIONS = ("1.31", "1.35")
+CUSTOM = {"cert-manager.io", "gateway.networking.k8s.io", "monitoring.coreos.com"}
+"""Groups whose schemas are no part of Kubernetes."""
+IMMUTABLE = {
+    "StatefulSet": ("selector", "serviceName", "podManagementPolicy", "volumeClaimTemplates"),
+    "Deployment": ("selector",),
+    "PersistentVolumeClaim": ("accessModes", "storageClassName"),
+    "Service": ("clusterIP",),
+}
+"""What the API server refuses to change, by kind."""
+
+
+def sampled(names: Iterable[str], first: Collection[str]) -> list[Any]:
+    """Names as parameters: all but the first few only in the second tier."""
+    return [pytest.param(name, marks=() if name in first else pytest.mark.cluster) for name in names]
+
+
+pytestmark = pytest.mark.xdist_group("helm")
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("generate_chart", ROOT / "docs" / "generate_chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def values() -> dict[str, Any]:
+    return dict(yaml.safe_load((CHART / "values.yaml").read_text()))
+
+
+def of_kind(text: str, kind: str) -> list[dict[str, Any]]:
+    return [item for item in helm.objects(text) if item["kind"] == kind]
+
+
+# ---- what needs no Helm
+
+
+def test_the_readme_is_made_from_the_values_as_they_are() -> None:
+    assert generator().readme() == (CHART / "README.md").read_text(), "make docs"
+
+
+def test_every_value_has_a_schema_and_every_key_of_the_schema_a_value() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    refused = {"global", "replicaCount", "persistence", "config", "secret", "token"}
+
+    def compare(value: Any, rule: dict[str, Any], path: str) -> None:
+        rule = schema["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
+        if not isinstance(value, dict) or "properties" not in rule:
+            return
+        assert rule["additionalProperties"] is False, path
+        there = set(rule["properties"]) - (refused if not path else set())
+        optional = {"requests", "limits"} if path.endswith("resources") else set()
+        assert there - optional <= set(value) <= there, path
+        for key, inside in value.items():
+            compare(inside, rule["properties"][key], f"{path}.{key}")
+
+    compare(values(), schema, "")
+
+
+def test_chart_and_project_have_one_version() -> None:
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert about["appVersion"] == fedloom.__version__
+    assert "dependencies" not in about
+
+
+# ---- what Helm renders
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_scenario_is_what_was_looked_at(scenario: str) -> None:
+    """The golden files: ``FEDLOOM_GOLDEN=1`` writes them anew, to be read before they are committed."""
+    text = helm.rendered(scenario)
+    golden = GOLDEN / f"{scenario}.yaml"
+    if os.environ.get("FEDLOOM_GOLDEN"):
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_objects_are_valid_and_named_apart(scenario: str) -> None:
+    found = helm.objects(helm.rendered(scenario))
+    names = [(item["apiVersion"], item["kind"], item["metadata"]["name"]) for item in found]
+    assert len(names) == len(set(names))
+    for item in found:
+        assert item["metadata"]["namespace"] == "fl"
+        assert len(item["metadata"]["name"]) <= 63
+        if item["apiVersion"].split("/")[0] not in CUSTOM:
+            for version in VERSIONS:
+                kubernetes_validate.validate(item, version, strict=True)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_pods_stand_the_restricted_standard_and_have_no_rights(scenario: str) -> None:
+    text = helm.rendered(scenario)
+    assert not [item for item in helm.objects(text) if "rbac" in item["apiVersion"] or item["kind"] == "ServiceAccount"]
+    for name, pod in helm.pods(text):
+        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["requests"]
+            assert "memory" in container["resources"]["limits"]
+            assert not container["image"].endswith(":latest")
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted <= {volume["name"] for volume in pod["volumes"]}
+            assert not any("subPath" in mount for mount in container["volumeMounts"])  # they are never updated
+        for volume in pod["volumes"]:
+            assert set(volume) - {"name"} <= {"emptyDir", "configMap", "secret", "persistentVolumeClaim"}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_object_holds_a_secret(scenario: str) -> None:
+    text = helm.rendered(scenario)
+    assert not of_kind(text, "Secret")
+    assert "BEGIN" not in text
+    assert not re.search(r"fedloom_[0-9a-zA-Z]+_[0-9a-zA-Z_-]{43}", text)
+    for name, pod in helm.pods(text):
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            for entry in container["env"]:
+                if re.search(r"KEY_ID|ACCESS_KEY|PASSWORD|FEDLOOM_TOKEN$", entry["name"]):
+                    assert "secretKeyRef" in entry["valueFrom"], (name, entry["name"])
+
+
+@pytest.mark.parametrize("scenario", sampled(SCENARIOS, {"silos"}))
+def test_rendered_twice_the_bytes_are_equal(scenario: str) -> None:
+    helm.rendered.cache_clear()
+    first = helm.rendered(scenario)
+    helm.rendered.cache_clear()
+    assert helm.rendered(scenario) == first
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_aggregator_is_one_and_is_probed_where_probes_can(scenario: str) -> None:
+    text = helm.rendered(scenario)
+    (aggregator,) = [item for item in of_kind(text, "StatefulSet") if item["metadata"]["name"].endswith("-aggregator")]
+    assert aggregator["spec"]["replicas"] == 1
+    assert "volumeClaimTemplates" not in aggregator["spec"]
+    pod = aggregator["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    arguments = dict(argument.partition("=")[::2] for argument in container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == ports["health"]
+    assert arguments["--listen"] == f"0.0.0.0:{ports['grpc']}"
+    assert arguments["--health"] == f"0.0.0.0:{ports['health']}"
+    assert arguments.get("--metrics") == (f"0.0.0.0:{ports['metrics']}" if "metrics" in ports else None)
+    startup, liveness = container["startupProbe"], container["livenessProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60
+    assert pod["terminationGracePeriodSeconds"] >= 60
+    if "--publish" not in arguments:
+        assert arguments["--out"].startswith("/state/")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_network_policies_are_closed(scenario: str) -> None:
+    text = helm.rendered(scenario)
+    policies = of_kind(text, "NetworkPolicy")
+    selected = {json.dumps(policy["spec"]["podSelector"], sort_keys=True) for policy in policies}
+    labels = [pod["metadata"]["labels"] for pod in of_kind(text, "Pod")]
+    chosen = [json.loads(each)["matchLabels"].items() for each in selected]
+    assert all(any(each <= label.items() for each in chosen) for label in labels)
+    for item in (*of_kind(text, "StatefulSet"), *of_kind(text, "Deployment")):
+        assert json.dumps(item["spec"]["selector"], sort_keys=True) in selected
+    for policy in policies:
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        for rule in (*policy["spec"]["ingress"], *policy["spec"]["egress"]):
+            assert rule.get("from") or rule.get("to")
+            assert rule["ports"]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_selectors_find_the_pods_that_they_mean(scenario: str) -> None:
+    text = helm.rendered(scenario)
+    labels = [
+        item["spec"]["template"]["metadata"]["labels"]
+        for item in helm.objects(text)
+        if "template" in item.get("spec", {})
+    ]
+    for item in helm.objects(text):
+        spec = item.get("spec", {})
+        selector = spec.get("selector", {}) if item["kind"] in ("Service", "PodDisruptionBudget") else {}
+        selector = selector.get("matchLabels", selector)
+        if selector:
+            assert sum(selector.items() <= label.items() for label in labels) == 1, item["metadata"]["name"]
+        if item["kind"] == "ServiceMonitor":
+            chosen = [s for s in of_kind(text, "Service") if selector_of(item) <= s["metadata"]["labels"].items()]
+            assert [port["name"] for port in chosen[0]["spec"]["ports"]] == ["health", "metrics"]
+            assert len(chosen) == 1
+
+
+def selector_of(item: dict[str, Any]) -> Any:
+    return item["spec"]["selector"]["matchLabels"].items()
+
+
+@pytest.mark.parametrize("scenario", sampled(SCENARIOS, {"silos"}))
+def test_an_upgrade_changes_nothing_that_cannot_change_and_restarts_nothing_by_itself(
+    scenario: str, tmp_path: Path
+) -> None:
+    later = tmp_path / "fedloom"
+    shutil.copytree(CHART, later)
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    (later / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "0.2.0"}))
+    before = {named(item): item for item in helm.objects(helm.rendered(scenario))}
+    after = {named(item): item for item in helm.objects(helm.rendered(scenario, chart=later))}
+    assert set(before) == set(after)
+    for name, item in before.items():
+        for key in IMMUTABLE.get(item["kind"], ()):
+            assert item["spec"].get(key) == after[name]["spec"].get(key), (name, key)
+        if "template" in item.get("spec", {}):
+            assert item["spec"]["template"] == after[name]["spec"]["template"], name
+    assert any(item["metadata"]["labels"]["helm.sh/chart"] == "fedloom-0.2.0" for item in after.values()
+               if "helm.sh/chart" in item["metadata"].get("labels", {}))  # fmt: skip
+
+
+def named(item: dict[str, Any]) -> tuple[str, str]:
+    return item["kind"], item["metadata"]["name"]
+
+
+def test_another_experiment_rolls_the_aggregator_over_and_nobody_else() -> None:
+    before = {named(item): item for item in helm.objects(helm.rendered("trial"))}
+    changed = helm.rendered("trial", "--set", "experiment.values.federation.rounds=60")
+    after = {named(item): item for item in helm.objects(changed)}
+    assert [name for name in before if before[name] != after[name]] == [
+        ("ConfigMap", "fed-fedloom-experiment"),
+        ("StatefulSet", "fed-fedloom-aggregator"),
+    ]
+    revised = helm.rendered("silos", "--set-string", "experiment.revision=8")
+    (was,) = [item for item in of_kind(helm.rendered("silos"), "StatefulSet") if "aggregator" in named(item)[1]]
+    (now,) = [item for item in of_kind(revised, "StatefulSet") if "aggregator" in named(item)[1]]
+    assert was["spec"]["template"]["metadata"] != now["spec"]["template"]["metadata"]
+
+
+@pytest.mark.parametrize("scenario", ["members", "trial", "gateway"])
+def test_the_experiment_in_the_config_map_is_the_one_that_was_given(scenario: str, tmp_path: Path) -> None:
+    given = yaml.safe_load((CHART / "ci" / f"{scenario}-values.yaml").read_text())["experiment"]["values"]
+    (config,) = [item for item in of_kind(helm.rendered(scenario), "ConfigMap") if "experiment.yaml" in item["data"]]
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(given))
+    (tmp_path / "rendered.yaml").write_text(config["data"]["experiment.yaml"])
+    assert experiments.load(tmp_path / "given.yaml") == experiments.load(tmp_path / "rendered.yaml")
+
+
+# ---- what Helm refuses
+
+REFUSED = {
+    "two aggregators": ({"aggregator": {"replicas": 2}}, "aggregator.replicas: found 2; allowed: 1"),
+    "no experiment": ({"experiment": {"values": None}}, "experiment: found none; allowed: experiment.values"),
+    "a key of another chart": ({"replicaCount": 3}, "replicaCount: no key of this chart; an aggregator is one"),
+    "a secret": ({"token": "x"}, "token: no key of this chart; secrets are made outside"),
+    "a key that nobody knows": ({"aggregator": {"memory": "2Gi"}}, "additional properties 'memory' not allowed"),
+    "a word for a number": ({"workers": {"replicas": "many"}}, "/workers/replicas"),
+    "no workers by number": ({"workers": {"replicas": 0}}, "minimum: got 0, want 1"),
+    "latest": ({"image": {"tag": "latest"}}, "image.tag: found latest"),
+    "a store without a URL": ({"state": {"kind": "objectStore"}}, "state.kind: found objectStore without a store"),
+    "workers without a store": (
+        {"workers": {"kind": "StatefulSet"}},
+        "workers.kind: found StatefulSet without a store",
+    ),
+    "a store without credentials": ({"storage": {"url": "s3://bucket/p"}}, "storage.existingSecret: found none"),
+    "a store that pods cannot reach": (
+        {"storage": {"url": "s3://bucket/p", "existingSecret": "s"}},
+        "networkPolicy.store.to: found none",
+    ),
+    "a store that is no URL": ({"storage": {"url": "/data"}}, "/storage/url"),
+    "plaintext": ({"tls": {"mode": "none"}}, "tls.mode: found none; allowed with insecure: true"),
+    "strangers": ({"tls": {"mutual": False}}, "tls.mutual: found no way to know who comes"),
+    "mutual TLS without authorities": (
+        {"tls": {"mode": "secret", "secret": {"name": "t", "ca": ""}}},
+        "tls.secret.ca: found none with tls.mutual",
+    ),
+    "TLS without a Secret": ({"tls": {"mode": "secret"}}, "tls.secret.name: found none"),
+    "identities of nobody": (
+        {"tls": {"mutual": False}, "insecure": True, "auth": {"identities": [{"name": "a"}]}},
+        "auth.identities: found, and nobody has to say who they are",
+    ),
+    "nobody may dial": ({"networkPolicy": {"peers": None}}, "networkPolicy.peers: found none"),
+    "a peer without a place": ({"networkPolicy": {"peers": [{}]}}, "/networkPolicy/peers/0"),
+    "Prometheus may not read": (
+        {"networkPolicy": {"metrics": None}, "metrics": {"serviceMonitor": {"enabled": True}}},
+        "networkPolicy.metrics: found none",
+    ),
+    "a monitor without metrics": (
+        {"metrics": {"enabled": False, "dashboard": {"enabled": True}}},
+        "metrics.enabled: found false",
+    ),
+    "a route to nowhere": ({"gateway": {"tlsRoute": {"enabled": True}}}, "gateway.parentRefs: found none"),
+    "TLS that ends where it does not": (
+        {"gateway": {"grpcRoute": {"enabled": True}, "parentRefs": [{"name": "g"}]}},
+        "gateway.grpcRoute.enabled: found with tls.mode certManager",
+    ),
+    "a GPU that is not asked for": ({"workers": {"device": "cuda"}}, "workers.device: found cuda without a GPU"),
+    "too little time to stop": ({"aggregator": {"terminationGracePeriodSeconds": 5}}, "minimum: got 5, want 60"),
+    "an environment variable without a name": (
+        {"aggregator": {"extraEnv": [{"value": "x"}]}},
+        "missing property 'name'",
+    ),
+    "ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host: found none"),
+}
+
+
+@pytest.mark.parametrize("wrong", sampled(REFUSED, {"two aggregators", "plaintext", "latest"}))
+def test_what_cannot_be_is_refused_with_key_found_and_allowed(wrong: str, tmp_path: Path) -> None:
+    given, said = REFUSED[wrong]
+    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
+    base["metrics"] = {}
+    tree = merged(base, given)
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(tree))
+    done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
+    assert done.returncode != 0
+    assert not done.stdout
+    assert said in done.stderr
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    tree = copy.deepcopy(base)
+    for key, value in over.items():
+        tree[key] = merged(tree.get(key) or {}, value) if isinstance(value, dict) else value
+    return tree
+
+
+def test_all_mistakes_are_said_at_once() -> None:
+    done = helm.run("template", "fed", CHART, "--set", "tls.mode=none")
+    for key in ("experiment:", "tls.mode:", "tls.mutual:", "networkPolicy.peers:"):
+        assert key in done.stderr
+
+
+def test_an_older_kubernetes_is_refused() -> None:
+    values_file = CHART / "ci" / "members-values.yaml"
+    done = helm.run("template", "fed", CHART, "-f", values_file, "--kube-version", "1.30.0")
+    assert done.returncode != 0
+    assert "1.31" in done.stderr
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_lint_finds_nothing_and_the_notes_fit_the_values(scenario: str) -> None:
+    values_file = CHART / "ci" / f"{scenario}-values.yaml"
+    linted = helm.run("lint", "--strict", CHART, "-f", values_file)
+    assert linted.returncode == 0, linted.stdout
+    done = helm.run("install", "fed", CHART, "-n", "fl", "-f", values_file, "--dry-run=client")
+    assert done.returncode == 0, done.stderr
+    notes = done.stdout.partition("NOTES:")[2]
+    for name in re.findall(r"(?:statefulset/|service |claim )([a-z0-9-]+)", notes):
+        assert name in done.stdout.partition("NOTES:")[0], name
+    assert "<no value>" not in done.stdout
