@@ -17,7 +17,21 @@ from typing import Annotated, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import certificates, cluster, data, pack, pipeline, run, runs, schema, serve, token, use, worker
+from fedloom.cli import (
+    certificates,
+    cluster,
+    data,
+    pack,
+    pipeline,
+    run,
+    runs,
+    schema,
+    serve,
+    status,
+    token,
+    use,
+    worker,
+)
 from fedloom.cli.characters import write_anything
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
 from fedloom.logs import JsonLines, structured
@@ -42,6 +56,8 @@ app.command("worker")(worker.worker)
 app.command("serve")(serve.serve)
 app.command("personalize")(use.personalize)
 app.command("evaluate")(use.evaluate)
+app.command("status")(status.status)
+app.command("clients")(status.clients)
 app.command("runs")(runs.runs)
 app.command("report")(use.report)
 app.command("compare")(use.compare)
@@ -55,6 +71,7 @@ data_app.command("pack")(pack.pack)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(status.federation, name="federation")
 app.add_typer(token.app, name="token")
 app.add_typer(certificates.app, name="certificates")
 

@@ -49,7 +49,7 @@ def _row(run: Listed, folder: Path) -> tuple[str, ...]:
 
     where = str(Path(run.path).relative_to(folder)) if Path(run.path) != folder else folder.resolve().name
     when = "" if run.changed is None else time.strftime("%m-%d %H:%M", time.localtime(run.changed))
-    rounds = "" if run.rounds is None else f"{run.done}/{run.rounds}"
+    rounds = "" if run.done is None else f"{run.done}" if run.rounds is None else f"{run.done}/{run.rounds}"
     groups = (_score(run.seen, run.seen_loss), _score(run.unseen, run.unseen_loss))
     return (where, run.method or "", run.dataset or "", rounds, *groups, run.state, when)
 

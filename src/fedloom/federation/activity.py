@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from fedloom.federation.journal import Attempt
 
 Phase = Literal[
-    "waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed", "running", "interrupted"
-]
+    "waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed",
+    "running", "interrupted", "published",
+]  # fmt: skip
 """``waiting`` for members or workers. From the files of a run alone: ``running`` where a process is at work on it,
-``interrupted`` where none is and it has not come to its end."""
+``interrupted`` where none is and it has not come to its end; ``published`` of what a store has of a run that has not,
+which does not say whether a process is at work."""
 
 OVER: frozenset[Phase] = frozenset(("finished", "failed", "interrupted"))
 """Phases of which a process makes nothing more."""
@@ -185,9 +187,9 @@ class Activity:
     incarnation
         Of the aggregator's process; empty from files.
     time, started
-        When this was so, and when the process began; from files, when they last changed, and None.
+        When this was so, and when the process began; None from files.
     phase, since, message
-        What is done, since when, and what a person should know of it.
+        What is done, since when (from files: when they last changed), and what a person should know of it.
     round, rounds
         The last round that is done, and how many there are to be; None: no end.
     doing, attempt

@@ -196,11 +196,15 @@ class RunFolder:
         """Give the objects of a JSON-lines file one after another, however many there are; none if it is not there."""
         return (line.object for line in self.placed(name) if line.object is not None)
 
-    def placed(self, name: str, skipped: Callable[[bytes], bool] = bytes.isspace) -> Iterator[Placed]:
-        """Give the lines of a JSON-lines file but those ``skipped``, and where they are; none if it is not there."""
-        path, end = self.path / name, 0
+    def placed(self, name: str, skipped: Callable[[bytes], bool] = bytes.isspace, start: int = 0) -> Iterator[Placed]:
+        """Give the lines of a JSON-lines file but those ``skipped``, and where they are; none if it is not there.
+
+        They begin at the byte ``start``, where a line does.
+        """
+        path, end = self.path / name, start
         try:
             with open_file(path) as file:
+                file.seek(start)
                 for line in file:  # of bytes: lines end with \n alone
                     start, end = end, end + len(line)
                     if not skipped(line):

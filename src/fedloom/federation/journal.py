@@ -332,19 +332,26 @@ class Replay:
     def _read(self, start: int) -> Attempt:
         assert self._lines is not None
         end = self._lines.find(b"\n", start)
-        return _attempt(as_object(self._lines[start : None if end < 0 else end]) or {}, self._folder)
+        return attempt_of(as_object(self._lines[start : None if end < 0 else end]) or {}, self._folder)
 
 
 def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
     """The attempts in a folder's journal, and where they are; only a last line cut short by a crash may be none."""
     for line in folder.placed(NAME):
         if line.object is not None:
-            yield _attempt(line.object, folder), line
+            yield attempt_of(line.object, folder), line
         elif line.whole:
             raise DataError(f"{folder.path / NAME}: damaged, found a line at byte {line.start} that is no JSON object")
 
 
-def _attempt(line: dict[str, Any], folder: RunFolder) -> Attempt:
+def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
+    """Return what a line of a folder's journal says.
+
+    Raises
+    ------
+    DataError
+        If it says something else.
+    """
     try:
         conversations = [
             ConversationRecord(record["clients"], [Loss(**loss) for loss in record["lost"]])

@@ -94,9 +94,84 @@ class Record:
     incarnation: str
     files: Mapping[str, Sequence[str]]
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is that of a finished run, all of it."""
+        return any(blobs[0].startswith(FOLDER) for blobs in self.files.values())
+
 
 _ADAPTER = TypeAdapter(Record)
 _BLOB = re.compile(rf"(\d{{8}}|{FOLDER})-[0-9a-f]{{64}}")
+
+
+class Look:
+    """A look at a published run, again and again, without its checkpoints: only what is new is fetched.
+
+    Parameters
+    ----------
+    store
+        The run's place.
+    folder
+        Gets the files; nobody else's.
+    """
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self._store, self.folder = store, RunFolder(folder)
+        self._source = Published(self.folder, store, "")
+        self._blobs = folder / "blobs"
+        self._last: Record | None = None
+
+    @property
+    def url(self) -> str:
+        """The run's place."""
+        return self._store.url
+
+    def refresh(self) -> Record | None:
+        """Bring the folder up to the last publication, and return its record; None if nothing is published.
+
+        Raises
+        ------
+        DataError
+            If what is published is missing or damaged.
+        StorageError, RefusedError
+            If the store fails, or refuses us.
+        """
+        record = self._source.latest()
+        while record is not None and record != self._last:
+            try:
+                for name, blobs in record.files.items():
+                    if not name.startswith(CHECKPOINTS):
+                        self._bring(name, blobs)
+            except Absent as error:
+                newer = self._source.latest()  # an aggregator at work has removed what this one needs
+                if newer is None or newer.number == record.number:
+                    raise DataError(f"{self._store.url}: the published run is not whole: {error}") from error
+                record = newer
+            else:
+                self._last = record
+        return record
+
+    def published_at(self, record: Record) -> float:
+        """When a record was written, in seconds since 1970."""
+        name = _name(record.number)
+        return max((entry.modified for entry in self._store.entries(name) if entry.name == name), default=0.0)
+
+    def _bring(self, name: str, blobs: Sequence[str]) -> None:
+        before = () if self._last is None else self._last.files.get(name, ())
+        if list(before) == list(blobs):
+            return
+        with storing(self.folder.path / name):
+            self._blobs.mkdir(parents=True, exist_ok=True)
+            for blob in blobs:
+                if not (self._blobs / _digest(blob)).exists():
+                    self._store.download(f"blobs/{blob}", self._blobs / _digest(blob))
+            content = b"".join((self._blobs / _digest(blob)).read_bytes() for blob in blobs)
+            for blob in set(map(_digest, before)) - set(map(_digest, blobs)):
+                (self._blobs / blob).unlink(missing_ok=True)
+            path = self.folder.path / name
+            if path.exists() and not content.startswith(path.read_bytes()):
+                path.unlink()  # another file than one that has grown: who reads on from where it was sees that
+            path.write_bytes(content)
 
 
 class Published:
@@ -123,7 +198,7 @@ class Published:
     @property
     def finished(self) -> bool:
         """Whether the publication taken up or written last is that of a finished run, all of it."""
-        return self._last is not None and any(blobs[0].startswith(FOLDER) for blobs in self._last.files.values())
+        return self._last is not None and self._last.is_finished
 
     @property
     def is_behind(self) -> bool:
@@ -153,13 +228,13 @@ class Published:
         StorageError, RefusedError
             If the store fails, or refuses us; or the folder cannot be written.
         """
-        record = self._latest()
+        record = self.latest()
         while record is not None:
             try:
                 self._fetch(record, check)
             except Absent as error:
                 # Perhaps an aggregator that is still at work has published again, and removed what this record needs.
-                newer = self._latest()
+                newer = self.latest()
                 if newer is None or newer.number == record.number:
                     raise DataError(f"{self._store.url}: the published run is not whole: {error}") from error
                 record = newer
@@ -243,7 +318,8 @@ class Published:
         self._last, self._blobs = record, _by_digest(record)
         self._sweep(record)
 
-    def _latest(self) -> Record | None:
+    def latest(self) -> Record | None:
+        """Return the record of the last publication; None without any."""
         newest = self._newest()
         return self._read(newest) if newest else None
 

@@ -13,13 +13,13 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from fedloom.errors import DataError
-from fedloom.federation import tensor_file
 from fedloom.storage import Absent, Store
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger("fedloom.states")
 
@@ -123,6 +123,8 @@ class StoredStates:
         StorageError
             If the store cannot be read.
         """
+        from fedloom.federation import tensor_file  # imports torch, which a journal is read without
+
         name = _name(client, version)
         try:
             content = self._store.read(name)
@@ -150,6 +152,8 @@ class StoredStates:
         StorageError
             If it cannot be written.
         """
+        from fedloom.federation import tensor_file
+
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         self._store.write(_name(client, version), tensor_file.encode(dense, _about(client)), durably=False)
 

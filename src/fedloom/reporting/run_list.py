@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedloom.errors import DataError
 from fedloom.federation.folder import EXPERIMENT, RunFolder
@@ -29,7 +30,7 @@ class Listed:
     name, method, dataset, seed
         Of its experiment; None where that is damaged.
     done, rounds
-        Rounds that are done, and how many there are to be.
+        Rounds that are done, and how many there are to be; None, too, where they have no end.
     seen, unseen
         Mean test accuracy over clients in the last evaluated round, as a fraction; None where nobody was measured or
         the data have no classes.
@@ -70,10 +71,10 @@ def list_runs(folder: Path) -> list[Listed]:
             f"{folder}: found {'a file' if folder.exists() else 'no such folder'}, expected one that holds runs",
             hint="fedloom run EXPERIMENT makes one; runs elsewhere: fedloom runs DIR",
         )
-    return [_listed(path) for path in _run_folders(folder)]
+    return [_listed(path) for path in run_folders(folder)]
 
 
-def _run_folders(folder: Path) -> Iterator[Path]:
+def run_folders(folder: Path) -> Iterator[Path]:
     """Folders of runs; one that has somebody's experiment file and nothing else is none."""
     for path, folders, files in os.walk(folder):
         folders.sort()
@@ -90,17 +91,17 @@ def _listed(path: Path) -> Listed:
         rule = f" {method['rule']}" if "rule" in method else ""
         summary = run.json("summary.json") if (path / "summary.json").exists() else None
         last = summary or (run.last_evaluation() or ({}, 0))[0]
-        rounds = int(e["federation"]["rounds"])
+        rounds = None if e["federation"]["rounds"] is None else int(e["federation"]["rounds"])
         journal = (line.get("round", 0) for line in run.objects("journal.jsonl") if line.get("outcome") == DONE)
         done = int(summary["rounds"]) if summary is not None else max(journal, default=0)
-        ended = FINISHED if summary is not None and done >= rounds else INTERRUPTED
+        ended = FINISHED if is_whole(e, summary, done) else INTERRUPTED
         found = {group: last.get(group) or {} for group in ("seen", "unseen")}
         return Listed(
             path=str(path),
-            state=RUNNING if _held(path) else ended,
+            state=RUNNING if is_held(path) else ended,
             name=str(e["name"]),
             method=f"{method['name']}{rule}",
-            dataset=str(e["data"]["dataset"]),
+            dataset=str(e["data"].get("dataset", "own")),
             seed=int(e["seed"]),
             done=done,
             rounds=rounds,
@@ -108,15 +109,25 @@ def _listed(path: Path) -> Listed:
             unseen=found["unseen"].get("accuracy_mean"),
             seen_loss=found["seen"].get("loss_mean"),
             unseen_loss=found["unseen"].get("loss_mean"),
-            changed=_changed(path),
+            changed=changed_at(path),
         )
     except DataError as error:
-        return Listed(str(path), DAMAGED, changed=_changed(path), fault=str(error))
+        return Listed(str(path), DAMAGED, changed=changed_at(path), fault=str(error))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return Listed(str(path), DAMAGED, changed=_changed(path), fault=f"{path}: not what FedLoom writes ({error!r})")
+        return Listed(
+            str(path), DAMAGED, changed=changed_at(path), fault=f"{path}: not what FedLoom writes ({error!r})"
+        )
 
 
-def _held(path: Path) -> bool:
+def is_whole(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, done: int) -> bool:
+    """Whether a run of which so many rounds are done has come to its end, and has not gone on since with more."""
+    if summary is None or int(summary["rounds"]) < done:
+        return False
+    federation = experiment["federation"]
+    return federation["rounds"] is None or federation.get("until") is not None or done >= int(federation["rounds"])
+
+
+def is_held(path: Path) -> bool:
     """Whether a process works on the run (:meth:`RunFolder.held`)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -128,6 +139,7 @@ def _held(path: Path) -> bool:
     return False
 
 
-def _changed(path: Path) -> float:
+def changed_at(path: Path) -> float:
+    """When a run was last worked on, in seconds since 1970."""
     files = (path / name for name in ("summary.json", "journal.jsonl", "metrics.jsonl", EXPERIMENT))
     return max(file.stat().st_mtime for file in files if file.exists())

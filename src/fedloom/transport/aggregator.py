@@ -438,7 +438,7 @@ class Aggregator:
                 )
             }
         if self._control is not None:
-            asked = ControlService(self._control, self._activity, self._roster_clients, self._tell)
+            asked = ControlService(self._control, self._activity, self._roster_clients, self._announce)
             services[CONTROL] = asked.methods()
         if self._models is not None:
             services[MODELS] = self._models.handlers
@@ -747,8 +747,13 @@ class Aggregator:
             self._notices.workers(count, unserved)
 
     def _tell(self, text: str) -> None:
-        log.warning("%s", text)
+        """Tell a person what the federation waits for, or suffers from."""
         self._monitor.say(text)
+        self._announce(text)
+
+    def _announce(self, text: str) -> None:
+        """Tell a person what has happened."""
+        log.warning("%s", text)
         if self._notices is not None:
             self._notices.say(text)
         if self._say is not None:

@@ -18,8 +18,6 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_STOPPING: _ClassVar[Phase]
     PHASE_FINISHED: _ClassVar[Phase]
     PHASE_FAILED: _ClassVar[Phase]
-    PHASE_RUNNING: _ClassVar[Phase]
-    PHASE_INTERRUPTED: _ClassVar[Phase]
 PHASE_UNSPECIFIED: Phase
 PHASE_WAITING: Phase
 PHASE_TRAINING: Phase
@@ -29,8 +27,6 @@ PHASE_PAUSED: Phase
 PHASE_STOPPING: Phase
 PHASE_FINISHED: Phase
 PHASE_FAILED: Phase
-PHASE_RUNNING: Phase
-PHASE_INTERRUPTED: Phase
 
 class Activity(_message.Message):
     __slots__ = ("run", "method", "incarnation", "time", "started", "phase", "since", "message", "round", "rounds", "doing", "attempt", "durable_round", "durable_at", "paused_by", "clients", "awaited", "late", "awaiting", "rounds_per_s", "client_steps_per_s", "measured", "train_loss", "totals", "workers")

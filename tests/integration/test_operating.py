@@ -1,0 +1,129 @@
+"""An open federation as an operator sees and controls it: processes, TLS, tokens and roles."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from facts import tells
+from run_processes import ended, fedloom, rounds, started, until
+
+from fedloom.data.own import Own
+from fedloom.data.pack import PackSettings, pack
+from fedloom.data.pack.examples import Request
+from fedloom.experiment import load
+from fedloom.federation.checkpoint import Checkpoints
+from fedloom.federation.folder import RunFolder
+from fedloom.run.options import RunOptions
+from fedloom.run.run_experiment import run_experiment
+from fedloom.trust.certificates import make_ca, make_certificate
+from fedloom.trust.tokens import add_token
+
+OWN = Own(kind="features", input_shape=(4,), classes=("a", "b"))
+MEMBERS = ("north", "south")
+
+EXPERIMENT = """\
+name: members
+data: {own: {kind: features, input_shape: [4], classes: [a, b]}}
+model: {name: mlp, hidden: [3]}
+algorithm: {name: fedavg, local: {steps: 1, lr: 0.1}}
+federation: {rounds: null, clients_per_round: 2, min_clients: 2, deadline_s: 60, checkpoint_every_s: 3600}
+evaluation: {every: 1000}
+runtime: {workers: 0}
+"""
+
+TABLE = """\
+version: 1
+identities:
+  - {name: members, token: member, roles: [worker], clients: ["*"]}
+  - {name: eye, token: eye, roles: [watch]}
+  - {name: boss, token: boss, roles: [admin]}
+"""
+
+
+@pytest.mark.slow
+def test_a_paused_federation_is_killed_goes_on_paused_and_is_stopped_and_the_replay_is_equal(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    for name in MEMBERS:
+        np.savez(tmp_path / "source.npz", x=random.normal(size=(40, 4)), y=np.arange(40) % 2)
+        pack(tmp_path / "source.npz", tmp_path / name, PackSettings(name, Request(OWN)))
+    (tmp_path / "members.yaml").write_text(EXPERIMENT)
+    (tmp_path / "identities.yaml").write_text(TABLE)
+    make_ca(tmp_path / "ca")
+    make_certificate("server", tmp_path, tmp_path / "ca", hosts=["127.0.0.1"])
+    tokens = {
+        name: add_token(tmp_path / "tokens.json", name)[0].get_secret_value() for name in ("member", "eye", "boss")
+    }
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    run = tmp_path / "run"
+    files = {"--tls-certificate": "server.crt", "--tls-key": "server.key"}
+    files |= {"--tokens": "tokens.json", "--identities": "identities.yaml"}
+    serve = ["aggregator", tmp_path / "members.yaml", "--listen", address, "--out", run, "--no-report"]
+    serve += [word for option, name in files.items() for word in (option, tmp_path / name)]
+
+    def as_(name: str) -> dict[str, str]:
+        return {"FEDLOOM_TLS_CA": str(tmp_path / "ca/ca.crt"), "FEDLOOM_TOKEN": tokens[name]}
+
+    def asks(*arguments: object, name: str = "eye", code: int = 0) -> str:
+        return fedloom(*arguments, environment=as_(name), code=code)
+
+    def told() -> dict[str, Any]:
+        return json.loads(asks("status", address, "--json"))
+
+    with contextlib.ExitStack() as processes:
+        aggregator = processes.enter_context(started(*serve))
+        for name in MEMBERS:
+            dials = ("worker", "--aggregator", address, "--name", f"w-{name}", "--reconnect", 200)
+            processes.enter_context(started(*dials, "--data", tmp_path / name, environment=as_("member")))
+        until(lambda: (run / "journal.jsonl").exists() and rounds(run) > 2, "rounds")
+        now = told()
+        assert (now["run"], now["phase"], now["clients"]["connected"]) == ("members", "training", 2)
+        assert [(worker["name"], worker["identity"]) for worker in now["workers"]] == [
+            ("w-north", "members"), ("w-south", "members"),
+        ]  # fmt: skip
+        assert tells(asks("clients", address), "north", "connected", "w-north", "south")
+        assert tells(asks("federation", "pause", address, code=4), "error:", "eye", "control the federation")
+
+        asks("federation", "pause", address, name="boss")
+        until(lambda: told()["phase"] == "paused", "the pause")
+        paused = told()
+        assert (paused["durable_round"], paused["paused_by"]) == (paused["round"], "boss")
+        aggregator.kill()
+        aggregator.wait()
+        assert tells(asks("status", run), "interrupted", f"round {paused['round']}", "boss")
+
+        aggregator = processes.enter_context(started(*serve, "--resume"))
+        until(lambda: tells(fedloom_or("", "status", address, environment=as_("eye")), "paused"), "it is paused again")
+        assert told()["round"] == paused["round"]
+        asks("federation", "resume", address, name="boss")
+        until(lambda: rounds(run) > paused["round"] + 3, "more rounds")
+        asks("federation", "stop", address, name="boss")
+        assert tells(ended(aggregator, 130), "boss")
+    events = [json.loads(line) for line in (run / "logs/audit.jsonl").read_text().splitlines()]
+    assert [event["what"] for event in events if event["event"] == "control"] == ["pause", "resume", "stop"]
+    lines = list(RunFolder(run).objects("journal.jsonl"))
+    assert [line["paused"]["by"] for line in lines if "paused" in line] == ["boss"]
+    stopped = json.loads(fedloom("status", run, "--json"))
+    assert (stopped["phase"], stopped["durable_round"]) == ("interrupted", stopped["round"])
+
+    data = tuple(tmp_path / name for name in MEMBERS)
+    options = RunOptions(tmp_path / "again", replay=run, data=data, report=False)
+    run_experiment(load(tmp_path / "members.yaml"), options)
+    made, again = (Checkpoints(folder / "checkpoints").load().state for folder in (run, tmp_path / "again"))
+    assert made.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
+
+
+def fedloom_or(otherwise: str, *arguments: object, environment: dict[str, str]) -> str:
+    """What a command says, or something else if it fails."""
+    try:
+        return fedloom(*arguments, environment=environment)
+    except AssertionError:
+        return otherwise

@@ -1,0 +1,269 @@
+"""``fedloom status`` and ``fedloom clients`` off a run's files, and how a snapshot is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts import tells
+from federations import clients, federation, task
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.cli import status as shown
+from fedloom.cli.main import app
+from fedloom.errors import AbandonedError, DataError
+from fedloom.federation.activity import Activity, Awaited, ConnectedWorker
+from fedloom.federation.control import Control
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import Look, Published
+from fedloom.reporting.run_list import list_runs
+from fedloom.reporting.status import PublishedRun, RunFiles, newest_run
+from fedloom.storage import open_store
+
+EXPERIMENT = """\
+name: small
+seed: 1
+data: {dataset: vowel}
+model: {name: mlp}
+algorithm: {name: fedavg}
+federation: {rounds: ROUNDS, until: null}
+"""
+
+SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 1, "batch_size": 4, "lr": 0.1}})
+
+
+def run(folder: Path, *, made: int = 3, rounds: int | str = 3, lost: dict[int, int] | None = None) -> RunFolder:
+    """The files of a run of which some rounds are made, by the real loop."""
+    data = clients([4, 6, 8])
+    held = federation(
+        folder, FEDAVG, SETTINGS, task(n=3), data, rounds=made, checkpoint_every_s=0, unseen=["c2"], lost=lost
+    )
+    held.run()
+    written = RunFolder(folder)
+    written.write("experiment.yaml", EXPERIMENT.replace("ROUNDS", str(rounds)))
+    written.write("partition.json", held.loop.manifest.to_json())
+    return written
+
+
+def finish(folder: RunFolder, rounds: int) -> None:
+    nothing = {"clients": 2, "accuracy_mean": 0.5, "loss_mean": 1.0}
+    folder.write_json("summary.json", {"rounds": rounds, "seen": nothing, "unseen": None, "global": None})
+
+
+def test_the_files_of_a_run_say_what_it_did(tmp_path: Path) -> None:
+    folder = run(tmp_path, rounds=5, lost={0: 1})
+    now = RunFiles(folder).activity()
+    assert (now.run, now.method, now.phase, now.round, now.rounds) == ("small", "fedavg", "interrupted", 3, 5)
+    assert (now.durable_round, now.totals.rounds, now.totals.failed_attempts) == (3, 3, 0)
+    assert (now.clients.roster, now.clients.observing, now.clients.connected) == (3, 1, None)
+    assert (now.clients.cohort, now.clients.answered) == (2, 1)
+    assert now.measured is not None
+    assert (now.measured.round, now.measured.groups["seen"].clients) == (3, 2)
+    assert now.totals.seconds == pytest.approx(sum(now.totals.exchanges.values()))
+    assert [(c.id, c.observes, c.examples, c.last_round) for c in RunFiles(folder).clients()] == [
+        ("c0", False, 4, 3), ("c1", False, 6, None), ("c2", True, 8, None),
+    ]  # fmt: skip
+
+
+def test_the_phase_of_a_run_that_is_at_work_finished_and_resumed_with_more_rounds(tmp_path: Path) -> None:
+    folder = run(tmp_path)
+    with folder.held():
+        assert RunFiles(folder).activity().phase == "running"
+    finish(folder, 3)
+    assert RunFiles(folder).activity().phase == "finished"
+    folder.write("experiment.yaml", EXPERIMENT.replace("ROUNDS", "9"))
+    assert RunFiles(folder).activity().phase == "interrupted"
+
+
+def test_a_journal_is_read_only_as_far_as_it_has_grown_and_anew_where_it_was_cut(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run")
+    lines = (tmp_path / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    journal = tmp_path / "run" / "journal.jsonl"
+    journal.write_bytes(lines[0] + lines[1][:20])  # the second is being written
+    files = RunFiles(folder)
+    assert files.activity().round == 1
+    with journal.open("ab") as more:
+        more.write(lines[1][20:])
+    assert (files.activity().round, files.activity().totals.rounds) == (2, 2)
+    folder.cut("journal.jsonl", len(lines[0]))
+    assert (files.activity().round, files.activity().totals.rounds) == (1, 1)
+    with journal.open("ab") as more:
+        more.write(b"no object\n")
+    with pytest.raises(DataError, match=r"journal\.jsonl"):
+        files.activity()
+
+
+def test_a_pause_is_told_of_a_run_that_is_not_at_work(tmp_path: Path) -> None:
+    folder = run(tmp_path, rounds=5)
+    held = Control(RunFiles(folder)._monitor, lambda now: None)
+    held.keep(folder)
+    held.pause("operator")
+    assert RunFiles(folder).activity().paused_by == "operator"
+
+
+def test_the_newest_run_is_the_one_worked_on_last(tmp_path: Path) -> None:
+    for name, when in (("b", 100), ("a", 300), ("c", 200)):
+        folder = run(tmp_path / name)
+        for file in folder.path.iterdir():
+            os.utime(file, (when, when))
+    assert newest_run(tmp_path) == tmp_path / "a"
+    with pytest.raises(DataError, match="nowhere"):
+        newest_run(tmp_path / "nowhere")
+
+
+def test_what_a_store_has_of_a_run(tmp_path: Path) -> None:
+    folder, store = run(tmp_path / "run", rounds=5), open_store(tmp_path / "store")
+    looked = PublishedRun(Look(store, tmp_path / "look"))
+    with pytest.raises(DataError, match="store"):
+        looked.activity()
+    published = Published(folder, store, "life-1")
+    published.publish(2)
+    now = looked.activity()
+    assert (now.phase, now.round, now.durable_round) == ("published", 3, 2)
+    assert [client.id for client in looked.clients()] == ["c0", "c1", "c2"]
+    assert not (tmp_path / "look" / "checkpoints").exists()
+    folder.append(
+        "journal.jsonl", json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[-1]) | {"round": 4}
+    )
+    published.publish(4)
+    assert (looked.activity().round, looked.activity().totals.rounds) == (4, 4)
+    finish(folder, 4)
+    published.finish()
+    assert looked.activity().phase == "finished"
+
+
+def test_a_run_without_end_is_listed(tmp_path: Path) -> None:
+    run(tmp_path / "endless", rounds="null")
+    (found,) = list_runs(tmp_path)
+    assert (found.state, found.done, found.rounds) == ("interrupted", 3, None)
+    assert "3" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
+
+
+# ---- the commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "facts"),
+    [
+        (["status", "{t}/absent"], 3, ("absent", "no such folder")),
+        (["status", "{t}"], 3, ("no experiment.yaml",)),
+        (["clients", "{t}"], 3, ("no experiment.yaml",)),
+        (["status", "localhost:99999"], 2, ("99999", "HOST:PORT")),
+        (["status", "127.0.0.1:1"], 8, ("127.0.0.1:1", "nothing listens there")),
+        (["clients", "127.0.0.1:1"], 8, ("127.0.0.1:1",)),
+        (["federation", "pause", "127.0.0.1:1"], 8, ("127.0.0.1:1",)),
+        (["federation", "stop", "{t}"], 2, ("{t}", "HOST:PORT")),
+        (["status", "ftp://x/y"], 2, ("ftp://x/y",)),
+        (["status", "h:1", "--tls-ca", "{t}/absent"], 2, ("absent",)),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_one_sentence(
+    tmp_path: Path, arguments: list[str], code: int, facts: tuple[str, ...]
+) -> None:
+    ended = CliRunner().invoke(app, [word.format(t=tmp_path) for word in arguments])
+    assert (getattr(ended.exception, "exit_code", None), ended.stdout) == (code, "")
+    assert tells(str(ended.exception), *(fact.format(t=tmp_path) for fact in facts))
+
+
+def test_without_an_argument_the_newest_run_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = CliRunner().invoke(app, ["status"])
+    assert getattr(ended.exception, "exit_code", None) == 3
+    run(tmp_path / "runs" / "mine", rounds=5)
+    assert tells(CliRunner().invoke(app, ["status"]).stdout, "small", "fedavg", "interrupted", "round 3 of 5")
+    told = json.loads(CliRunner().invoke(app, ["status", "--json"]).stdout)
+    assert (told["phase"], told["round"], told["durable_round"]) == ("interrupted", 3, 3)
+    assert tells(CliRunner().invoke(app, ["clients"]).stdout, "c0", "trains", "c2", "observes")
+    assert json.loads(CliRunner().invoke(app, ["clients", "--json"]).stdout)[2]["id"] == "c2"
+    lines = CliRunner().invoke(app, ["status", "--follow", "--json"]).stdout.splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [3]  # it is over
+
+
+IMPORTS = """
+import sys
+from fedloom.cli.main import main
+
+for command, where, code in [(c, *w) for c in ("status", "clients") for w in ((FOLDER, 0), ("127.0.0.1:1", 8))]:
+    sys.argv = ["fedloom", command, where]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == code
+assert not {"torch", "matplotlib", "minio"} & set(sys.modules), sorted(sys.modules)
+"""
+
+
+def test_neither_command_imports_torch(tmp_path: Path) -> None:
+    run(tmp_path, rounds=5)
+    code = IMPORTS.replace("FOLDER", repr(str(tmp_path)))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# ---- how it is shown
+
+
+def activity(**changes: Any) -> Activity:
+    late = Awaited("speaker-3", "second", 990.0, 1_020.0, late=True)
+    workers = tuple(ConnectedWorker(f"worker-{i}", "north", "cpu", 2, 900.0, 999.0) for i in range(40))
+    usual = Activity("vowels", "fedavg", "training", 1_000.0, 970.0, round=3, doing=4, attempt=1, message="a\x1b[31m")
+    return replace(usual, awaiting=(late,), awaited=2, late=1, workers=workers, **changes)
+
+
+def lines(now: Activity, width: int, height: int = 10_000) -> list[str]:
+    console = Console(width=width, height=height, file=io.StringIO())
+    return [line.plain for line in shown._fitting(shown._lines(now, console), console)]
+
+
+@pytest.mark.parametrize("width", [20, 37, 80, 200])
+def test_a_narrow_terminal_shows_all(width: int) -> None:
+    narrow = lines(activity(), width)
+    assert max(map(len, narrow)) <= width
+    assert "".join("".join(narrow).split()) == "".join("".join(lines(activity(), 1000)).split())
+    assert not any("\x1b" in line for line in narrow)
+
+
+def test_a_low_terminal_says_how_much_it_leaves_out() -> None:
+    low = lines(activity(), 80, height=10)
+    assert len(low) == 9
+    assert tells(low[-1], "more lines", "--once")
+
+
+def test_who_is_late_is_named() -> None:
+    text = "\n".join(lines(activity(), 200))
+    assert tells(text, "round 4", "late", "speaker-3", "second", "10 s", "20 s")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.04, "0.0 s"), (9.949, "9.9 s"), (9.96, "10 s"), (59.6, "1 min"), (125, "2 min 5 s"), (7_800, "2 h 10 min"),
+        (90_000, "1 d 1 h"), (-3, "0.0 s"),
+    ],
+)  # fmt: skip
+def test_times_as_a_person_says_them(seconds: float, said: str) -> None:
+    assert shown._duration(seconds) == said
+
+
+def test_an_aggregator_that_is_gone_is_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown, "EVERY_S", 0.001)
+    monkeypatch.setattr(shown, "LOST_S", 0.02)
+
+    class Gone:
+        def activity(self) -> Activity:
+            raise AbandonedError("nobody")
+
+        def clients(self) -> list[Any]:
+            return []
+
+    assert shown._asked_again(Gone(), activity(phase="stopping")) is None
+    with pytest.raises(AbandonedError):
+        shown._asked_again(Gone(), activity())
