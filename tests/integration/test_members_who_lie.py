@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -111,3 +112,20 @@ def test_without_any_sums_that_can_be_there_is_no_normalization(aggregator: Any)
         liar.send(liar.transfer(liar.request(), moments(1e15, 0.0, 0.0)))
         with pytest.raises(QuorumError, match="makes no sense"):
             found.result(30)
+
+
+@pytest.mark.parametrize(
+    "name", ["antigravity.fly", "antigravity:fly", "os.system", "builtins.eval", "InputMoments\0", ""]
+)
+def test_a_name_in_a_message_loads_nothing(aggregator: Any, name: str) -> None:
+    """A class is looked up among those that are awaited, never imported."""
+    liar, _ = aggregator.member("liar", ("mallory",), [HONEST])
+    until(lambda: len(aggregator.workers()) == 2)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(measured_normalization, aggregator, OWN, {"mallory": 10}, 20.0)
+        parts = liar.transfer(liar.request(), moments(40, 0.0, 0.0))
+        parts[0].begin.envelope.message = name
+        liar.send(parts)
+        with pytest.raises(QuorumError, match="unknown message"):
+            found.result(30)
+    assert "antigravity" not in sys.modules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,15 +17,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from transport_support import Hostile, Proxy, Worker, expected, make_aggregator, start_call, step_call, until
 
+import fedloom
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, RefusedError
 from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
-from fedloom.transport import control, gate, stream
+from fedloom.transport import control, gate, spoken, stream
 from fedloom.transport import worker as worker_module
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import encode
 from fedloom.transport.notices import Notices
+from fedloom.transport.personalization import Personalization
 from fedloom.transport.progress import follow
 from fedloom.transport.wire import control_pb2
 from fedloom.transport.wire import federation_pb2 as wire
@@ -171,7 +174,6 @@ def stand_in(clients) -> bytes:
     """A Hello as a worker would send it."""
     from transport_support import ALGORITHMS
 
-    import fedloom
     from fedloom.transport.codec import sealed, serialize
 
     hello = wire.Hello(
@@ -214,12 +216,32 @@ CONTROLLED = {
     "Resume": control_pb2.ResumeRequest(),
     "Stop": control_pb2.StopRequest(),
 }
+
+
+def call_describe(channel, metadata):
+    method = channel.unary_unary(f"/{spoken.SERVICE}/{spoken.DESCRIBE}")
+    return spoken.wire.Described.FromString(method(b"", metadata=metadata, timeout=10)) is not None
+
+
+def call_personalize(channel, metadata):
+    ask = spoken.wire.NewcomerFrame(ask=spoken.wire.Ask(client="a-1", package=fedloom.__version__))
+    method = channel.stream_stream(f"/{spoken.SERVICE}/{spoken.PERSONALIZE}")
+    try:
+        return next(method(iter([ask.SerializeToString()]), metadata=metadata, timeout=10))
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:  # it was let in, and what it asks was looked at
+            return error
+        raise
+
+
 CALLS = {
     "Join": call_join,
     "Watch": call_watch,
     "Health": call_health,
     "Reflection": call_reflection,
     **{name: controlling(name, request) for name, request in CONTROLLED.items()},
+    "Describe": call_describe,
+    "Personalize": call_personalize,
 }
 MAY = {
     **{(call, role): False for call in CALLS for role in (*Role, None)},
@@ -230,6 +252,7 @@ MAY = {
     ("Watch", "admin"): True,
     **{(call, role): True for call in ("Status", "Clients") for role in ("watch", "admin")},
     **{(call, "admin"): True for call in ("Pause", "Resume", "Stop")},
+    **{(call, "personalize"): True for call in ("Describe", "Personalize")},
 }
 """The table of docs/security.md; role None is nobody."""
 
@@ -243,6 +266,7 @@ def by_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federati
     monitor = Monitor()
     monitor.know([ClientEntry("a-1", True, 1, 1, 1, {}, "")])
     about = {"monitor": monitor, "control": Control(monitor, asked.append)}
+    about["models"] = Personalization(lambda digest: None, lazy=True)
     aggregator = federation.start(BY_ROLE, mutual=False, tokens=True, notices=notices, roster=["a-2"], **about)
     aggregator.asked = lambda: (about["control"].paused, len(asked))
     yield federation, notices, tokens
@@ -252,6 +276,28 @@ def by_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federati
 def dialled(federation: Federation):
     trusted = grpc.ssl_channel_credentials((federation.ca / "ca.crt").read_bytes())
     return grpc.secure_channel(federation.address, trusted, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def test_the_table_of_the_page_is_that_of_the_tests_and_of_the_gate() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    _, _, rest = page.partition("| call | ")
+    head, _, *rows = rest.partition("\n\n")[0].splitlines()
+    roles = [None if name == "nobody" else name.strip("`") for name in head.strip(" |").split(" | ")]
+    assert set(roles) == {*Role, None}
+    known = [*gate.ACTIONS, f"{gate.HEALTH}Health", "/grpc.reflection.v1alpha.ServerReflection/Reflection"]
+    found = dict.fromkeys(known, dict.fromkeys(roles, False))  # anything else is for nobody
+    for row in rows:
+        calls, *cells = row.strip()[1:-1].split("|")
+        may = {role: bool(cell.strip()) for role, cell in zip(roles, cells, strict=True)}
+        service, _, first = "", "", ""
+        for name in re.findall("`([^`]+)`", calls):
+            service, _, first = name.partition("/") if "." in name else (service, "", name)
+            meant = [call for call in known if call == f"/{service}/{first}" or (not first and f"/{service}/" in call)]
+            assert meant, name
+            found |= dict.fromkeys(meant, may)
+    assert {call.rpartition("/")[2] for call in known} == set(CALLS)
+    for call, may in found.items():
+        assert may == {role: MAY[call.rpartition("/")[2], role] for role in roles}, call
 
 
 @pytest.mark.parametrize(("call", "role"), MAY)
