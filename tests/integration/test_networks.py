@@ -13,6 +13,7 @@ from run_processes import experiment, fedloom, rounds, started, until
 from transport_support import Proxy, Worker, expected, make_aggregator, start_call
 
 from fedloom.errors import ExperimentError
+from fedloom.transport import stream
 from fedloom.transport.bandwidth import Bandwidth, Line, parse_bandwidth
 from fedloom.transport.codec import FRAME_BYTES
 
@@ -78,6 +79,27 @@ def test_a_worker_takes_no_more_of_its_line_than_it_is_told(limited: str) -> Non
     assert not faster
     assert passed[limited] > 2e6
     assert took_s >= (2e6 - FRAME_BYTES - (1 << 18)) / rate
+
+
+def test_a_worker_whose_network_says_nothing_dials_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before HTTP/2's pings notice, which end at a proxy anyway."""
+    monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(stream, "SILENCE_S", 1.0)
+    aggregator = make_aggregator()
+    with closing(Proxy(aggregator.start("127.0.0.1:0"))) as line:
+        worker = Worker(line.address, "w", CLIENTS)
+        aggregator.wait_for(CLIENTS, 10)
+        (before,) = aggregator.workers()
+        line.freeze()
+        until(lambda: aggregator.workers() != (before,), "the silence is noticed", 20)
+        line.frozen = False  # connections that are made from now on
+        aggregator.wait_for(CLIENTS, 20)
+        call = start_call(CLIENTS, d=10)
+        for row, answer in enumerate(aggregator.exchange(call)):
+            assert torch.equal(answer.x, expected([call], row))
+        assert len(worker.sessions) == 1
+        aggregator.stop(finished=True)
+        worker.leave()
 
 
 def sockets(pid: int, state: str) -> list[tuple[int, int]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from proxies import ReverseProxy
-from transport_support import Proxy, Worker, expected, make_aggregator, start_call, step_call, until
+from transport_support import Proxy, Worker, expected, key, make_aggregator, start_call, step_call, until
 
+from fedloom.federation.carrier import Lost
 from fedloom.transport import stream
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Refusal
@@ -91,6 +92,18 @@ def test_a_conversation_of_several_megabytes_each_way(way, section: str, changes
     there.aggregator.stop(finished=True)
     worker.thread.join(20)
     assert worker.over is True
+
+
+def test_with_the_body_size_that_nginx_allows_by_default_a_larger_answer_never_arrives(way) -> None:
+    """Why the page sets it: each stream is cut after a megabyte, and the answer begins anew on the next."""
+    there = way(SECTIONS[0], {"client_max_body_size 0;": ""})
+    worker = there.worker()
+    there.aggregator.wait_for(CLIENTS, 20)
+    (answer,) = there.aggregator.exchange(start_call(CLIENTS[:1], deadline_s=2.0))
+    assert isinstance(answer, Lost)
+    assert worker.session.computed == 1
+    small = start_call(CLIENTS, d=10, the_key=key(1))
+    right(there.aggregator.exchange(small), small)
 
 
 @pytest.mark.parametrize("section", SECTIONS)

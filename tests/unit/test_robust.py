@@ -133,6 +133,9 @@ def test_a_poisoned_member_moves_the_model_by_no_more_than_the_bound(
     start = run.state["theta"]
     run.run()
     assert 0 < float((run.state["theta"] - start).norm()) <= lr * 0.25 * (1 + 1e-9)
+    (attempt,) = run.loop.journal.counted()
+    assert attempt.statistics["bounded"] >= 1
+    assert 0 < attempt.statistics["update_norm"] < 10  # the median, which is an honest one
     naked = federation(
         tmp_path / "naked", poisoned("fedavg", by), made("fedavg", weighting=weighting), task(n=5), clients(SIZES)
     )

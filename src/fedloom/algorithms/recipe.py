@@ -89,6 +89,14 @@ def mean_update(updates: Replies[Any], s: Averaging) -> Tensor:
     return mean
 
 
+def norms_of(updates: Replies[Any], s: Any) -> dict[str, float]:
+    """What a round says of its updates' norms where they have a bound: their median, and how many were larger."""
+    if not isinstance(s, Averaging) or s.max_norm is None:
+        return {}
+    norms = torch.linalg.vector_norm(updates.delta_theta[updates.present], dim=1, dtype=torch.float64)
+    return {"update_norm": float(norms.median()), "bounded": float((norms > s.max_norm).sum())}
+
+
 def bounded(x: Tensor, most: float) -> Tensor:
     """Rows ``[c, s]`` of at most this ℓ2 norm: larger ones are scaled down to it, others are as they were to the bit.
 
@@ -203,7 +211,8 @@ class SharedModelServer(base.ServerHalf):
         theta = self.state["theta"].clone()
         theta[self._part] = self.aggregate(theta[self._part], updates, self.settings)
         self.state["theta"] = theta
-        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+        statistics = {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+        return statistics | norms_of(updates, self.settings)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model, which the clients make their own."""
