@@ -62,6 +62,33 @@ def test_a_client_that_never_came_back_is_away_since_the_aggregator_began() -> N
         assert roster.settle(1, evaluating=False).left == left
 
 
+def test_who_is_away_leaves_in_time_though_nobody_else_comes_or_goes() -> None:
+    presence = Presence()
+    roster = opened(presence, absent_after_s=0.05)
+    presence.change([member("a"), member("b")], [])
+    roster.settle(1, evaluating=False)
+    presence.change([], [member("b")])
+    left: list[str] = []
+    for round in range(2, 1_000_000):
+        left += roster.settle(round, evaluating=False).left
+        if left:
+            break
+    assert (left, ids(roster)) == (["b"], ["a"])
+
+
+def test_a_boundary_at_which_nothing_has_changed_looks_at_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    presence = Presence()
+    roster = opened(presence)
+    presence.change([member("a"), member("b")], [])
+    presence.change([], [member("b")])
+    roster.settle(1, evaluating=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(presence, "now", None)
+        assert roster.settle(2, evaluating=False) == Change()
+    roster.restore({})
+    assert [told.id for told in roster.settle(2, evaluating=False).joined] == ["a"]
+
+
 def test_a_client_with_other_data_leaves_and_joins() -> None:
     presence = Presence()
     roster = opened(presence)

@@ -7,6 +7,7 @@ boundary of a round, and written into the journal with the attempt or evaluation
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -198,6 +199,8 @@ class Presence:
         self._changed = threading.Condition()
         self._here: dict[str, Member] = {}
         self._gone_at: dict[str, float] = {}
+        self._training = 0  # of those who are here
+        self._changes = 0
         self._over = False
 
     def change(self, come: Iterable[Member], gone: Iterable[Member]) -> None:
@@ -205,11 +208,13 @@ class Presence:
         now = time.monotonic()
         with self._changed:
             for member in gone:
-                del self._here[member.id]
+                self._training -= not self._here.pop(member.id).observer
                 self._gone_at[member.id] = now
             for member in come:
                 self._here[member.id] = member
+                self._training += not member.observer
                 self._gone_at.pop(member.id, None)
+            self._changes += 1
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -218,8 +223,8 @@ class Presence:
             self._over = True
             self._changed.notify_all()
 
-    def now(self) -> tuple[Mapping[str, Member], Mapping[str, float]]:
-        """Return who is connected, and since when, on the monotonic clock, others are not.
+    def count(self) -> tuple[int, int]:
+        """Return how many who train are connected, and how often anybody has come or gone so far.
 
         Raises
         ------
@@ -229,6 +234,11 @@ class Presence:
         with self._changed:
             if self._over:
                 raise InterruptedRun("stopped while waiting for clients; go on with --resume")
+            return self._training, self._changes
+
+    def now(self) -> tuple[Mapping[str, Member], Mapping[str, float]]:
+        """Return who is connected, and since when, on the monotonic clock, others are not."""
+        with self._changed:
             return dict(self._here), dict(self._gone_at)
 
     def wait(self, seconds: float) -> None:
@@ -278,6 +288,13 @@ class OpenRoster(_ChangingRoster):
         self._say = say
         self._begun = time.monotonic()
         self._here: tuple[str, ...] = ()
+        self._settled: int | None = None  # how often anybody had come or gone then
+        self._next_leaves = math.inf  # when who is away will have been away for too long
+
+    def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go back to an earlier roster."""
+        super().restore(members)
+        self._settled = None
 
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Take in who came and who left, once enough clients that train are connected.
@@ -290,8 +307,7 @@ class OpenRoster(_ChangingRoster):
         waited = False
         while True:
             hold()
-            here, gone_at = self._presence.now()
-            training = sum(not member.observer for member in here.values())
+            training, changes = self._presence.count()
             if training >= self._min_clients:
                 break
             if not waited:
@@ -308,12 +324,15 @@ class OpenRoster(_ChangingRoster):
             self._presence.wait(POLL_S)
         if waited:
             self._say(f"going on with {counted(training, 'client')}")
-        oldest = time.monotonic() - self._absent_after_s
-        away = {
-            name: member
-            for name, member in self._members.items()
-            if name not in here and gone_at.get(name, self._begun) > oldest
+        now = time.monotonic()
+        if changes == self._settled and now < self._next_leaves:
+            return Change()  # which costs the same for any number of clients
+        here, gone_at = self._presence.now()
+        leaves = {
+            name: gone_at.get(name, self._begun) + self._absent_after_s for name in self._members if name not in here
         }
+        away = {name: self._members[name] for name, when in leaves.items() if when > now}
+        self._settled, self._next_leaves = changes, min((leaves[name] for name in away), default=math.inf)
         self._here = tuple(sorted(here))
         return self._become({**away, **here})
 

@@ -81,6 +81,7 @@ class Dispatcher:
         self._stopping = False
         self._finished = False
         self._links: dict[str, Link] = {}
+        self._claims: dict[str, str] = {}  # who serves each client that has data of its own, which nobody else may
         self._conversations: dict[ConversationKey, OpenConversation] = {}
         self._newest: tuple[int, int, int] = (-1, -1, -1)
         self._longest_s: dict[tuple[str, int], float] = {}  # that an answer took, by purpose and exchange
@@ -129,6 +130,7 @@ class Dispatcher:
             old.outbox.close()
             self._release(old)
         self._links[link.name] = link
+        self._claims.update((member.id, link.name) for member in link.worker.members)
         for told in islice(held, HELD_CONVERSATIONS):
             self._believe(link, told)
         served = counted(len(link.worker.clients), "client")
@@ -157,8 +159,7 @@ class Dispatcher:
 
     def claimed(self, worker: str, clients: Iterable[str]) -> str | None:
         """Return the first of the clients that another worker serves; None if there is none."""
-        others = [link.worker.clients for link in self._links.values() if link.name != worker]
-        return next((client for client in clients if any(client in served for served in others)), None)
+        return next((client for client in clients if self._claims.get(client, worker) != worker), None)
 
     def rename(self, incarnation: str) -> None:
         """Go on as another incarnation: all streams end, and workers come back to be told of it."""
@@ -177,7 +178,9 @@ class Dispatcher:
         self._dispatch_all(f"worker {link.name} left: ")
 
     def _release(self, link: Link) -> None:
-        """Take back the rows that were awaited from this stream."""
+        """Take back the rows that were awaited from this stream, and its clients."""
+        for member in link.worker.members:
+            self._claims.pop(member.id, None)
         for arrival in link.arrivals.values():
             del arrival.exchange.arriving[arrival.row, link]
         link.arrivals.clear()
@@ -325,15 +328,17 @@ class Dispatcher:
         for row in exchange.call.rows:
             if row not in exchange.outstanding or row in exchange.sent:
                 continue
-            holder = self._links.get(conversation.holders.get(row, ""))
-            if holder is not None and exchange.client[row] in holder.worker.clients:
-                shares.setdefault(holder.name, []).append(row)  # a row stays with its worker while that lives
+            client = exchange.client[row]
+            # A row stays with its worker while that lives.
+            holder = self._links.get(self._claims.get(client) or conversation.holders.get(row, ""))
+            if holder is not None and client in holder.worker.clients:
+                shares.setdefault(holder.name, []).append(row)
             else:
                 free.append(row)
         loads = Counter(link.name for link in exchange.sent.values())
         loads.update({name: len(rows) for name, rows in shares.items()})
         now = time.monotonic()
-        for rested in (True, False):  # who has let deadlines pass is dealt what nobody else may serve
+        for rested in (True, False) if free else ():  # who has let deadlines pass is dealt what nobody else may serve
             candidates = {
                 name: link.worker.clients for name, link in self._links.items() if not rested or link.rests_until <= now
             }
