@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -191,8 +192,17 @@ def test_who_may_not_join_is_told_why_and_the_others_go_on(
     pack(tmp_path / "other.npz", tmp_path / "other", PackSettings("other", Request(other)))
     said = fedloom(*at, "--data", tmp_path / "other", "--name", "third", code=3)
     assert tells(said, "other", "classes", "a, b", "data.own.classes", "hid")
+    wide = Own(kind="features", input_shape=(10,), classes=CLASS_NAMES)
+    np.savez(tmp_path / "wide.npz", x=np.eye(22, 10, dtype=np.float32), y=np.arange(22) % 11)
+    pack(tmp_path / "wide.npz", tmp_path / "wide", PackSettings("wide", Request(wide)))
+    said = fedloom(*at, "--data", tmp_path / "wide", "--name", "fourth", code=3)
+    assert tells(said, "wide", "input_shape", "[10]", "data.own.input_shape", "[9]")
+    np.savez(tmp_path / "bare.npz", x=np.random.default_rng(1).normal(size=(40, 9)))
+    pack(tmp_path / "bare.npz", tmp_path / "bare", PackSettings("bare", Request(OWN, labelled=False)))
+    said = fedloom(*at, "--data", tmp_path / "bare", "--name", "fifth", code=3)
+    assert tells(said, "bare", "no labels", "--observe")
     federation.more_rounds()
-    assert set(federation.told("joined")) <= {"speaker-0", "speaker-1", "other"}
+    assert set(federation.told("joined")) <= {"speaker-0", "speaker-1", "other", "wide", "bare"}
 
 
 @pytest.mark.slow
@@ -218,6 +228,29 @@ def test_it_goes_on_elsewhere_with_what_is_published(
     for process in (first, second, third):
         ended(process, 0)
     assert RunFolder(federation.run).manifest().normalization == normalization
+    equal_to_the_replay(federation, tmp_path / "replay")
+
+
+def test_a_copy_that_was_made_while_it_ran_is_a_backup(federation: Federation, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "running-a-federation.md").read_text(encoding="utf-8")
+    script = re.search(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert script is not None
+    # As a service starts it, also for the first time.
+    aggregator = federation.aggregator("--resume", "--set", "federation.checkpoint_every_s=0.5")
+    first, second = (federation.worker(i, name=f"worker-{i}") for i in range(2))
+    until(lambda: federation.lines(), "the federation begins")
+    until(lambda: len(list((federation.run / "checkpoints").glob("round-*"))) > 1, "rounds that are durable")
+    subprocess.run(["sh", "-euc", script[1].replace("RUN", str(federation.run))], cwd=tmp_path, check=True)
+    federation.more_rounds(5)
+    kill(aggregator)
+
+    lines = (tmp_path / "backup" / "journal.jsonl").read_text().splitlines()
+    federation.run = tmp_path / "backup"
+    aggregator = federation.aggregator("--resume", "--set", f"federation.rounds={rounds(federation.run) + 30}")
+    ended(aggregator, 0)
+    for process in (first, second):
+        ended(process, 0)
+    assert (federation.run / "journal.jsonl").read_text().splitlines()[:2] == lines[:2]  # it did not begin again
     equal_to_the_replay(federation, tmp_path / "replay")
 
 

@@ -322,6 +322,21 @@ class OwnClients:
                         hint=AGAIN,
                     )
 
+    def check_labels(self) -> None:
+        """Refuse clients who are to train and have no labels.
+
+        Raises
+        ------
+        DataError
+            The folder, and what else it may be.
+        """
+        for name, card in self.cards.items():
+            if name not in self.observers and not card.labelled:
+                raise DataError(
+                    f"{self.folders[name]}: found no labels, and training needs them; allowed: --observe, or labels",
+                    hint="pack it again, without --unlabelled",
+                )
+
     @cached_property
     def entries(self) -> tuple[ClientEntry, ...]:
         """What a manifest says of them."""

@@ -17,7 +17,7 @@ import torch
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientHalf, Group, ServerHalf, Task, find
 from fedloom.data.federated import FederatedDataset, Manifest, Normalization, OwnDataset
-from fedloom.data.own import OwnClients, own_manifest
+from fedloom.data.own import Own, OwnClients, own_manifest
 from fedloom.data.partition import partition
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import metrics
@@ -200,13 +200,26 @@ def open_own(
         raise ExperimentError("--data: found with data.dataset in the experiment; allowed: with data.own")
     own = experiment.data.own
     clients = OwnClients.open(data, observe)
-    clients.check(own)
+    check_own(experiment, own, clients)
     found = clients.measured(own) if normalization is None else normalization
     dataset = OwnDataset(clients, own_manifest(own, clients.entries, experiment.seed, found))
     dataset.verify()
     if normalization is None:
         _check_cohort(experiment, dataset.manifest)
     return dataset
+
+
+def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
+    """Refuse clients who do not bring what an experiment asks for, or who cannot train and are to.
+
+    Raises
+    ------
+    DataError
+        The folder, what was found and what is needed.
+    """
+    clients.check(own)
+    if experiment.model.build(own.input_shape, len(own.classes), own.kind).needs_labels:
+        clients.check_labels()
 
 
 def _dealt(experiment: Experiment) -> Data:

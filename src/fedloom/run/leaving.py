@@ -96,7 +96,7 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Lea
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError("--experiment: found data.dataset; allowed with --data: an experiment with data.own")
     own = experiment.data.own
-    clients.check(own)
+    assemble.check_own(experiment, own, clients)
     numbers = 0 if own.kind == "tokens" else own.input_shape[0]
     unknown = Normalization((0.0,) * numbers, (1.0,) * numbers)  # no shape depends on it
     parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))

@@ -237,7 +237,7 @@ class Brought:
                 f"--data: found packed clients; the aggregator's experiment deals out {shared.data.dataset}; allowed: "
                 "--partition"
             )
-        self._packed.check(shared.data.own)
+        assemble.check_own(shared, shared.data.own, self._packed)
         return shared.data.own
 
     def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
