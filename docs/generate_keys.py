@@ -1,18 +1,22 @@
-"""Write the tables of all keys of an experiment file, and of a cluster's settings, from the schemas (``make docs``)."""
+"""Write what is made from the code (``make docs``): the tables of all keys, and those of what leaves a client."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedloom.algorithms.base import available, find
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.experiment import json_schema
 from fedloom.experiment.validation_errors import Schema, branches, describe
+from fedloom.run.leaving import Leaving, answers, measures, moments
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
+LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
 
 HEAD = """\
 # Keys of an experiment file
@@ -46,6 +50,39 @@ def cluster_page() -> str:
     """Return the page of the cluster settings: one table."""
     schema = ClusterSettings.model_json_schema()
     return "\n".join([CLUSTER_HEAD, *_section("All keys", schema, schema)])
+
+
+def leaving_page(text: str) -> str:
+    """Return the page of what leaves a client, its tables made anew."""
+    methods: dict[tuple[Leaving, ...], list[str]] = {}
+    for name in available():
+        methods.setdefault(tuple(answers(find(name))), []).append(name)
+    made = {
+        "moments": "\n".join(_leaving_table(moments())),
+        "answers": "\n\n".join(
+            "\n".join([f"**{', '.join(names)}**" + ("" if told else ": nothing"), *_leaving_table(told)])
+            for told, names in sorted(methods.items(), key=lambda item: (-len(item[1]), item[1]))
+        ),
+        "metrics": "\n".join(_leaving_table(measures(2, 10), letters={10: "C"}, first="P")),
+    }
+    for name, tables in made.items():
+        begin = f"<!-- {name}: made by make docs -->\n"
+        text = re.sub(f"{begin}.*?<!-- end -->", lambda _, b=begin, t=tables: f"{b}{t}\n<!-- end -->", text, flags=re.S)  # type: ignore[misc]
+    return text
+
+
+def _leaving_table(
+    told: Sequence[Leaving], letters: Mapping[int, str] | None = None, first: str | None = None
+) -> list[str]:
+    if not told:
+        return []
+    rows = []
+    for one in told:
+        shape = [(letters or {}).get(size, str(size)) if isinstance(size, int) else size for size in one.shape]
+        if first is not None:
+            shape[0] = first
+        rows.append(f"| `{one.message}.{one.field}` | {one.quantity} | [{', '.join(shape)}] |")
+    return ["", "| tensor | quantity | shape |", "|---|---|---|", *rows]
 
 
 def _title(key: str, branch: Schema) -> str:
@@ -90,3 +127,4 @@ def _default(node: Schema, key: str, value: Any) -> str:
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")
+    LEAVING_PAGE.write_text(leaving_page(LEAVING_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

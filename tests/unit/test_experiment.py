@@ -362,6 +362,15 @@ def test_the_page_of_keys_is_up_to_date() -> None:
         assert f"`{section}`" in guide
 
 
+def test_the_page_of_what_leaves_a_client_is_up_to_date() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "what-leaves-a-client.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(docs / "generate_keys.py"))["leaving_page"]
+    assert made(page) == page, "make docs"
+    assert made(page.replace("Update.delta_theta", "Update.theta")) == page
+    assert all(name in page for name in available())
+
+
 def test_the_guides_example_is_valid(write: Write) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "experiment.md").read_text(encoding="utf-8")
     examples = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)

@@ -1,0 +1,81 @@
+"""Every command of the tutorial does what the page says: its shell blocks are run, in order, in an empty folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from run_processes import WAIT_S, ended, fedloom, started
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "first-federation.md"
+
+
+class Shell:
+    """Runs blocks of shell; ``fedloom`` by the tests' own way to start it, everything else by bash."""
+
+    def __init__(self, folder: Path, processes: contextlib.ExitStack) -> None:
+        self.folder, self._processes = folder, processes
+        self._background: list[subprocess.Popen[str]] = []
+        self.said = ""
+
+    def run(self, block: str) -> None:
+        block = block.replace("\\\n", " ")
+        if "<<'END'" in block:
+            self._bash(block)
+            return
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            match words:
+                case []:
+                    continue
+                case ["wait"]:
+                    for process in self._background:
+                        ended(process, 0)
+                    self._background.clear()
+                case ["fedloom", *rest, "&"]:
+                    with contextlib.chdir(self.folder):
+                        self._background.append(self._processes.enter_context(started(*rest)))
+                case ["fedloom", *rest]:
+                    with contextlib.chdir(self.folder):
+                        self.said += fedloom(*rest)
+                case _:
+                    self._bash(line)
+
+    def _bash(self, script: str) -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        command = ["bash", "-euc", f"{script}\npwd"]
+        done = subprocess.run(
+            command, cwd=self.folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=WAIT_S
+        )
+        assert done.returncode == 0, done.stderr
+        self.folder = Path(done.stdout.splitlines()[-1])
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 10
+    with contextlib.ExitStack() as processes:
+        shell = Shell(tmp_path, processes)
+        for block in blocks:
+            shell.run(block.replace(":7733", f":{port}"))
+    assert "Update.delta_theta" in shell.said
+    folder = tmp_path / "first-federation"
+    for name in ("run", "second-run"):
+        summary = json.loads((folder / name / "summary.json").read_text())
+        assert (summary["rounds"], summary["seen"]["clients"]) == (20, 2)
+        assert summary["seen"]["accuracy_mean"] > 0.8
+    assert list((folder / "model-of-a").glob("*hospital-a*"))
+    audit = (folder / "second-run" / "logs" / "audit.jsonl").read_text().splitlines()
+    assert {event["identity"] for event in map(json.loads, audit) if event["event"] == "join"} == {
+        "hospital-a",
+        "hospital-b",
+    }
