@@ -125,6 +125,7 @@ class _Seat:
     answer: Message
     since: float
     told: asyncio.Queue[_Said | Exception] = field(default_factory=asyncio.Queue)
+    waits: bool = True  # its tile has not begun
     gone: bool = False
     heard: Callable[[Message | None], None] | None = None
     """Gives its answer to the tile that waits for it."""
@@ -299,7 +300,8 @@ class Personalization:
             self._open -= 1
 
     async def _converse(self, context: Any) -> None:
-        first = _frame(await asyncio.wait_for(context.read(), ASK_TIMEOUT_S))
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            first = _frame(await context.read())
         if first is None:
             return
         prepared = await self._judged(first, context)
@@ -469,7 +471,7 @@ class Personalization:
 
     def _leave(self, seat: _Seat) -> None:
         seat.gone = True
-        with contextlib.suppress(ValueError):  # its tile has begun
+        if seat.waits:
             self._queue.remove(seat)
             self._pump()
         if seat.heard is not None:
@@ -490,6 +492,7 @@ class Personalization:
         seats: list[_Seat] = []
         while self._queue and len(seats) < TILE and self._queue[0].prepared is first.prepared:
             seats.append(self._queue.popleft())
+            seats[-1].waits = False
         self._busy += 1
         self._tiles += 1
         work = _Work(seats, self._limits.answer_s, asyncio.get_running_loop(), self._computing, self._released)
