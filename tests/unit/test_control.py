@@ -12,6 +12,7 @@ import pytest
 import torch
 from facts import tells
 from federations import Silent, clients, federation, task
+from published_runs import aggregator, run_folder
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.errors import DataError, InterruptedRun, StorageError
@@ -19,6 +20,7 @@ from fedloom.federation.activity import Monitor
 from fedloom.federation.control import NAME, Control, read_pause
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Attempt, Journal
+from fedloom.storage import open_store
 
 SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 4, "lr": 0.1}})
 
@@ -79,21 +81,21 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
 
 
 class PauseAfter(Silent):
-    """Asks for a pause in the middle of the second round's end."""
+    """Asks for a pause as a round ends."""
 
-    def __init__(self, kept: Control) -> None:
-        self.kept = kept
+    def __init__(self, kept: Control, round: int = 2) -> None:
+        self.kept, self.round = kept, round
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        if attempt.round == 2:
+        if attempt.round == self.round:
             self.kept.pause("operator")
 
 
-def paused_run(folder: Path, *, rounds: int = 4) -> tuple[Any, Control, threading.Thread, list[BaseException]]:
+def paused_run(folder: Path, *, after: int = 2) -> tuple[Any, Control, threading.Thread, list[BaseException]]:
     kept = control()
     kept.keep(RunFolder(folder))
-    held = federation(folder, FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=rounds, cohort=2, control=kept)
-    held.loop.observer = PauseAfter(kept)
+    held = federation(folder, FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2, control=kept)
+    held.loop.observer = PauseAfter(kept, after)
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -108,21 +110,26 @@ def paused_run(folder: Path, *, rounds: int = 4) -> tuple[Any, Control, threadin
     return held, kept, running, failed
 
 
-def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_changes_no_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [2, 4])  # a round follows; an evaluation, and nothing after that
+def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_changes_no_number(
+    tmp_path: Path, after: int
+) -> None:
     alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
     alone.run()
-    held, kept, running, failed = paused_run(tmp_path / "paused")
+    held, kept, running, failed = paused_run(tmp_path / "paused", after=after)
     now = kept.monitor.now()
-    assert (now.round, now.durable_round, now.doing, now.paused_by) == (2, 2, None, "operator")
-    assert Journal.read(RunFolder(tmp_path / "paused")).whole == 2
+    assert (now.round, now.durable_round, now.doing, now.paused_by) == (after, after, None, "operator")
+    assert Journal.read(RunFolder(tmp_path / "paused")).whole == after
     kept.resume()
     running.join(60)
     assert failed == []
     for name, tensor in alone.state.items():
         assert torch.equal(tensor, held.state[name])
     lines = list(RunFolder(tmp_path / "paused").objects("journal.jsonl"))
-    assert [line.get("paused", {}).get("by") for line in lines] == [None, None, "operator", None]
-    assert lines[2]["paused"]["seconds"] > 0
+    ((at, line),) = ((i, line) for i, line in enumerate(lines) if "paused" in line)
+    assert (at, line["outcome"]) == ((2, "done") if after == 2 else (4, "evaluated"))
+    assert line["paused"]["by"] == "operator"
+    assert line["paused"]["seconds"] > 0
     assert kept.monitor.now().totals.seconds < sum(kept.monitor.now().totals.phases.values())
     again = federation(
         tmp_path / "again", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2,
@@ -172,3 +179,14 @@ def test_what_is_published_says_that_it_is_paused_and_that_it_goes_on(tmp_path: 
     running.join(60)
     assert (2, False) in told[told.index((2, True)) :]
     assert told[-1] == (3, False)
+
+
+def test_an_aggregator_elsewhere_takes_a_pause_up(tmp_path: Path) -> None:
+    kept, store = control(), open_store(tmp_path / "store")
+    mine = run_folder(tmp_path / "mine", 3)
+    kept.keep(mine)
+    kept.pause("operator")
+    aggregator(mine.path, store, "life-1").publish(3)
+    other = RunFolder(tmp_path / "other")
+    assert aggregator(other.path, store, "life-2").take_up()
+    assert read_pause(other) == kept.paused

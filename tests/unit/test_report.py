@@ -194,20 +194,29 @@ def test_a_count_of_one_is_in_the_singular() -> None:
     assert [counted(n, "class", "classes") for n in (1, 2)] == ["1 class", "2 classes"]
 
 
-def test_failed_attempts_and_the_rest_are_part_of_the_time(small: Path) -> None:
+def test_failed_attempts_pauses_and_the_rest_are_part_of_the_time(small: Path) -> None:
     phases = {"descriptors": 1.0, "server": 0.5}
     journal: list[dict[str, object]] = [
         {"round": 1, "attempt": 1, "outcome": "too few replies", "phases": {"descriptors": 4.0}, "seconds": 4.0},
         {"round": 1, "attempt": 2, "outcome": "done", "phases": {"descriptors": 9.0}, "seconds": 9.0},
         {"round": 1, "attempt": 1, "outcome": "done", "phases": phases, "seconds": 1.5},  # after a resume, once more
         {"round": 2, "attempt": 1, "outcome": "done", "phases": phases, "seconds": 1.5},
+        {"round": 2, "attempt": 0, "outcome": "evaluated", "phases": {}, "seconds": 0.0, "paused": {"seconds": 5.0}},
     ]
     (small / "journal.jsonl").write_text("\n".join(json.dumps(line) for line in journal))
-    summary = json.loads((small / "summary.json").read_text()) | {"duration_s": 20.0}
+    summary = json.loads((small / "summary.json").read_text()) | {"duration_s": 25.0}
     (small / "summary.json").write_text(json.dumps(summary))
     write_report(small)
     svg = (small / "figures" / "time-total.svg").read_text()
-    for label in ("2.00 s (10%)", "1.00 s (5%)", "failed attempts", "4.00 s (20%)", "13 s (65%)"):
+    for label in (
+        "2.00 s (8%)",
+        "1.00 s (4%)",
+        "failed attempts",
+        "4.00 s (16%)",
+        "paused",
+        "5.00 s (20%)",
+        "13 s (52%)",
+    ):
         assert label in svg
 
 

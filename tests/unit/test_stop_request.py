@@ -11,6 +11,7 @@ import pytest
 from facts import tells
 
 from fedloom.errors import AbandonedError, ExitCode
+from fedloom.federation.activity import Monitor
 from fedloom.run.observer import RunObserver
 from fedloom.run.stop_request import StopRequest
 
@@ -72,6 +73,23 @@ def test_a_round_that_ends_in_time_is_not_aborted_afterwards(said: list[str]) ->
         assert stop_request.event.wait(30)
     assert all(timer.finished.is_set() for timer in threading.enumerate() if isinstance(timer, threading.Timer))
     assert not aborted.is_set()
+
+
+def test_an_operator_waits_for_the_round_at_hand_and_asks_again_or_at_once_if_not(said: list[str]) -> None:
+    monitor = Monitor()
+    stop_request = StopRequest(Listener(said), monitor)
+    aborted = counted(stop_request)
+    stop_request.training = True
+    stop_request.operator(now=False)
+    assert (stop_request.event.is_set(), stop_request._timers, monitor.now().phase) == (True, [], "stopping")
+    stop_request.operator(now=False)
+    assert aborted.wait(30)
+    hasty = StopRequest(Listener(said))
+    aborted = counted(hasty)
+    hasty.training = True
+    hasty.operator(now=True)
+    assert aborted.wait(30)
+    assert said == ["after this round", "after this round", "at once"]
 
 
 def test_nobody_watches(said: list[str]) -> None:

@@ -331,21 +331,23 @@ def _follow_live(source: Source, now: Activity) -> None:
         lines = [*_lines(now, console), *([Text(note, "bold")] if note else [])]
         return Group(*_fitting(lines, console))
 
-    with Live(shown(), console=console, auto_refresh=False, transient=True) as live:
-        while not _is_over(now):
-            time.sleep(EVERY_S)
-            try:
-                now, lost_at = source.activity(), None
-                live.update(shown(), refresh=True)
-            except AbandonedError as error:
-                lost_at = lost_at or time.monotonic()
-                if now.phase == "stopping" or time.monotonic() - lost_at >= LOST_S:
-                    if now.phase != "stopping":
+    try:
+        with Live(shown(), console=console, auto_refresh=False, transient=True) as live:
+            while not _is_over(now):
+                time.sleep(EVERY_S)
+                try:
+                    now, lost_at = source.activity(), None
+                    live.update(shown(), refresh=True)
+                except AbandonedError as error:
+                    if now.phase == "stopping":
+                        return
+                    lost_at = lost_at or time.monotonic()
+                    if time.monotonic() - lost_at >= LOST_S:
                         raise
-                    break
-                gone = _duration(time.monotonic() - lost_at)
-                live.update(shown(f"no answer for {gone}: {error.args[0]}"), refresh=True)
-    _show(now, as_json=False)
+                    gone = _duration(time.monotonic() - lost_at)
+                    live.update(shown(f"no answer for {gone}: {error.args[0]}"), refresh=True)
+    finally:
+        _show(now, as_json=False)  # what was seen last stays, all of it, also after Ctrl-C
 
 
 def _fitting(lines: list[Text], console: Console) -> list[Text]:

@@ -578,8 +578,11 @@ def _phases(run: RunFolder) -> Section:
     from fedloom.reporting import figures
 
     rounds: dict[int, dict[str, float] | None] = {}  # a round done again counts once
-    failed = 0.0
+    failed = paused = 0.0
     for line in run.objects("journal.jsonl"):
+        paused += line.get("paused", {}).get("seconds", 0.0)
+        if line.get("outcome") == "evaluated":  # after a round, whose phases stay
+            continue
         done = line.get("outcome", "done") == "done"
         failed += 0.0 if done else line["seconds"]
         if "phases" in line:
@@ -590,9 +593,9 @@ def _phases(run: RunFolder) -> Section:
         return Section("Time", text="No round was trained.")
     if not any(phases):
         raise DataError(f"{run.path / 'journal.jsonl'}: has no round with phase times")
-    others = {"failed attempts": failed} if failed else {}
+    others = {name: seconds for name, seconds in (("failed attempts", failed), ("paused", paused)) if seconds}
     try:
-        rest = run.json("summary.json")["duration_s"] - failed - sum(sum(phase.values()) for phase in phases)
+        rest = run.json("summary.json")["duration_s"] - failed - paused - sum(sum(phase.values()) for phase in phases)
     except (DataError, KeyError):  # not finished: nobody knows yet
         rest = 0.0
     if rest > 0:
