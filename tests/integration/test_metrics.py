@@ -19,8 +19,8 @@ from transport_support import make_aggregator
 
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, ClientCounts, Group, Measured, Totals
-from fedloom.run.metrics import Metrics, families, metrics_served
-from fedloom.trust.options import Protection
+from fedloom.run.metrics import federation_families, metrics_served
+from fedloom.transport.personalization import ServingLoad
 
 ROOT = Path(__file__).parents[2]
 NOW = Activity(
@@ -42,11 +42,13 @@ NOW = Activity(
     totals=Totals(12, 1, 240.0, 33.5, 4096, 8192, {"Start": 20.0, "server": 13.5}, {"training": 33.5}, {"garbage": 2}),
 )
 
+LOAD = ServingLoad(10, 70, 2, 3, 4, {"0.5": 0.01, "0.99": 0.2})
+
 
 def samples(activity: Activity, certificate_end: float | None = None) -> dict[tuple[str, str], float]:
     class Told:
         def collect(self) -> Any:
-            return families(activity, certificate_end)
+            return federation_families(activity, LOAD, certificate_end)
 
         def describe(self) -> tuple[()]:
             return ()
@@ -76,6 +78,8 @@ def test_every_part_of_an_activity_is_a_metric() -> None:
         ("fedloom_phase_seconds_total", "training"): 33.5, ("fedloom_refusals_total", "garbage"): 2,
         ("fedloom_accuracy", "seen,worst_decile"): 0.6, ("fedloom_loss", "unseen"): 0.7,
         ("fedloom_train_loss", ""): 0.25, ("fedloom_measured_round", ""): 10,
+        ("fedloom_served_round", ""): 10, ("fedloom_models_handed_out_total", ""): 70,
+        ("fedloom_models_latency_seconds", "0.99"): 0.2, ("fedloom_models_waiting_clients", ""): 3,
         ("fedloom_certificate_end_timestamp_seconds", ""): end,
     }  # fmt: skip
     assert {key: found.get(key) for key in expected} == pytest.approx(expected)
@@ -106,12 +110,13 @@ def test_metrics_are_served_while_the_aggregator_lives() -> None:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
     url = f"http://127.0.0.1:{port}/metrics"
-    with metrics_served(f"127.0.0.1:{port}", aggregator.activity, Protection()):
+    told = lambda: federation_families(aggregator.activity())  # noqa: E731
+    with metrics_served(f"127.0.0.1:{port}", told):
         with urllib.request.urlopen(url, timeout=10) as answer:
             text = answer.read().decode()
         assert 'fedloom_phase{phase="waiting"} 1.0' in text
         assert "process_resident_memory_bytes" in text
-        with pytest.raises(ExperimentError), metrics_served(f"127.0.0.1:{port}", aggregator.activity, Protection()):
+        with pytest.raises(ExperimentError), metrics_served(f"127.0.0.1:{port}", told):
             pass
         aggregator.stop()
         with pytest.raises(urllib.error.HTTPError) as failed:
@@ -119,4 +124,3 @@ def test_metrics_are_served_while_the_aggregator_lives() -> None:
         assert failed.value.code == 500
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=10)
-    assert Metrics(aggregator.activity, Protection()).describe() == ()

@@ -185,6 +185,28 @@ def test_the_aggregator_is_one_and_is_probed_where_probes_can(scenario: str) -> 
         assert arguments["--out"].startswith("/state/")
 
 
+def test_models_are_served_by_pods_that_scale_drain_and_are_spread() -> None:
+    text = helm.rendered("silos")
+    (serve,) = of_kind(text, "Deployment")
+    (scaler,) = of_kind(text, "HorizontalPodAutoscaler")
+    assert "replicas" not in serve["spec"]  # the scaler's, or each upgrade would undo it
+    assert scaler["spec"]["scaleTargetRef"]["name"] == serve["metadata"]["name"]
+    pod = serve["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    arguments = dict(argument.partition("=")[::2] for argument in container["args"])
+    assert pod["terminationGracePeriodSeconds"] > int(arguments["--drain"])
+    assert pod["topologySpreadConstraints"]
+    assert container["resources"]["requests"]["cpu"]  # what its utilization is of
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert f"0.0.0.0:{container[probe]['grpc']['port']}" == arguments["--health"]
+    (service,) = [item for item in of_kind(text, "Service") if item["metadata"]["name"] == serve["metadata"]["name"]]
+    assert service["spec"]["clusterIP"] == "None"
+    (aggregator,) = [item for name, item in helm.pods(text) if name.endswith("-aggregator")]
+    assert f"--publish={container['args'][1]}" in aggregator["containers"][0]["args"]
+    secrets = {entry["valueFrom"]["secretKeyRef"]["name"] for entry in container["env"] if "valueFrom" in entry}
+    assert secrets == {"store-readers"}
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_network_policies_are_closed(scenario: str) -> None:
     text = helm.rendered(scenario)
@@ -218,8 +240,8 @@ def test_selectors_find_the_pods_that_they_mean(scenario: str) -> None:
             assert sum(selector.items() <= label.items() for label in labels) == 1, item["metadata"]["name"]
         if item["kind"] == "ServiceMonitor":
             chosen = [s for s in of_kind(text, "Service") if selector_of(item) <= s["metadata"]["labels"].items()]
-            assert [port["name"] for port in chosen[0]["spec"]["ports"]] == ["health", "metrics"]
-            assert len(chosen) == 1
+            assert all("metrics" in [port["name"] for port in service["spec"]["ports"]] for service in chosen)
+            assert len(chosen) == (2 if "HorizontalPodAutoscaler" in text else 1)
 
 
 def selector_of(item: dict[str, Any]) -> Any:
@@ -322,6 +344,15 @@ REFUSED = {
         "gateway.grpcRoute.enabled: found with tls.mode certManager",
     ),
     "a GPU that is not asked for": ({"workers": {"device": "cuda"}}, "workers.device: found cuda without a GPU"),
+    "serving from nowhere": ({"serve": {"enabled": True}}, "serve.enabled: found without a store"),
+    "serving nobody": (
+        {"serve": {"enabled": True}, "storage": {"url": "s3://bucket/p", "existingSecret": "s"}},
+        "networkPolicy.servePeers: found none",
+    ),
+    "more at least than at most": (
+        {"serve": {"autoscaling": {"minReplicas": 9}}},
+        "serve.autoscaling.minReplicas: found 9; allowed: at most maxReplicas, 8",
+    ),
     "too little time to stop": ({"aggregator": {"terminationGracePeriodSeconds": 5}}, "minimum: got 5, want 60"),
     "an environment variable without a name": (
         {"aggregator": {"extraEnv": [{"value": "x"}]}},

@@ -216,6 +216,9 @@ topologySpreadConstraints:
 {{- define "fedloom.serverSecret" -}}
 {{- if eq .Values.tls.mode "secret" -}}{{ .Values.tls.secret.name }}{{- else -}}{{ include "fedloom.fullname" . }}-aggregator-tls{{- end -}}
 {{- end }}
+{{- define "fedloom.serveSecret" -}}
+{{- if eq .Values.tls.mode "secret" -}}{{ default .Values.tls.secret.name .Values.serve.tls.existingSecret }}{{- else -}}{{ include "fedloom.fullname" . }}-serve-tls{{- end -}}
+{{- end }}
 {{- define "fedloom.clientSecret" -}}
 {{- if eq .root.Values.tls.mode "certManager" -}}{{ include "fedloom.fullname" .root }}-{{ .component }}-tls
 {{- else -}}{{ default .root.Values.tls.secret.name .root.Values.workers.tls.existingSecret }}{{- end -}}
@@ -247,7 +250,8 @@ topologySpreadConstraints:
 {{- if ne .Values.workers.kind "none" }}
 {{- $own = append $own (dict "name" (printf "%s-workers" $name) "certificate" (printf "URI:urn:fedloom:%s-workers" $name) "roles" (list "worker") "clients" (list "*")) }}
 {{- end }}
-{{- $own = append $own (dict "name" (printf "%s-test" $name) "certificate" (printf "URI:urn:fedloom:%s-test" $name) "roles" (list "watch")) }}
+{{- $own = append $own (dict "name" (printf "%s-test" $name) "certificate" (printf "URI:urn:fedloom:%s-test" $name) "roles" (ternary (list "watch" "personalize") (list "watch") (not (empty .Values.test.data)))) }}
+{{- if .Values.test.data }}{{ $_ := set (last $own) "clients" (list "*") }}{{ end }}
 {{- end }}
 {{- toYaml (dict "version" 1 "identities" (concat .Values.auth.identities $own)) }}
 {{- end }}

@@ -90,6 +90,18 @@
 {{- if and $v.ingress.enabled (not $v.ingress.host) }}
 {{- $wrong = append $wrong "ingress.host: found none; allowed: the name under which members dial" }}
 {{- end }}
+{{- if and $v.serve.enabled (not $url) }}
+{{- $wrong = append $wrong "serve.enabled: found without a store, from which models are handed out; allowed with storage.url" }}
+{{- end }}
+{{- if and $v.serve.enabled $v.networkPolicy.enabled (not $v.networkPolicy.servePeers) }}
+{{- $wrong = append $wrong "networkPolicy.servePeers: found none with serve.enabled, so that nobody could ask; allowed: who may, such as [{namespaceSelector: {}}] for the cluster" }}
+{{- end }}
+{{- if and $v.serve.autoscaling.enabled (gt (int $v.serve.autoscaling.minReplicas) (int $v.serve.autoscaling.maxReplicas)) }}
+{{- $wrong = append $wrong (printf "serve.autoscaling.minReplicas: found %d; allowed: at most maxReplicas, %d" (int $v.serve.autoscaling.minReplicas) (int $v.serve.autoscaling.maxReplicas)) }}
+{{- end }}
+{{- if and $v.test.data (not $v.serve.enabled) }}
+{{- $wrong = append $wrong "test.data: found without serve.enabled; allowed: with it, where the test asks for a model" }}
+{{- end }}
 {{- if and $v.seaweedfs.enabled $v.storage.endpoint }}
 {{- $wrong = append $wrong "storage.endpoint: found with seaweedfs.enabled; allowed: one of them" }}
 {{- end }}

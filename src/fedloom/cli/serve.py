@@ -36,6 +36,13 @@ def serve(
     audit: Annotated[
         Path | None, typer.Option(help="The audit log; by default logs/audit.jsonl of the run's folder.")
     ] = None,
+    health: Annotated[
+        str | None,
+        typer.Option(help="Serve health there too, in plaintext and alone, for probes.", metavar="HOST:PORT"),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Serve metrics there, for Prometheus (docs/metrics.md).", metavar="HOST:PORT")
+    ] = None,
     tls_certificate: trusted.Certificate = None,
     tls_key: trusted.Key = None,
     tls_ca: trusted.CaOfPeers = None,
@@ -72,5 +79,7 @@ def serve(
         stop=stop,
         started=lambda address: typer.echo(f"serving models of {run} at {address}"),
         say=lambda text: typer.echo(text, err=True),
+        health=health,
+        metrics=metrics,
     )
     typer.echo(f"{counted(handed_out, 'model')} handed out")

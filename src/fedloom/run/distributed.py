@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fedloom.errors import InterruptedRun, QuorumError
 from fedloom.federation.activity import Monitor
@@ -15,7 +16,7 @@ from fedloom.federation.measuring import VOCABULARY
 from fedloom.federation.roster import Presence
 from fedloom.run import assemble
 from fedloom.run.assemble import Parts
-from fedloom.run.metrics import metrics_served
+from fedloom.run.metrics import certificate_end, federation_families, metrics_served
 from fedloom.run.stop_request import StopRequest
 from fedloom.run.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
@@ -123,7 +124,12 @@ def serving(
     )
     address = server.start(listen)
     try:
-        with metrics_served(metrics, server.activity, protection):
+
+        def told() -> Iterator[Any]:
+            load = None if models is None else models.load
+            return federation_families(server.activity(), load, certificate_end(protection))
+
+        with metrics_served(metrics, told):
             yield Serving(server, notices, address)
             if stay is not None:
                 notices.tell("finished")

@@ -14,21 +14,20 @@ import fedloom
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, Phase
 from fedloom.transport.address import split_address
+from fedloom.transport.personalization import ServingLoad
 from fedloom.trust.options import Protection
 
 
 @contextmanager
-def metrics_served(address: str | None, activity: Callable[[], Activity], protection: Protection) -> Iterator[None]:
+def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Serve metrics in the block, over HTTP and in a thread of their own.
 
     Parameters
     ----------
     address
         ``host:port``; None: nowhere.
-    activity
-        Is called by any thread, with each scrape; one that it fails is answered with 500.
-    protection
-        Whose certificate has an end.
+    families
+        Is called by any thread, with each scrape; one at which it raises is answered with 500.
 
     Raises
     ------
@@ -49,7 +48,7 @@ def metrics_served(address: str | None, activity: Callable[[], Activity], protec
     prometheus.ProcessCollector(registry=registry)
     prometheus.PlatformCollector(registry=registry)
     prometheus.GCCollector(registry=registry)
-    registry.register(Metrics(activity, protection))
+    registry.register(_Collector(families))
     try:
         server, thread = prometheus.start_http_server(port, host.strip("[]"), registry)
     except OSError as error:
@@ -64,85 +63,69 @@ def metrics_served(address: str | None, activity: Callable[[], Activity], protec
         thread.join()
 
 
-class Metrics:
-    """A collector, as ``prometheus_client`` knows them."""
+class _Collector:
+    """As ``prometheus_client`` knows them; nothing is known before somebody asks."""
 
-    def __init__(self, activity: Callable[[], Activity], protection: Protection) -> None:
-        self._activity = activity
-        self._protection = protection
+    def __init__(self, families: Callable[[], Iterable[Any]]) -> None:
+        self.collect = families
 
     def describe(self) -> Iterable[Any]:
-        """Nothing is known before somebody asks."""
         return ()
 
-    def collect(self) -> Iterator[Any]:
-        """What the federation is doing now, family by family."""
-        yield from families(self._activity(), self._certificate_end())
 
-    def _certificate_end(self) -> float | None:
-        tls = self._protection.tls
-        return None if tls is None else tls.value.pair.certificate.ends.timestamp()
+def certificate_end(protection: Protection) -> float | None:
+    """When a server's certificate ends, in seconds since 1970, as its file is now; None without one."""
+    return None if protection.tls is None else protection.tls.value.pair.certificate.ends.timestamp()
 
 
-def families(now: Activity, certificate_end: float | None = None) -> Iterator[Any]:
+def federation_families(
+    now: Activity, models: ServingLoad | None = None, certificate_end: float | None = None
+) -> Iterator[Any]:
     """Return an activity as families of metrics; what is not known is left out.
 
     Parameters
     ----------
+    models
+        How busy it is with handing out models, where it does.
     certificate_end
         Of the aggregator's certificate, in seconds since 1970; None without one.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-    def gauge(name: str, said: str, value: float | None) -> Iterator[Any]:
-        if value is not None:
-            yield GaugeMetricFamily(f"fedloom_{name}", said, value=value)
-
-    def counter(name: str, said: str, value: float | None) -> Iterator[Any]:
-        if value is not None:
-            yield CounterMetricFamily(f"fedloom_{name}", said, value=value)
-
-    def labelled(family: Any, name: str, said: str, label: str, values: Mapping[str, float | None]) -> Any:
-        found = family(f"fedloom_{name}", said, labels=[label])
-        for key, value in sorted(values.items()):
-            if value is not None:
-                found.add_metric([key], value)
-        return found
-
     about = {"run": now.run, "method": now.method, "version": fedloom.__version__}
     yield InfoMetricFamily("fedloom_federation", "What is run.", value=about)
     phases = {name: float(name == now.phase) for name in get_args(Phase)}
-    yield labelled(GaugeMetricFamily, "phase", "1 for what is done now, 0 for the rest.", "phase", phases)
-    yield from gauge("paused", "Whether somebody has asked for a pause.", float(now.paused_by is not None))
-    yield from gauge("round", "The last round that is done.", now.round)
-    yield from gauge("rounds_planned", "How many there are to be.", now.rounds)
-    yield from gauge("durable_round", "The last round that a checkpoint holds.", now.durable_round)
-    yield from gauge("durable_timestamp_seconds", "Since when it does.", now.durable_at)
+    yield _labelled(GaugeMetricFamily, "phase", "1 for what is done now, 0 for the rest.", "phase", phases)
+    yield from _gauge("paused", "Whether somebody has asked for a pause.", float(now.paused_by is not None))
+    yield from _gauge("round", "The last round that is done.", now.round)
+    yield from _gauge("rounds_planned", "How many there are to be.", now.rounds)
+    yield from _gauge("durable_round", "The last round that a checkpoint holds.", now.durable_round)
+    yield from _gauge("durable_timestamp_seconds", "Since when it does.", now.durable_at)
 
     c = now.clients
     clients = {"roster": c.roster, "observing": c.observing, "connected": c.connected, "absent": c.absent}
-    yield labelled(GaugeMetricFamily, "clients", "Clients by state; one may be in several.", "state", clients)
-    yield from gauge("cohort_clients", "Clients that the last round asked.", c.cohort)
-    yield from gauge("cohort_answered_clients", "Those of them that answered to its end.", c.answered)
-    yield from gauge("awaited_clients", "Clients whose answers are awaited.", now.awaited)
-    yield from gauge("late_clients", "Those of them that take longer than others do.", now.late)
-    yield from gauge("workers", "Workers that are connected.", len(now.workers))
+    yield _labelled(GaugeMetricFamily, "clients", "Clients by state; one may be in several.", "state", clients)
+    yield from _gauge("cohort_clients", "Clients that the last round asked.", c.cohort)
+    yield from _gauge("cohort_answered_clients", "Those of them that answered to its end.", c.answered)
+    yield from _gauge("awaited_clients", "Clients whose answers are awaited.", now.awaited)
+    yield from _gauge("late_clients", "Those of them that take longer than others do.", now.late)
+    yield from _gauge("workers", "Workers that are connected.", len(now.workers))
 
     t = now.totals
-    yield from counter("rounds", "Rounds done.", t.rounds)
-    yield from counter("failed_attempts", "Attempts at rounds that came to nothing.", t.failed_attempts)
-    yield from counter("client_steps", "Local SGD steps of clients in rounds.", t.client_steps)
-    yield from counter("round_seconds", "Wall time of attempts at rounds.", t.seconds)
-    yield from counter("received_bytes", "Bytes from workers.", t.bytes_up)
-    yield from counter("sent_bytes", "Bytes to workers.", t.bytes_down)
+    yield from _counter("rounds", "Rounds done.", t.rounds)
+    yield from _counter("failed_attempts", "Attempts at rounds that came to nothing.", t.failed_attempts)
+    yield from _counter("client_steps", "Local SGD steps of clients in rounds.", t.client_steps)
+    yield from _counter("round_seconds", "Wall time of attempts at rounds.", t.seconds)
+    yield from _counter("received_bytes", "Bytes from workers.", t.bytes_up)
+    yield from _counter("sent_bytes", "Bytes to workers.", t.bytes_down)
     said = "Wall time of attempts by the message that was sent; server: the rest."
-    yield labelled(CounterMetricFamily, "exchange_seconds", said, "message", t.exchanges)
-    yield labelled(CounterMetricFamily, "phase_seconds", "Wall time by what was done.", "phase", t.phases)
-    yield labelled(CounterMetricFamily, "refusals", "What was refused or dropped.", "reason", t.refusals)
+    yield _labelled(CounterMetricFamily, "exchange_seconds", said, "message", t.exchanges)
+    yield _labelled(CounterMetricFamily, "phase_seconds", "Wall time by what was done.", "phase", t.phases)
+    yield _labelled(CounterMetricFamily, "refusals", "What was refused or dropped.", "reason", t.refusals)
 
-    yield from gauge("train_loss", "Training loss of the last round.", now.train_loss)
+    yield from _gauge("train_loss", "Training loss of the last round.", now.train_loss)
     if (measured := now.measured) is not None:
-        yield from gauge("measured_round", "The round of the last evaluation.", measured.round)
+        yield from _gauge("measured_round", "The round of the last evaluation.", measured.round)
         accuracy = GaugeMetricFamily("fedloom_accuracy", "Of the last evaluation.", labels=["group", "statistic"])
         for group, found in sorted(measured.groups.items()):
             for statistic in ("mean", "worst_decile", "pooled"):
@@ -151,5 +134,49 @@ def families(now: Activity, certificate_end: float | None = None) -> Iterator[An
                     accuracy.add_metric([group, statistic], value)
         yield accuracy
         losses = {group: found.loss_mean for group, found in measured.groups.items()}
-        yield labelled(GaugeMetricFamily, "loss", "Mean test loss of the last evaluation.", "group", losses)
-    yield from gauge("certificate_end_timestamp_seconds", "When the aggregator's certificate ends.", certificate_end)
+        yield _labelled(GaugeMetricFamily, "loss", "Mean test loss of the last evaluation.", "group", losses)
+    if models is not None:
+        yield from serving_families(models)
+    yield from _gauge("certificate_end_timestamp_seconds", "When our certificate ends.", certificate_end)
+
+
+def serving_families(load: ServingLoad, certificate_end: float | None = None) -> Iterator[Any]:
+    """Return how busy serving models is as families of metrics.
+
+    Parameters
+    ----------
+    certificate_end
+        Of the server's certificate, in seconds since 1970; None where it is told already, or there is none.
+    """
+    from prometheus_client.core import GaugeMetricFamily
+
+    yield from _gauge("served_round", "The round whose models are handed out.", load.round)
+    yield from _counter("models_handed_out", "Models handed out.", load.handed_out)
+    yield from _counter("models_refused", "Requests for models that were refused.", load.refused)
+    yield from _gauge("models_waiting_clients", "Clients that wait for a tile.", load.waiting)
+    yield from _gauge("models_conversations", "Conversations that are open.", load.conversations)
+    said = "Of the last models, from a client's last answer to the last byte written."
+    yield _labelled(GaugeMetricFamily, "models_latency_seconds", said, "quantile", load.latency_s)
+    yield from _gauge("certificate_end_timestamp_seconds", "When our certificate ends.", certificate_end)
+
+
+def _gauge(name: str, said: str, value: float | None) -> Iterator[Any]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    if value is not None:
+        yield GaugeMetricFamily(f"fedloom_{name}", said, value=value)
+
+
+def _counter(name: str, said: str, value: float | None) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily
+
+    if value is not None:
+        yield CounterMetricFamily(f"fedloom_{name}", said, value=value)
+
+
+def _labelled(family: Any, name: str, said: str, label: str, values: Mapping[str, float | None]) -> Any:
+    found = family(f"fedloom_{name}", said, labels=[label])
+    for key, value in sorted(values.items()):
+        if value is not None:
+            found.add_metric([key], value)
+    return found

@@ -20,6 +20,7 @@ from fedloom.federation.published import Published
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.run import assemble
 from fedloom.run.assemble import Parts
+from fedloom.run.metrics import certificate_end, metrics_served, serving_families
 from fedloom.run.trained import check_checkpoint
 from fedloom.storage import is_url, open_store
 from fedloom.transport.personalization import Personalization, ServingLimits, serve_models
@@ -159,6 +160,8 @@ def serve(
     stop: threading.Event | None = None,
     started: Callable[[str], None] = lambda address: None,
     say: Callable[[str], None] = lambda text: None,
+    health: str | None = None,
+    metrics: str | None = None,
 ) -> int:
     """Serve the models of a run until told to stop; return how many were handed out.
 
@@ -179,6 +182,8 @@ def serve(
         How long conversations that are under way may go on when it is told to stop.
     started, say
         Told the address; and lines for a person.
+    health, metrics
+        ``host:port`` of ports for probes and for Prometheus; None: none.
 
     Raises
     ------
@@ -197,5 +202,7 @@ def serve(
         if protection.access is not None and (audit is not None or not is_url(run)):
             kept.keep(audit or folder.logs / "audit.jsonl")
         service = Personalization(rounds, limits, kept)
-        asyncio.run(serve_models(service, listen, protection, kept, stop or threading.Event(), drain_s, started, say))
+        stop = stop or threading.Event()
+        with metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))):
+            asyncio.run(serve_models(service, listen, protection, kept, stop, drain_s, started, say, health))
         return service.handed_out

@@ -94,6 +94,30 @@ class ServingLimits:
     threads: int = 1
 
 
+@dataclass(frozen=True)
+class ServingLoad:
+    """How busy serving is.
+
+    Attributes
+    ----------
+    round
+        The round that is served; None while there is none.
+    handed_out, refused
+        Models, and requests, since the start.
+    waiting, conversations
+        Clients that wait for a tile, and conversations that are open.
+    latency_s
+        By quantile, of the last models, from a client's last answer to the last byte written; 0 while there are none.
+    """
+
+    round: int | None
+    handed_out: int
+    refused: int
+    waiting: int
+    conversations: int
+    latency_s: dict[str, float]
+
+
 @dataclass(eq=False)
 class _Prepared:
     """What is served, and its opening as it travels in each precision."""
@@ -278,6 +302,14 @@ class Personalization:
             return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
         return {"p50_ms": at(0.5), "p90_ms": at(0.9), "p99_ms": at(0.99)}
+
+    @property
+    def load(self) -> ServingLoad:
+        """How busy it is; any thread may ask."""
+        now = self._now
+        latency = {f"0.{name[1:3]}".rstrip("0"): ms / 1e3 for name, ms in self.quantiles_ms().items()}
+        served = None if now is None else now.served.round
+        return ServingLoad(served, self._handed_out, self._refused, len(self._queue), self._open, latency)
 
     @property
     def handed_out(self) -> int:
@@ -653,6 +685,7 @@ async def serve_models(
     drain_s: float,
     started: Callable[[str], None],
     say: Callable[[str], None],
+    health: str | None = None,
 ) -> None:
     """Serve models until told to stop; then let those that are under way end.
 
@@ -664,6 +697,8 @@ async def serve_models(
         Told the address.
     say
         Shows a person a line.
+    health
+        ``host:port`` of a port for probes; None: none.
 
     Raises
     ------
@@ -679,7 +714,7 @@ async def serve_models(
         ("grpc.max_allowed_incoming_connections", connections()),
     )
     await service.begin()
-    at = await listening(listen, {SERVICE: service.handlers}, protection, gate, options)
+    at = await listening(listen, {SERVICE: service.handlers}, protection, gate, options, health)
     started(at.address)
     watching = [] if gate is None else [asyncio.create_task(gate.watch())]
     if protection.tls is not None:
