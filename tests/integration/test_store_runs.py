@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from facts import tells
 from run_processes import ended, experiment, fedloom, final, losses, rounds, scores, started, until
 from s3_support import S3Server
 
+from fedloom import personalize
 from fedloom.cli.run import run as command
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
 from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import Published
+from fedloom.run.serve import DurableRounds, run_folder
 from fedloom.storage import open_store
 from fedloom.transport.progress import Progress, follow
 
@@ -293,6 +297,31 @@ def test_fedloom_run_publishes_where_storage_is_a_store(
     assert scores(out) | {"best": None} == scores(stateful.undisturbed) | {"best": None}
     assert losses(out) == []
     assert json.loads(stateful.store("runs/small").read("summary.json"))["rounds"] == 6
+
+
+def test_models_of_a_run_that_is_published_are_those_of_its_folder(
+    stateful: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in stateful.environment.items():
+        monkeypatch.setenv(name, value)
+    shutil.copytree(stateful.undisturbed, tmp_path / "run")
+    url, folder = f"{stateful.url}/runs/served", RunFolder(tmp_path / "run")
+    published = Published(folder, stateful.store("runs/served"), "one")
+    published.publish(6)
+    x = torch.randint(256, (20, 1, 28, 28), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    made, expected = (personalize(where, x, torch.arange(20) % 10) for where in (url, str(folder.path)))
+    assert made.card == expected.card
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in made.state_dict().items())
+    with run_folder(url) as (copy, refresh):
+        durable = DurableRounds(copy, refresh=refresh)
+        first = durable(None)
+        assert first is not None
+        assert (first.round, durable(first.digest)) == (6, None)
+        (folder.checkpoints / "round-000006.safetensors").unlink()  # as a newer publication would have another
+        published.publish(6)
+        second = durable(first.digest)
+        assert second is not None
+        assert second.round < 6
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

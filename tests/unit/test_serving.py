@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import json
 import queue
+import re
+import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -415,6 +418,19 @@ def test_an_aggregator_hands_out_models_of_its_last_durable_round(tmp_path: Path
         model = fedloom.personalize(at.address, x, y)
     assert model.card.round == 1
     assert same(model, fedloom.personalize(str(tmp_path / "run"), x, y))
+
+
+def test_what_serving_has_come_to_is_told_to_prometheus(run: Path) -> None:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    with served(run, metrics=f"127.0.0.1:{port}") as at:
+        fedloom.personalize(at, *examples(1))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    assert "fedloom_models_handed_out_total 1.0" in text
+    assert "fedloom_served_round 1.0" in text
+    assert float(re.findall(r'latency_seconds{quantile="0.99"} (\S+)', text)[0]) > 0
 
 
 def test_a_server_process_drains_when_it_is_told_to_go(run: Path) -> None:

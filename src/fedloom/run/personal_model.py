@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from fedloom.data.manifest import Kind, Normalization
 from fedloom.errors import ExperimentError
 from fedloom.models.predictors import Predictor
 from fedloom.storage.folder import write_atomically
+from fedloom.words import printable
 
 FORMATS = (".safetensors", ".pt2", ".onnx")
 """What a model can be saved as, by the end of the file's name."""
@@ -140,9 +142,11 @@ class PersonalModel(nn.Module):
         """The model as a program of ``torch.export``."""
         content = io.BytesIO()
         try:
-            torch.export.save(self._program(), content)
+            with warnings.catch_warnings():  # of kernels that are channels-last, which it takes for parts of others
+                warnings.simplefilter("ignore")
+                torch.export.save(self._program(), content)
         except Exception as error:
-            raise _unexportable("torch.export", error) from error
+            raise _unexportable("torch.export", error, FORMATS[0]) from error
         return content.getvalue()
 
     def onnx(self) -> bytes:
@@ -159,7 +163,7 @@ class PersonalModel(nn.Module):
             assert program is not None
             content: bytes = program.model_proto.SerializeToString()
         except Exception as error:
-            raise _unexportable("ONNX", error) from error
+            raise _unexportable("ONNX", error, ", ".join(FORMATS[:2])) from error
         return content
 
     def _program(self) -> Any:
@@ -213,11 +217,9 @@ def _put(module: nn.Module, path: list[str], tensor: Tensor) -> None:
         module.register_buffer(name, tensor)
 
 
-def _unexportable(what: str, error: Exception) -> ExperimentError:
-    said = (str(error).splitlines() or [""])[0][:200]
-    return ExperimentError(
-        f"{what}: this model cannot be exported ({type(error).__name__}: {said}); allowed: .safetensors"
-    )
+def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:
+    said = printable((str(error).splitlines() or [""])[0], 200)
+    return ExperimentError(f"{what}: this model cannot be exported ({type(error).__name__}: {said}); allowed: {others}")
 
 
 def card_of(problem: Mapping[str, Any], **others: Any) -> Card:
