@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
@@ -99,6 +100,26 @@ def test_a_worker_whose_network_says_nothing_dials_again(monkeypatch: pytest.Mon
             assert torch.equal(answer.x, expected([call], row))
         assert len(worker.sessions) == 1
         aggregator.stop(finished=True)
+        worker.leave()
+
+
+def test_heartbeats_are_no_sign_that_a_worker_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that one sits on are asked of another, though it says all the time that it is there."""
+    monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
+    aggregator = make_aggregator()
+    address = aggregator.start("127.0.0.1:0")
+    go_on = threading.Event()
+    hung, other = Worker(address, "hung", CLIENTS), Worker(address, "other", CLIENTS)
+    hung.before = lambda client, exchange: go_on.wait(60) and None
+    aggregator.wait_for(CLIENTS, 10, workers=2)
+    call = start_call(CLIENTS, d=10, deadline_s=12.0)
+    answers = aggregator.exchange(call)
+    go_on.set()
+    for row, answer in enumerate(answers):
+        assert torch.equal(answer.x, expected([call], row)), answer
+    assert other.session.computed == len(CLIENTS)
+    aggregator.stop(finished=True)
+    for worker in (hung, other):
         worker.leave()
 
 

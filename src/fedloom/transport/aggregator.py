@@ -528,7 +528,8 @@ class Aggregator:
         async def write(frame: bytes) -> None:
             self._down += len(frame)
             await context.write(frame)
-            link.sign_at = time.monotonic()
+            if frame is not link.outbox.heartbeat:
+                link.sign_at = time.monotonic()
 
         reader = asyncio.create_task(self._read(link, context))
         writer = asyncio.create_task(link.outbox.drain(write))

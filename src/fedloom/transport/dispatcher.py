@@ -427,8 +427,9 @@ class Dispatcher:
         WireError
             If its stream has to end.
         """
-        link.sign_at = time.monotonic()
         for kind, part in read(wire.WorkerFrame, data):
+            if kind != "heartbeat":  # which a worker sends that does nothing else
+                link.sign_at = time.monotonic()
             match kind:
                 case "begin":
                     self._begin(link, part)

@@ -116,7 +116,7 @@ class Link:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fault: WireError | None = None
     heartbeats: Budget = field(default_factory=lambda: Budget(10, 10 / stream.HEARTBEAT_S))
-    """Of parts that say nothing but that the worker is there."""
+    """Of parts that say nothing but that the worker is there, which is no sign that it does anything."""
 
     def end(self, fault: WireError) -> None:
         """Let the stream end, and say why."""

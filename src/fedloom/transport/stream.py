@@ -105,7 +105,7 @@ class Outbox:
     """
 
     def __init__(self, heartbeat: Pieces) -> None:
-        self._heartbeat = heartbeat
+        self.heartbeat = sealed(heartbeat)
         self._lanes: dict[Hashable, deque[Iterator[Pieces]]] = {}
         self._over: Pieces = ()  # the part that did not fit into the frame before
         self._wake = asyncio.Event()
@@ -148,7 +148,7 @@ class Outbox:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._wake.wait()
             except TimeoutError:
-                await write(sealed(self._heartbeat))
+                await write(self.heartbeat)
 
     def _frame(self) -> bytes:
         """Join the next parts into a frame; empty when nothing waits."""
