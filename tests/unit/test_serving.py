@@ -29,6 +29,7 @@ from vowel_runs import on_vowels
 import fedloom
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import Descriptor, PersonalizedModel
+from fedloom.algorithms.recipe import Update
 from fedloom.cli.use import personalize
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
@@ -334,6 +335,26 @@ def test_a_client_that_takes_too_long_is_told_so(run: Path) -> None:
         code, details, _ = raw.refusal()
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "0.05 s" in details
+
+
+def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp_path: Path) -> None:
+    """pFedHN's conversation has several exchanges, which clients of a tile hold together."""
+    on_vowels(tmp_path, METHODS["pfedhn"]).run()
+    run, (x, y) = tmp_path / "run", examples(1)
+    d = sum(tensor.numel() for tensor in fedloom.personalize(str(run), x, y).state_dict().values())
+    number = torch.zeros(1, 1, dtype=torch.float64)
+    with (
+        served(run, limits=ServingLimits(linger_s=1.0, answer_s=2.0)) as at,
+        Raw(at, algorithm="pfedhn") as raw,
+    ):
+        raw.ask()
+        raw.read()
+        raw.say(Update(torch.zeros(1, d), number, number))
+        until_waiting(at, 1)
+        model = fedloom.personalize(at, x, y)
+        assert raw.read().spoken.message == "TryThis"
+        assert raw.refusal()[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert same(model, fedloom.personalize(str(run), x, y))
 
 
 @pytest.mark.parametrize(

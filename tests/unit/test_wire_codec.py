@@ -301,7 +301,7 @@ GENERATOR = "6.31.1"
 """Of protobuf, in grpcio-tools 1.75: the newest whose code runs beside kfp, which needs protobuf < 7."""
 
 
-@pytest.mark.parametrize("contract_of", ["federation", "control"])
+@pytest.mark.parametrize("contract_of", ["federation", "control", "personalization"])
 def test_generated_code_is_that_of_the_contract(tmp_path, contract_of):
     pytest.importorskip("grpc_tools")
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Ifedloom/transport/wire=protos/fedloom/v1"]

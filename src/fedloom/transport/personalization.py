@@ -648,6 +648,7 @@ class _Work:
                 waiting.discard(i)
                 if answer is not None:
                     found[i] = answer
+        self._tell(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have found out
         self._here = set(found)
         self._computing.acquire()
         return [found.get(i) for i in range(len(self._seats))]
