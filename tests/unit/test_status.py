@@ -254,16 +254,12 @@ def test_times_as_a_person_says_them(seconds: float, said: str) -> None:
 
 
 def test_an_aggregator_that_is_gone_is_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shown, "EVERY_S", 0.001)
     monkeypatch.setattr(shown, "LOST_S", 0.02)
 
-    class Gone:
-        def activity(self) -> Activity:
-            raise AbandonedError("nobody")
+    def gone() -> Activity:
+        raise AbandonedError("nobody")
 
-        def clients(self) -> list[Any]:
-            return []
-
-    assert shown._asked_again(Gone(), activity(phase="stopping")) is None
+    source = shown.Source(gone, list, every_s=0.001)
+    assert shown._asked_again(source, activity(phase="stopping")) is None
     with pytest.raises(AbandonedError):
-        shown._asked_again(Gone(), activity())
+        shown._asked_again(source, activity())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 """How often it is asked anew while it is followed."""
+
+STORE_EVERY_S = 10.0
+"""How often a store is, which may charge for it, and where runs are published more seldom."""
 
 LINES_EVERY_S = 10.0
 """How often that is shown where there is no terminal."""
@@ -42,27 +46,13 @@ Address = Annotated[str, typer.Argument(help="The aggregator's HOST:PORT.", meta
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-class Source(Protocol):
-    """What can be asked how a federation is."""
+@dataclass(frozen=True)
+class Source:
+    """What can be asked how a federation is: what it does, the clients of its roster; and how often, in seconds."""
 
-    def activity(self) -> Activity:
-        """What it does."""
-
-    def clients(self) -> Sequence[RosterClient]:
-        """The clients of its roster."""
-
-
-class _Live:
-    """An aggregator."""
-
-    def __init__(self, asked: ControlClient) -> None:
-        self._asked = asked
-
-    def activity(self) -> Activity:
-        return self._asked.status()
-
-    def clients(self) -> Sequence[RosterClient]:
-        return list(self._asked.clients())
+    activity: Callable[[], Activity]
+    clients: Callable[[], Sequence[RosterClient]]
+    every_s: float = EVERY_S
 
 
 def status(
@@ -230,15 +220,17 @@ def _source(
         store = open_store(where)
         store.check(writing=False)
         with tempfile.TemporaryDirectory(prefix="fedloom-status-") as folder:
-            yield PublishedRun(Look(store, Path(folder)))
+            published = PublishedRun(Look(store, Path(folder)))
+            yield Source(published.activity, published.clients, STORE_EVERY_S)
     elif where is not None and ":" in where and "/" not in where and not Path(where).exists():
         with _dialled(where, ca, certificate, key, token_file, insecure) as asked:
-            yield _Live(asked)
+            yield Source(asked.status, lambda: list(asked.clients()))
     else:
         from fedloom.federation.folder import RunFolder
         from fedloom.reporting.status import RunFiles, newest_run
 
-        yield RunFiles(RunFolder.open(newest_run(Path("runs")) if where is None else where))
+        files = RunFiles(RunFolder.open(newest_run(Path("runs")) if where is None else where))
+        yield Source(files.activity, files.clients)
 
 
 # ---- showing
@@ -288,7 +280,7 @@ def _follow_lines(source: Source, now: Activity, *, as_json: bool) -> None:
             shown, shown_at = now, time.monotonic()
         if over:
             return
-        time.sleep(EVERY_S)
+        time.sleep(source.every_s)
         if (next_one := _asked_again(source, now)) is None:
             return
         now = next_one
@@ -313,7 +305,7 @@ def _asked_again(source: Source, last: Activity) -> Activity | None:
                 return None
             if time.monotonic() >= until:
                 raise
-            time.sleep(EVERY_S)
+            time.sleep(source.every_s)
 
 
 def _follow_live(source: Source, now: Activity) -> None:
@@ -334,7 +326,7 @@ def _follow_live(source: Source, now: Activity) -> None:
     try:
         with Live(shown(), console=console, auto_refresh=False, transient=True) as live:
             while not _is_over(now):
-                time.sleep(EVERY_S)
+                time.sleep(source.every_s)
                 try:
                     now, lost_at = source.activity(), None
                     live.update(shown(), refresh=True)

@@ -51,6 +51,8 @@ class Control:
         Is told of a pause that is asked for.
     stop
         Ends the run after the round under way, or, if it is given True, at once.
+
+    Both are attributes, too.
     """
 
     def __init__(self, monitor: Monitor, stop: Callable[[bool], None]) -> None:
