@@ -289,11 +289,12 @@ def test_fedloom_run_publishes_where_storage_is_a_store(
     assert f"{stateful.url}/runs/small: found a run there already" in said
     assert not (tmp_path / "b" / "small").exists()
     shutil.rmtree(tmp_path / "a")
-    told = json.loads(fedloom("status", f"{stateful.url}/runs/small", "--json", environment=elsewhere("d")))
+    place, there = f"{stateful.url}/runs/small", elsewhere("d")
+    told = json.loads(fedloom("status", place, "--json", environment=there))
     assert (told["phase"], told["round"], told["rounds"], told["durable_round"]) == ("finished", 2, 2, 2)
-    listed = json.loads(fedloom("clients", f"{stateful.url}/runs/small", "--json", environment=elsewhere("d")))
+    listed = json.loads(fedloom("clients", place, "--json", environment=there))
     assert len(listed) == told["clients"]["roster"]
-    fedloom("status", f"{stateful.url}/runs/absent", environment=elsewhere("d"), code=3)
+    fedloom("status", f"{stateful.url}/runs/absent", environment=there, code=3)
     out = tmp_path / "c" / "small"
     order = ("run", stateful.experiment, *common, "--workers", 2, "--resume", "--out", out)
     said = fedloom(*order, environment=elsewhere("c"))
