@@ -48,6 +48,7 @@ def main() -> None:
     sources.fetch(sources.find("fashion-mnist"), data_root())
     command = f"make faults MINUTES={given.minutes:g}"
     command += f" KINDS={shlex.quote(given.kinds)}" * bool(given.kinds) + f" SEED={given.seed} JOBS={given.jobs}"
+    command += f" TRIES={given.tries}" * bool(given.tries)
     started = time.monotonic()
 
     def following() -> Fault | None:
