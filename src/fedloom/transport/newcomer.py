@@ -93,14 +93,14 @@ class Answered:
 
 
 class Memory:
-    """Broadcasts that came before, and which opening was answered last, by server. Any thread may use it."""
+    """Broadcasts that came before, and which opening was answered last, by run. Any thread may use it."""
 
     def __init__(self, most: int = REMEMBERED_BYTES) -> None:
         self._most = most
         self._lock = threading.Lock()
         self._tensors: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
-        self._openings: dict[tuple[str, int], tuple[wire.ServedRound, Message]] = {}
+        self._openings: dict[tuple[About, int], tuple[wire.ServedRound, Message]] = {}
 
     def held(self) -> list[str]:
         """Digests of those used last."""
@@ -123,15 +123,15 @@ class Memory:
             while self._bytes > self._most:
                 self._bytes -= self._tensors.popitem(last=False)[1].nbytes
 
-    def opening(self, address: str, precision: int) -> tuple[wire.ServedRound, Message] | None:
-        """What a server opened its last conversation with."""
+    def opening(self, about: About, precision: int) -> tuple[wire.ServedRound, Message] | None:
+        """What a server of this run opened its last conversation with."""
         with self._lock:
-            return self._openings.get((address, precision))
+            return self._openings.get((about, precision))
 
-    def opened(self, address: str, precision: int, served: wire.ServedRound, message: Message) -> None:
-        """Remember what a server opened a conversation with."""
+    def opened(self, about: About, precision: int, served: wire.ServedRound, message: Message) -> None:
+        """Remember what a server of this run opened a conversation with."""
         with self._lock:
-            self._openings[address, precision] = (served, message)
+            self._openings[about, precision] = (served, message)
 
 
 MEMORY = Memory()
@@ -250,16 +250,22 @@ class Models:
         )
         while True:
             with self._failures(ends) as wait_s:
-                return await self._once(ask, vocabulary, speak, precision, ends)
+                return await self._once(about, ask, vocabulary, speak, precision, ends)
             await asyncio.sleep(wait_s[0])
 
     async def _once(
-        self, ask: wire.Ask, vocabulary: Mapping[str, type[Message]], speak: Speak, precision: str, ends: float
+        self,
+        about: About,
+        ask: wire.Ask,
+        vocabulary: Mapping[str, type[Message]],
+        speak: Speak,
+        precision: str,
+        ends: float,
     ) -> Answered:
         number, up, down, exchange = ask.precision, 0, 0, 0
         first = wire.NewcomerFrame(ask=ask)
         first.ask.held.extend(self._memory.held())
-        known = self._memory.opening(self._address, number)
+        known = self._memory.opening(about, number)
         answers: Message | None = None
         if known is not None and not (ask.HasField("round") and ask.round != known[0].round):
             answers = await asyncio.to_thread(speak, known[0].round, 0, known[1])
@@ -280,7 +286,7 @@ class Models:
                     if answers is not None and known is not None and served.digest == known[0].digest:
                         exchange, warm = 1, True
                     else:
-                        self._memory.opened(self._address, number, served, message)
+                        self._memory.opened(about, number, served, message)
                         warm = incoming.total == 0 and any(spec.held for spec in incoming.specs)
                 answer = await asyncio.to_thread(speak, served.round, exchange, message)
                 if head.last:
