@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from facts import tells
 from run_processes import ended, fedloom, final, rounds, started, until
 from s3_support import S3Server
 
+from fedloom.data.manifest import Normalization
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.sources.vowel import CLASS_NAMES, read
-from fedloom.experiment import load
+from fedloom.experiment import OwnData, load
 from fedloom.federation.folder import RunFolder
+from fedloom.federation.journal import EVALUATED, Attempt, Replay
+from fedloom.run.open_federation import open_manifest, replayed
 from fedloom.run.options import RunOptions
 from fedloom.run.run_experiment import run_experiment
 from fedloom.storage import open_store
@@ -152,6 +156,7 @@ def test_members_come_leave_and_are_killed_as_is_the_aggregator_and_the_replay_i
     ended(aggregator, 130)
     last = rounds(federation.run) + 40
     changed = ("--set", f"federation.rounds={last}", "--set", "algorithm.local.lr=0.05", "--set", "evaluation.every=7")
+    changed += ("--set", "federation.min_clients=4")  # forty rounds may be over before everybody has dialled again
     aggregator = federation.aggregator("--resume", *changed)
     ended(aggregator, 0)
     for process in (first, third, fourth):
@@ -163,6 +168,25 @@ def test_members_come_leave_and_are_killed_as_is_the_aggregator_and_the_replay_i
     summary = json.loads((federation.run / "summary.json").read_text())
     assert (summary["rounds"], summary["seen"]["clients"], summary["unseen"]["clients"]) == (last, 4, 1)
     equal_to_the_replay(federation, tmp_path / "replay", 3)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_replay_evaluates_before_other_settings_what_the_run_did(tmp_path: Path, *, evaluated: bool) -> None:
+    """It was stopped after a round that was to be evaluated, and resumed with settings that do not want that."""
+    path = tmp_path / "vowels.yaml"
+    path.write_text(EXPERIMENT)
+    first, then = load(path), load(path, ["evaluation.every=7"])
+    folder = RunFolder(tmp_path)
+    who = [{"id": "a", "train": 1, "validation": 1, "test": 1, "labelled": True, "observer": False, "class_counts": []}]
+    lines = [Attempt(0, 0, EVALUATED, joined=who, experiment=first.shared_json())]
+    lines += [Attempt(round, 1, statistics={"client_steps": 1.0}) for round in range(1, 21)]
+    lines += [Attempt(20, 0, EVALUATED)] if evaluated else []
+    lines += [Attempt(21, 1, statistics={"client_steps": 1.0}, experiment=then.shared_json())]
+    folder.rewrite("journal.jsonl", map(asdict, lines))
+    assert isinstance(first.data, OwnData)
+    manifest = open_manifest(first, first.data.own, Normalization((0.0,) * 9, (1.0,) * 9))
+    legs = replayed(first, Replay(folder), manifest)
+    assert [(leg.upto, leg.measured) for leg in legs] == [(20, evaluated), (21, True)]
 
 
 def test_below_min_clients_it_waits_and_says_so_until_it_is_told_to_stop(federation: Federation) -> None:

@@ -57,8 +57,8 @@ class Schedule:
     seed: int
     enough: Callable[[int, Best], bool] | None = None
     """Whether the rounds may end after this one, by the best so far; asked after each evaluation."""
-    measure_last: bool | None = True
-    """Whether the last round is evaluated; None: if it is due."""
+    measure_last: bool = True
+    """Whether the last round is evaluated."""
 
 
 class Observer(Protocol):
@@ -497,7 +497,7 @@ class Loop:
 
     def _evaluation_due(self) -> bool:
         s = self.schedule
-        if self.round == s.rounds and s.measure_last is not None:
+        if self.round == s.rounds:
             return s.measure_last
         return self.round % s.evaluate_every == 0
 

@@ -357,7 +357,7 @@ def loop(
     after: Callable[[int], None] | None = None,
     roster: Roster | None = None,
     upto: int | None = None,
-    measure_last: bool | None = True,
+    measure_last: bool = True,
     monitor: Monitor | None = None,
     control: Control | None = None,
 ) -> Loop:
@@ -370,7 +370,7 @@ def loop(
     roster
         Who takes part; None: those of the manifest, from the beginning to the end.
     upto, measure_last
-        Of a replay: the round to stop at, and whether it is evaluated (None: if it is due). None: the experiment says.
+        Of a replay: the round to stop at (None: the experiment says), and whether it is evaluated.
     monitor
         Is told what the loop does.
     control

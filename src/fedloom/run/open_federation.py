@@ -100,12 +100,12 @@ class Leg:
     upto
         The round to stop at; None: the experiment says when.
     measured
-        Whether that is evaluated; None: if it is due.
+        Whether that is evaluated.
     """
 
     parts: Parts
     upto: int | None = None
-    measured: bool | None = True
+    measured: bool = True
 
 
 def replayed(experiment: Experiment, replay: Replay, manifest: Manifest) -> list[Leg]:
@@ -119,8 +119,9 @@ def replayed(experiment: Experiment, replay: Replay, manifest: Manifest) -> list
             legs.append(Leg(parts, replay.rounds))
         elif replay.evaluation_begins(i + 1):
             legs.append(Leg(parts, replay.experiments[i + 1][0], measured=False))
-        else:
-            legs.append(Leg(parts, replay.experiments[i + 1][0] - 1, measured=None))
+        else:  # it may have been stopped when an evaluation was due, which the next experiment did not want
+            upto = replay.experiments[i + 1][0] - 1
+            legs.append(Leg(parts, upto, measured=replay.evaluation(upto) is not None))
     return legs
 
 
