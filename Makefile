@@ -10,7 +10,7 @@ PYTEST_ARGS ?= -n 3 --dist loadgroup
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-cluster test-all lint format protos docs bench faults cuda clean kind-up kind-test kind-down
+.PHONY: help setup run test test-cluster test-all lint format protos docs bench faults cuda clean images kind-up kind-test kind-down
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -78,6 +78,9 @@ faults: setup ## kills, cuts, hostile peers, garbage, full disks for MINUTES=30 
 
 cuda: setup ## what only a GPU can tell, where one is at hand: at most 40 minutes (docs/benchmarks.md)
 	@for part in agreement speed table table table; do $(BIN)/python benchmarks/gpu.py $$part || exit; done
+
+images: ## build worker, aggregator and components with docker buildx or buildah (docs/images.md): TARGETS="worker ..."
+	@images/build.sh $(TARGETS)
 
 kind-up: ## make a Kubernetes in Docker with our image and an object store (docs/e2e.md)
 	@images/kind/kind.sh up

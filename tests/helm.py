@@ -60,9 +60,9 @@ def fetch(cache: Path, binary: Path) -> None:
     staging.rename(binary)
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     line = [str(helm()), *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 @functools.cache

@@ -1,0 +1,46 @@
+#!/bin/sh
+# Builds images, with docker buildx or with buildah, whichever is there (make images):
+#   images/build.sh [TARGET...]    worker, aggregator, components, worker-cuda; without, the first three
+# REGISTRY, VERSION, REVISION, BASE, TORCH_INDEX and TORCH_VERSION are as in docs/images.md; PUSH=1 pushes what is built.
+set -eu
+cd "$(dirname "$0")/.."
+
+VERSION=${VERSION:-$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)}
+REVISION=${REVISION:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
+export REGISTRY="${REGISTRY:-}" VERSION REVISION
+[ $# -gt 0 ] || set -- worker aggregator components
+
+if docker buildx version >/dev/null 2>&1 && docker info >/dev/null 2>&1; then
+  for target in "$@"; do
+    for name in BASE TORCH_INDEX TORCH_VERSION; do
+      eval "value=\${$name-unset}"
+      [ "$value" = unset ] || set -- "$@" --set "$target.args.$name=$value"
+    done
+  done
+  [ "${PUSH:-}" ] && set -- "$@" --push
+  exec docker buildx bake "$@"
+fi
+command -v buildah >/dev/null || {
+  echo "make images: found neither docker with buildx, whose daemon answers, nor buildah; allowed: one of them" >&2
+  echo "  Debian: apt-get install buildah" >&2
+  exit 1
+}
+# Needs no rights of a container engine, and so works in a container, too.
+export BUILDAH_ISOLATION="${BUILDAH_ISOLATION:-chroot}"
+for target in "$@"; do
+  stage=$target
+  image="${REGISTRY:-localhost/}fedloom/$target:$VERSION"
+  set -- --build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION"
+  if [ "$target" = worker-cuda ]; then
+    stage=worker
+    set -- "$@" --build-arg TORCH_INDEX=
+  elif [ "${TORCH_INDEX-unset}" != unset ]; then
+    set -- "$@" --build-arg "TORCH_INDEX=$TORCH_INDEX"
+  fi
+  [ "${BASE:-}" ] && set -- "$@" --build-arg "BASE=$BASE"
+  [ "${TORCH_VERSION:-}" ] && set -- "$@" --build-arg "TORCH_VERSION=$TORCH_VERSION"
+  echo "images: building $image with buildah"
+  # shellcheck disable=SC2086
+  buildah build ${BUILDAH_OPTIONS:-} --layers --file images/Dockerfile --target "$stage" --tag "$image" "$@" .
+  if [ "${PUSH:-}" ]; then buildah push "$image"; fi
+done

@@ -1,0 +1,180 @@
+"""The chart, installed: by Helm on a real cluster, or what Helm renders on the cluster of processes.
+
+On processes the objects that matter there are created as they are rendered, and pods are made of the templates of
+StatefulSets and Deployments, one of them by one: a pod that ends or goes is made again, one whose template has changed
+is told to go first. Nothing of FedLoom is replaced. What only a real cluster does is left out: certificates, network
+policies, probes, autoscaling, volumes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import helm
+import yaml
+from e2e_places import MARK, Place
+from kubernetes.client.exceptions import ApiException
+from run_processes import until
+
+TICK_S = 0.1
+
+
+class Installed(Protocol):
+    """A release of the chart."""
+
+    name: str
+
+    def upgrade(self, values: Mapping[str, Any]) -> None:
+        """Install it, or change it to these values."""
+
+    def rollback(self) -> None:
+        """Go back to the values before."""
+
+    def test(self) -> str:
+        """Run the chart's own test, and return what it said."""
+
+    def uninstall(self) -> None:
+        """Remove it."""
+
+
+class OnProcesses:
+    """What Helm renders, on the cluster of processes."""
+
+    def __init__(self, place: Place, folder: Path) -> None:
+        self.name, self._place, self._folder = f"chart-{place.token}", place, folder
+        self._history: list[Mapping[str, Any]] = []
+        self._wanted: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._control, daemon=True)
+        self._thread.start()
+
+    def upgrade(self, values: Mapping[str, Any]) -> None:
+        self._history.append(values)
+        wanted: dict[str, Any] = {}
+        core, namespace = self._place.core, self._place.namespace
+        for item in self._rendered(values):
+            name = item["metadata"]["name"]
+            if item["kind"] == "ConfigMap":
+                with suppress(ApiException):
+                    core.delete_namespaced_config_map(name, namespace)
+                core.create_namespaced_config_map(namespace, item)
+            elif item["kind"] == "Service" and item["spec"].get("clusterIP") != "None":
+                for port in item["spec"]["ports"]:
+                    port["targetPort"] = {"grpc": 7733}[port["targetPort"]]
+                with suppress(ApiException):
+                    core.create_namespaced_service(namespace, item)
+            elif item["kind"] in ("StatefulSet", "Deployment"):
+                for i in range(item["spec"].get("replicas", 1)):
+                    wanted[f"{name}-{i}"] = self._pod(f"{name}-{i}", item["spec"]["template"], i)
+        with self._lock:
+            self._wanted = wanted
+
+    def rollback(self) -> None:
+        self.upgrade(self._history[-2])
+
+    def test(self) -> str:
+        (item,) = [
+            item for item in self._rendered(self._history[-1], "--show-only", "templates/tests/status.yaml")
+            if item["kind"] == "Pod"
+        ]  # fmt: skip
+        pod = self._pod(item["metadata"]["name"], item, 0)
+        self._place.core.create_namespaced_pod(self._place.namespace, pod)
+        code, said = self._place.ended(item["metadata"]["name"])
+        assert code == 0, said
+        return said
+
+    def uninstall(self) -> None:
+        with self._lock:
+            self._wanted = {}
+        core, namespace, chosen = self._place.core, self._place.namespace, f"{MARK}={self._place.token}-chart"
+        until(lambda: not self._pods(), f"pods of {self.name} are gone", self._place.patience_s)
+        self._over.set()
+        self._thread.join()
+        ours = {item["metadata"]["name"] for item in self._rendered(self._history[-1])}
+        for name in ours:
+            with suppress(ApiException):
+                core.delete_namespaced_config_map(name, namespace)
+            with suppress(ApiException):
+                core.delete_namespaced_service(name, namespace)
+        assert not core.list_namespaced_pod(namespace, label_selector=chosen).items
+
+    def _rendered(self, values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
+        path = self._folder / "values.yaml"
+        path.write_text(yaml.safe_dump({**values, "fullnameOverride": self.name}))
+        done = helm.run("template", "fed", helm.CHART, "-n", self._place.namespace, "-f", path, *arguments)
+        assert done.returncode == 0, done.stderr
+        return helm.objects(done.stdout)
+
+    def _pod(self, name: str, template: dict[str, Any], index: int) -> dict[str, Any]:
+        template = copy.deepcopy(template)
+        marks = {MARK: f"{self._place.token}-chart", "apps.kubernetes.io/pod-index": str(index)}
+        labels = {**template["metadata"]["labels"], **marks}
+        metadata = {"name": name, "labels": labels, "annotations": template["metadata"].get("annotations", {})}
+        spec = {**template["spec"], "restartPolicy": "Never"}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+    def _pods(self) -> dict[str, Any]:
+        chosen = f"{MARK}={self._place.token}-chart"
+        found = self._place.core.list_namespaced_pod(self._place.namespace, label_selector=chosen).items
+        return {pod.metadata.name: pod for pod in found}
+
+    def _control(self) -> None:
+        made: dict[str, Any] = {}
+        while not self._over.wait(TICK_S):
+            with self._lock:
+                wanted = dict(self._wanted)
+            there = self._pods()
+            for name, pod in there.items():
+                tested = name.endswith("-test")
+                ended = pod.status.phase in ("Succeeded", "Failed") and not tested
+                if (not tested and made.get(name) != wanted.get(name)) or ended or (tested and not wanted):
+                    with suppress(ApiException):
+                        self._place.core.delete_namespaced_pod(name, self._place.namespace)
+            for name in wanted.keys() - there.keys():
+                with suppress(ApiException):
+                    self._place.core.create_namespaced_pod(self._place.namespace, wanted[name])
+                    made[name] = wanted[name]
+
+
+class ByHelm:
+    """A release on the real cluster that the environment names."""
+
+    def __init__(self, place: Place, folder: Path) -> None:
+        self.name, self._place, self._path = f"chart-{place.token}", place, folder / "values.yaml"
+        self._where = ["--kubeconfig", os.environ["FEDLOOM_E2E_KUBECONFIG"], "-n", place.namespace]
+
+    def _helm(self, *arguments: object) -> str:
+        done = helm.run(*arguments, *self._where, timeout_s=self._place.patience_s)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def upgrade(self, values: Mapping[str, Any]) -> None:
+        self._path.write_text(yaml.safe_dump({**values, "fullnameOverride": self.name}))
+        self._helm("upgrade", "--install", self.name, helm.CHART, "-f", self._path)
+
+    def rollback(self) -> None:
+        self._helm("rollback", self.name)
+
+    def test(self) -> str:
+        return self._helm("test", self.name)
+
+    def uninstall(self) -> None:
+        self._helm("uninstall", self.name, "--wait")
+
+
+@contextmanager
+def release(place: Place, folder: Path) -> Iterator[Installed]:
+    """A name for a release of the chart; what is installed under it is removed at the end."""
+    real = bool(os.environ.get("FEDLOOM_E2E_KUBECONFIG"))
+    made: Installed = ByHelm(place, folder) if real else OnProcesses(place, folder)
+    try:
+        yield made
+    finally:
+        made.uninstall()
