@@ -17,9 +17,11 @@ import kubernetes_validate
 import pytest
 import yaml
 from helm import CHART, ROOT, SCENARIOS
+from typer.main import get_command
 
 import fedloom
 from fedloom import experiment as experiments
+from fedloom.cli.main import app
 
 GOLDEN = ROOT / "tests" / "fixtures" / "chart"
 VERSIONS = ("1.31", "1.35")
@@ -407,3 +409,20 @@ def test_lint_finds_nothing_and_the_notes_fit_the_values(scenario: str) -> None:
     for name in re.findall(r"(?:statefulset/|service |claim )([a-z0-9-]+)", notes):
         assert name in done.stdout.partition("NOTES:")[0], name
     assert "<no value>" not in done.stdout
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_commands_and_variables_are_those_of_our_command_line(scenario: str) -> None:
+    commands: Any = get_command(app)
+    known = {"FEDLOOM_S3_ENDPOINT", *(each.envvar for each in commands.params)}
+    for name, pod in helm.pods(helm.rendered(scenario)):
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            if container["command"] != ["fedloom"]:
+                continue
+            called, *arguments = container["args"]
+            options = commands.commands[called].params
+            allowed = {word for option in options for word in (*option.opts, *option.secondary_opts)}
+            words = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+            assert words <= allowed, name
+            named = {entry["name"] for entry in container["env"] if entry["name"].startswith("FEDLOOM_")}
+            assert named <= known | {option.envvar for option in options}, name
