@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import grpc
 import torch
 import yaml
-from common import cpu_s, descendants, describe, machine, percentile, table, write_json
+from common import cpu_s, describe, machine, percentile, table, write_json
 
 import fedloom
 from fedloom import experiment as experiments
@@ -362,11 +362,11 @@ def beside_training(folder: Path, seconds: float, rate: float, size: int) -> dic
     worker = subprocess.Popen([*PROGRAM, "worker", *whose], stdout=none, stderr=none)
     try:
         ends = time.monotonic() + 300
-        while not list(out.glob("checkpoints/*.safetensors")):
+        while not (out / "journal.jsonl").exists() or not _attempts(out):  # of round 0 there is a checkpoint already
             if time.monotonic() > ends or aggregator.poll() is not None:
-                raise RuntimeError("the aggregator has no durable round")
+                raise RuntimeError("the aggregator has made no round")
             time.sleep(0.5)
-        alone, before = _rounds(out, seconds), cpu_s(descendants(aggregator.pid))
+        alone = _rounds(out, seconds)
         found = put_under([address], [aggregator.pid], 1.0, size, rate=rate)  # the first one loads the round
         rounds, started, before = len(_attempts(out)), time.perf_counter(), cpu_s([aggregator.pid])
         found = put_under([address], [aggregator.pid], seconds, size, rate=rate)
@@ -403,8 +403,8 @@ def _rounds(out: Path, seconds: float) -> float:
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
-def measure(seconds: float, *, training: bool = True) -> dict[str, Any]:
-    """All figures."""
+def measure(seconds: float) -> dict[str, Any]:
+    """All figures but those beside training."""
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -422,16 +422,14 @@ def measure(seconds: float, *, training: bool = True) -> dict[str, Any]:
             with process(*PROGRAM, "serve", run, "--listen", "127.0.0.1:0") as (two, second):
                 figures["replicas"] = put_under([first, second], [one.pid, two.pid], seconds, size, **{"at_once": 128})
         figures["killed"] = killed_and_started_again(run, server, size, max(4.0, 2 * seconds))
-        if training:
-            figures["training"] = beside_training(Path(scratch), max(10.0, seconds), max(1.0, half / 4), size)
     return figures
 
 
 def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures as lines of a table."""
     s, bare, half, two, bf = (figures[key] for key in ("serve", "bare", "half", "replicas", "bfloat16"))
-    clients, killed, training = figures["clients"], figures["killed"], figures.get("training")
-    found = [
+    clients, killed = figures["clients"], figures["killed"]
+    return [
         ("bound: hypernetwork in full tiles, ms of CPU a model", f"{figures['product_ms']:.2f}"),
         ("bound: bare gRPC stream, ms of the server's CPU a model", f"{bare['cpu_ms']:.2f}"),
         ("bare gRPC stream, models/s", f"{bare['per_s']:.0f}"),
@@ -447,17 +445,24 @@ def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("warm client, bfloat16: KiB down", f"{bf['bytes'] / 1024:.1f}"),
         ("killed and started again: right / refused / wrong", "{right} / {refused} / {wrong}".format(**killed)),
     ]
-    if training is not None:
-        slow = 1 - training["rounds_per_s_beside"] / training["rounds_per_s_alone"]
-        found += [
-            (
-                "training alone / beside, rounds/s",
-                f"{training['rounds_per_s_alone']:.2f} / {training['rounds_per_s_beside']:.2f}",
-            ),
-            (f"rounds slower by, at {training['models_per_s']:.0f} models/s", f"{100 * slow:.0f} %"),
-            ("p50 / p99 beside training, ms", "{p50_ms:.0f} / {p99_ms:.0f}".format(**training)),
-        ]  # fmt: skip
-    return found
+
+
+def train_beside(seconds: float, rate: float) -> dict[str, float] | None:
+    """Figures of an aggregator that hands out models while it trains."""
+    with tempfile.TemporaryDirectory() as scratch:
+        _, size = make_run(Path(scratch) / "run")
+        return beside_training(Path(scratch), max(10.0, seconds), max(1.0, rate), size)
+
+
+def training_rows(training: dict[str, float]) -> list[tuple[str, str]]:
+    """Them as lines of a table."""
+    alone, beside = training["rounds_per_s_alone"], training["rounds_per_s_beside"]
+    return [
+        ("training alone / beside, rounds/s", f"{alone:.2f} / {beside:.2f}"),
+        (f"rounds slower by, at {training['models_per_s']:.0f} models/s", f"{100 * (1 - beside / alone):.0f} %"),
+        ("the aggregator's share of a core then", f"{100 * training['aggregator_cores_beside']:.0f} %"),
+        ("p50 / p99 beside training, ms", "{p50_ms:.0f} / {p99_ms:.0f}".format(**training)),
+    ]
 
 
 def _client(clients: dict[str, float], which: str) -> str:
@@ -489,8 +494,12 @@ def main() -> None:
         return
     about = machine()
     print(describe(about), flush=True)
-    figures = measure(options.seconds, training=not options.no_training)
-    print(table(("", f"{D:,} parameters"), rows(figures)))
+    figures = measure(options.seconds)
+    print(table(("", f"{D:,} parameters"), rows(figures)), flush=True)
+    if not options.no_training:
+        figures["training"] = train_beside(options.seconds, figures["half"]["per_s"] / 2)
+        if figures["training"] is not None:
+            print(table(("", "training"), training_rows(figures["training"])))
     write_json(options.json, about, {"serving": figures})
 
 
