@@ -70,6 +70,7 @@ TINY: dict[str, dict[str, Any]] = {
         "mixing": [0.0, 0.3, 1.0],
         "scale": 1.0,
     },
+    "pfedgp": {"steps": 2, "gibbs_steps": 2, "chains": 3, "chains_predict": 4, "clip": None},
     "pfedhn": {
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
         "embedding_lr": 0.05,

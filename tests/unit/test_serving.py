@@ -55,6 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg", "local": {"steps": 1}, "personalize_steps": 3},
     "pfedbayes": {"name": "pfedbayes", "steps": 1, "samples": 1, "draws": 2, "personalize_steps": 2},
     "knn-per": {"name": "knn-per", "local": {"steps": 1}},
+    "pfedgp": {"name": "pfedgp", "chains": 2, "chains_predict": 3},
     "pfedhn": {"name": "pfedhn", "local": {"steps": 1}, "personalize_exchanges": 2},
     "wga": {"name": "wga", "batch_size": 4, "steps_per_round": 1, "personalize_steps": 1},
 }

@@ -284,6 +284,8 @@ class Algorithm:
     # Does the server need each client's own update, so that sums over clients will not do? A loss is no update.
     needs_each_update: Callable[[Any], bool] = lambda settings: False
     titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}  # how tables call its predictors
+    # (settings, train examples, classes among them): what is wrong with a client that is to train; None: nothing.
+    unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None
     # (key, text): what to change where it must know all clients beforehand, so that they cannot come and go.
     closed: Callable[[Any], tuple[str, str] | None] = lambda settings: None
 

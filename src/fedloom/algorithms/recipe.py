@@ -237,6 +237,7 @@ def shared_model(
     update: type[Update] = Update,
     server: type[SharedModelServer] = SharedModelServer,
     closed: Callable[[Any], tuple[str, str] | None] = lambda settings: None,
+    unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None,
     version: int = 1,
 ) -> base.Algorithm:
     """Make a method out of what distinguishes it.
@@ -263,6 +264,8 @@ def shared_model(
         Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
     update
         The class of what clients answer; ``Trained.also`` has the fields that :class:`Update` lacks.
+    unfit
+        ``(settings, train examples, classes among them)`` -> what is wrong with a client that is to train, or None.
     server
         The server half; another where a round is another, or where more than the model is kept.
     """
@@ -310,5 +313,6 @@ def shared_model(
         needs_classes=needs_classes,
         titles=lambda settings: titles,
         closed=closed,
+        unfit=unfit,
         needs_each_update=lambda settings: isinstance(settings, Averaging) and settings.robust,
     )

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientHalf, Group, ServerHalf, Task, find
-from fedloom.data.federated import FederatedDataset, Manifest, Normalization, OwnDataset
+from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import Own, OwnClients, own_manifest
 from fedloom.data.partition import partition
 from fedloom.errors import DataError, ExperimentError
@@ -216,10 +216,29 @@ def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
     ------
     DataError
         The folder, what was found and what is needed.
+    ExperimentError
+        If the method cannot train with one.
     """
     clients.check(own)
     if experiment.model.build(own.input_shape, len(own.classes), own.kind).needs_labels:
         clients.check_labels()
+    check_clients(experiment, clients.entries)
+
+
+def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> None:
+    """Refuse clients who are to train and with whose examples the method cannot.
+
+    Raises
+    ------
+    ExperimentError
+        Who it is, what was found and what is allowed.
+    """
+    method = experiment.algorithm
+    for entry in clients if experiment.federation.rounds else ():
+        classes = sum(count > 0 for count in entry.class_counts["train"])
+        wrong = find(method.name).unfit(method.settings, entry.train, classes) if entry.seen else None
+        if wrong is not None:
+            raise ExperimentError(f"algorithm.name: found {method.name}, which cannot train client {entry.id}: {wrong}")
 
 
 def _dealt(experiment: Experiment) -> Data:

@@ -1,0 +1,342 @@
+"""pFedGP: a shared body, and on each client a tree of Gaussian processes on its features.
+
+I. Achituve, A. Shamsian, A. Navon, G. Chechik, E. Fetaya, Personalized federated learning with Gaussian processes,
+NeurIPS 2021, arXiv 2106.15482, Algorithm 1 with the predictive objective. A client's classes are split in two, again
+and again; at each split a Gaussian process on the normalized features decides between the sides. Pólya-gamma variables
+ω make its posterior Gaussian, and Gibbs sampling draws them. Only the body is trained and travels: the kernel has fixed
+numbers, and the processes are made anew at each visit. Lines are those of docs/algorithms/pfedgp.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from polyagamma import random_polyagamma
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import PIECE, Local, LocalSGD, Trained, examples
+from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.data.federated import ClientData
+from fedloom.errors import DataError
+from fedloom.models.flat import FlatModel
+from fedloom.models.predictors import Predictors
+
+NODES, WEIGHTS = map(torch.from_numpy, np.polynomial.hermite.hermgauss(20))
+"""Of Gauss-Hermite quadrature, by which the logistic function is averaged over a Gaussian."""
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------
+
+
+def tree(z: Tensor, y: Tensor, classes: int) -> Tensor:
+    """The splits of the classes that occur, ``[c - 1, C]`` int64: a class is on side 1 or -1 of a split, 0: on none.
+
+    Each part of two or more classes is split by 2-means of the class means of ``z`` ``[n, f]``.
+    """
+    present = torch.bincount(y, minlength=classes).nonzero()[:, 0]
+    means = {int(c): z[y == c].nan_to_num().double().mean(0) for c in present}
+    splits, parts = torch.zeros(0, classes, dtype=torch.int64), [sorted(means)]
+    while parts:
+        part = parts.pop()
+        if len(part) < 2:
+            continue
+        second = two_means(torch.stack([means[c] for c in part])).tolist()
+        sides = [[c for c, other in zip(part, second, strict=True) if other == which] for which in (False, True)]
+        split = torch.zeros(1, classes, dtype=torch.int64)
+        split[0, sides[0]], split[0, sides[1]] = 1, -1
+        splits = torch.cat([splits, split])
+        parts += sides[::-1]
+    return splits
+
+
+def two_means(points: Tensor) -> Tensor:
+    """Who is in the second of two clusters, ``[m, f] -> [m]`` bool; Lloyd's algorithm from the two farthest points.
+
+    These stay apart, so that no cluster is ever empty; it has no randomness.
+    """
+    i, j = torch.triu_indices(len(points), len(points), 1)
+    farthest = int((points[i] - points[j]).square().sum(1).argmax())
+    one, other = int(i[farthest]), int(j[farthest])
+    second = torch.arange(len(points)) == other
+    centres = points[[one, other]]
+    for _ in range(100):
+        near, far = ((points - centre).square().sum(1) for centre in centres)
+        found = far < near
+        found[one], found[other] = False, True
+        if torch.equal(found, second):
+            break
+        second, centres = found, torch.stack([points[~found].mean(0), points[found].mean(0)])
+    return second
+
+
+# --- one Gaussian process ---------------------------------------------------------------------------------------------
+
+
+def unit(z: Tensor) -> Tensor:
+    """Features ``[n, f]`` scaled to norm 1, in float64; what overflowed counts as the largest number."""
+    return F.normalize(z.nan_to_num().double(), dim=1)
+
+
+def kernel(a: Tensor, b: Tensor, s: PFedGPSettings) -> Tensor:
+    """``outputscale`` · exp(-‖a_i - b_j‖² / (2 ``lengthscale``²)), ``[n, f], [m, f] -> [n, m]``."""
+    squared = a.square().sum(1)[:, None] + b.square().sum(1) - 2 * a @ b.T
+    return s.outputscale * (-0.5 / s.lengthscale**2 * squared.clamp(min=0)).exp()
+
+
+def prior(a: Tensor, s: PFedGPSettings) -> Tensor:
+    """Covariance of the process at the examples that it is told, ``[n, f] -> [n, n]``."""
+    return kernel(a, a, s) + s.jitter * torch.eye(len(a), dtype=a.dtype, device=a.device)
+
+
+def posterior(k: Tensor, cross: Tensor, own: float, kappa: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance ``[S, b]`` of the process at b points, given ω.
+
+    With Ω = diag(ω): mean = cross (K + Ω⁻¹)⁻¹ κ/ω and variance = own - diag(cross (K + Ω⁻¹)⁻¹ crossᵀ), from the
+    Cholesky factor of I + Ω^½ K Ω^½, which is well conditioned whatever K and ω are.
+
+    Parameters
+    ----------
+    k, cross, own
+        Covariance at n examples ``[n, n]``, of points and examples ``[b, n]``, and variance at a point.
+    kappa, omega
+        ±1/2 for the sides of the examples, ``[n]``; ω of S chains, ``[S, n]``.
+    """
+    root = omega.sqrt()
+    eye = torch.eye(len(k), dtype=k.dtype, device=k.device)
+    factor = torch.linalg.cholesky(eye + root[:, :, None] * k * root[:, None, :])
+    half = torch.linalg.solve_triangular(factor, root[:, :, None] * cross.T, upper=False)
+    told = torch.linalg.solve_triangular(factor, (kappa / root)[:, :, None], upper=False)
+    return (half * told).sum(1), (own - half.square().sum(1)).clamp(min=1e-12)
+
+
+def log_sides(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities ``[b]`` of the sides 1 and -1: E σ(±f) for f ~ N(mean, variance), averaged over the chains."""
+    nodes, weights = NODES.to(mean.device), WEIGHTS.to(mean.device)
+    f = mean[..., None] + (2 * variance)[..., None].sqrt() * nodes
+    log_weights = (weights / weights.sum()).log() - np.log(len(mean))
+    first, second = ((F.logsigmoid(v) + log_weights).logsumexp((0, 2)) for v in (f, -f))
+    return first, second
+
+
+@torch.no_grad()
+def gibbs(k: Tensor, kappa: Tensor, chains: int, steps: int, random: np.random.Generator) -> Tensor:
+    """ω ``[S, n]`` of S chains after some steps: f | ω, then ω | f ~ PG(1, f), from f of the prior.
+
+    f | ω is drawn from the prior and corrected by what it would have been told: f₀ + K (K + Ω⁻¹)⁻¹ (κ/ω - f₀ - e) with
+    e ~ N(0, Ω⁻¹). That needs one Cholesky factor in place of two.
+    """
+    n, factor = len(k), torch.linalg.cholesky(k)
+
+    def normal() -> Tensor:
+        return torch.from_numpy(random.standard_normal((chains, n)))
+
+    f = normal() @ factor.T
+    for _ in range(steps):
+        omega = polya_gamma(f, random)
+        f, noise = normal() @ factor.T, normal() / omega.sqrt()
+        f = f + conditional_change(k, kappa / omega - f - noise, omega)
+    return polya_gamma(f, random)
+
+
+def conditional_change(k: Tensor, residual: Tensor, omega: Tensor) -> Tensor:
+    """K (K + Ω⁻¹)⁻¹ residual, ``[S, n]``."""
+    root = omega.sqrt()
+    factor = torch.linalg.cholesky(torch.eye(len(k), dtype=k.dtype) + root[:, :, None] * k * root[:, None, :])
+    return (root * torch.cholesky_solve((root * residual)[:, :, None], factor)[:, :, 0]) @ k
+
+
+def polya_gamma(f: Tensor, random: np.random.Generator) -> Tensor:
+    """ω ~ PG(1, f), element by element."""
+    return torch.from_numpy(random_polyagamma(1.0, f.numpy(), random_state=random))
+
+
+def numbers(generator: torch.Generator) -> np.random.Generator:
+    """Random numbers that follow from those of a client."""
+    return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def predictive_loss(z: Tensor, y: Tensor, splits: Tensor, s: PFedGPSettings, random: np.random.Generator) -> Tensor:
+    """Σ over the splits of the mean of -log p(side) of held out examples, ω being constants to the gradient."""
+    u, y, loss = unit(z.cpu()), y.cpu(), z.sum().cpu().double() * 0  # 0, also for who has nothing to hold out
+    for split in splits:
+        side = split[y]
+        told, asked = [], []
+        for which in (1, -1):  # line 6
+            members = torch.from_numpy(random.permutation((side == which).nonzero()[:, 0].numpy()))
+            held = int(s.held_out * len(members))
+            asked.append(members[:held])
+            told.append(members[held:])
+        rows, queries = torch.cat(told), torch.cat(asked)
+        if len(queries):
+            k, kappa = prior(u[rows], s), side[rows].double() / 2
+            omega = gibbs(k.detach(), kappa, s.chains, s.gibbs_steps, random)  # line 7
+            sides = log_sides(*posterior(k, kernel(u[queries], u[rows], s), s.outputscale, kappa, omega))  # line 8
+            loss = loss - torch.where(side[queries] > 0, *sides).mean()
+    return loss
+
+
+def visit(model: FlatModel, group: Group, i: int, body: Tensor, s: PFedGPSettings) -> Trained:
+    """Lines 3-10: steps of SGD on the body of one client, each on all of its examples."""
+    client, sgd = group.clients[i], s.sgd
+    local, x, y = Local(model, group, members=[i]), *labelled(client)
+    if (wrong := unfit(s, len(x), int(client.present.sum()))) is not None:
+        raise DataError(f"client {client.id}: {wrong}")
+    w, random = local.parameters(F.pad(body, (0, model.layout.size - body.shape[1]))), numbers(group.generator(i, "gp"))
+    leaves, losses, splits = [w[name] for name in model.layout.body], [], None
+    step = local.sgd(leaves, sgd)
+    for _ in range(s.steps):
+        with torch.enable_grad():
+            z = model.features(w, x)
+            if splits is None:
+                splits = tree(z.detach().cpu(), y.cpu(), client.classes)  # line 4
+            loss = predictive_loss(z, y, splits, s, random)
+            gradients = list(torch.autograd.grad(loss, leaves))
+        losses.append(torch.where(z.isfinite().all().cpu(), loss.detach(), torch.nan)[None])
+        step(list(torch._foreach_add(gradients, [p.detach() for p in leaves], alpha=s.weight_decay)), None)  # line 9
+    return local.trained(local.join(w)[:, : body.shape[1]], losses, [s.steps], "lr", s.lr)
+
+
+def learn(model: FlatModel, group: Group, body: Tensor, s: PFedGPSettings) -> Trained:
+    """The visits of a group, one after another: each client has a tree and matrices of its own size."""
+    made = [visit(model, group, i, body[i : i + 1], s) for i in range(len(group))]
+    theta, steps, loss = (torch.cat([getattr(one, name) for one in made]) for name in ("theta", "steps", "loss"))
+    return Trained(theta, steps, loss)
+
+
+def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
+    """A client's train examples and labels."""
+    split = examples(client, labelled=True)
+    assert split.y is not None
+    return split.x, split.y
+
+
+def unfit(s: Any, examples: int, classes: int) -> str | None:
+    """What is wrong with a client that is to train; None: nothing."""
+    if classes == 1:
+        return "found train examples of one class; allowed: of two or more, between which a Gaussian process decides"
+    if examples > s.max_examples:
+        return f"found {examples} train examples; allowed: at most algorithm.max_examples ({s.max_examples})"
+    return None
+
+
+# --- what a client ends up with ---------------------------------------------------------------------------------------
+
+
+class GPTree:
+    """The shared body, and the Gaussian processes of a client's tree, told all of its train split.
+
+    Parameters
+    ----------
+    body
+        ``[s]``.
+    random
+        Draws ω.
+    """
+
+    def __init__(
+        self, model: FlatModel, body: Tensor, client: ClientData, s: PFedGPSettings, random: np.random.Generator
+    ) -> None:
+        self.model, self.settings = model, s
+        x, y = labelled(client)
+        leaves = model.layout.leaves(F.pad(body, (0, model.layout.size - len(body))))
+        self.parameters = {name: leaves[name] for name in model.layout.body}
+        with torch.no_grad():
+            z = torch.cat([model.features(self.parameters, piece) for piece in torch.split(x, PIECE)]).cpu()
+        y, u, splits = y.cpu(), unit(z), tree(z, y.cpu(), client.classes)  # lines 11-12
+        self.parameters |= {"gp.splits": splits.to(x.device), "gp.present": client.present.to(x.device).long()}
+        for i, split in enumerate(splits):
+            rows = split[y].nonzero()[:, 0]
+            kappa = split[y[rows]].double() / 2
+            omega = gibbs(prior(u[rows], s), kappa, s.chains_predict, s.gibbs_steps, random)  # line 13
+            for name, tensor in (("features", u[rows]), ("kappa", kappa), ("omega", omega)):
+                self.parameters[f"gp.{i}.{name}"] = tensor.to(x.device)
+
+    @torch.no_grad()
+    def log_probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``."""
+        return self.predict(self.parameters, x)
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``; rows sum to one."""
+        return self.log_probabilities(x).exp()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it predicts with."""
+        return self.parameters
+
+    def named(self) -> dict[str, Tensor]:
+        """The body's entries, and of each Gaussian process features, sides and ω, as ``gp.0.omega``."""
+        return self.parameters
+
+    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """``[b, ...] -> [b, C]``: a class is as likely as all the sides on the way to it together (line 14)."""
+        s, z = self.settings, self.model.features(named, x)
+        u = unit(z)
+        log_p = torch.where(named["gp.present"] > 0, 0.0, -torch.inf).to(u).expand(len(u), -1)
+        for i, split in enumerate(named["gp.splits"]):
+            features, kappa, omega = (named[f"gp.{i}.{name}"] for name in ("features", "kappa", "omega"))
+            both = log_sides(*posterior(prior(features, s), kernel(u, features, s), s.outputscale, kappa, omega))
+            for side, log_side in zip((1, -1), both, strict=True):
+                log_p = log_p + torch.where(split == side, log_side[:, None], 0.0)
+        return log_p.to(z.dtype)
+
+
+def told_everything(model: FlatModel, group: Group, body: Tensor, s: PFedGPSettings) -> Predictors:
+    """``personal``, for seen and unseen clients alike: nothing is trained."""
+    found: Predictors = []
+    for i, client in enumerate(group.clients):
+        if (wrong := unfit(s, len(client.train), 2)) is not None:
+            raise DataError(f"client {client.id}: {wrong}")
+        found.append({"personal": GPTree(model, body[i], client, s, numbers(group.generator(i, "gp")))})
+    return found
+
+
+class PFedGPSettings(Averaging):
+    """Keys of ``algorithm`` for pFedGP; ``weighting`` is the paper's, uniform, by default."""
+
+    weighting: Literal["examples", "uniform"] = Field(default="uniform", description="average by n_i or uniformly")
+    steps: int = Field(default=1, ge=1, description="SGD steps in a round, each on all of the train split")
+    lr: float = Field(default=0.05, gt=0, description="learning rate")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum, fresh at every visit")
+    weight_decay: float = Field(default=1e-3, ge=0, description="times the body, added to the gradient")
+    clip: float | None = Field(default=50.0, gt=0, description="largest gradient norm; null does not clip")
+    held_out: float = Field(
+        default=0.5, gt=0, lt=1, description="share of each side that a step predicts from the rest of it"
+    )
+    gibbs_steps: int = Field(default=5, ge=1, description="Gibbs steps of each chain")
+    chains: int = Field(default=20, ge=1, description="Gibbs chains in training")
+    chains_predict: int = Field(default=30, ge=1, description="Gibbs chains of a client's predictor")
+    outputscale: float = Field(default=8.0, gt=0, description="variance of the Gaussian processes")
+    lengthscale: float = Field(default=1.0, gt=0, description="length scale of the kernel, of features of norm 1")
+    jitter: float = Field(default=1e-3, ge=1e-6, description="added to the diagonal of the kernel matrix")
+    max_examples: int = Field(
+        default=1000, ge=2, description="clients with more train examples are refused: a step costs the cube"
+    )
+
+    @property
+    def sgd(self) -> LocalSGD:
+        """Of the body."""
+        return LocalSGD(steps=self.steps, lr=self.lr, momentum=self.momentum, clip=self.clip)
+
+
+PFEDGP = shared_model(
+    "pfedgp",
+    PFedGPSettings,
+    local=learn,
+    personalize=told_everything,
+    steps=lambda s, examples: 0,
+    limits=lambda s, examples: s.sgd.limits(examples),
+    shared="body",
+    needs_classes=True,
+    unfit=unfit,
+    titles={"personal": "pFedGP"},
+)
