@@ -255,6 +255,7 @@ def test_it_goes_on_elsewhere_with_what_is_published(
     equal_to_the_replay(federation, tmp_path / "replay")
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_made_while_it_ran_is_a_backup(federation: Federation, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "running-a-federation.md").read_text(encoding="utf-8")
     script = re.search(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

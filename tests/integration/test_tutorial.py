@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from run_processes import WAIT_S, ended, fedloom, started
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "first-federation.md"
@@ -58,6 +59,7 @@ class Shell:
         self.folder = Path(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_tutorial(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

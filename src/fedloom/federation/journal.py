@@ -184,7 +184,11 @@ class Journal:
     def append(self, attempt: Attempt) -> None:
         """Write an attempt down, as one of this life."""
         attempt.life = self.life
-        line = asdict(attempt)
+        # Not asdict, which copies each of a hundred thousand ids.
+        conversations = [
+            {"clients": held.clients, "lost": [vars(loss) for loss in held.lost]} for held in attempt.conversations
+        ]
+        line = {**vars(attempt), "conversations": conversations}
         self._folder.append(NAME, {key: value for key, value in line.items() if value or key not in _SELDOM})
         self._note(attempt)
 
