@@ -68,7 +68,7 @@ docs: setup ## write the pages that are made from the code
 	@$(BIN)/fedloom pipeline compile --out pipelines
 
 bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/benchmarks.md)
-	@for name in local_training aggregator_overhead registered_clients serving resume flower; do \
+	@for name in local_training aggregator_overhead registered_clients serving scale resume flower; do \
 		echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit; echo; \
 	done
 
