@@ -25,7 +25,7 @@ The others share these parts; of them `make test` runs what is in ``OWN``, and `
 """
 
 OWN = (
-    "test_each_client_lost_at_each_exchange_and_the_replay_of_it",
+    "test_one_survivor_of_each_exchange",
     "test_killed_at_one_exchange_of_each_kind_and_resumed",
     "test_clients_never_seen_get_predictors",
     "test_evaluation_changes_nothing_and_repeats_itself",
@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     def param(name: str) -> Any:
         first_tier = own or name == PROBE or _method(name) in WHOLE
-        return pytest.param(name, marks=() if first_tier else pytest.mark.every_method)
+        return pytest.param(name, marks=() if first_tier else pytest.mark.exhaustive)
 
     for fixture, values in every.items():
         if fixture in metafunc.fixturenames:

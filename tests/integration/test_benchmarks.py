@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     [
         ("aggregator_overhead.py", ("--smallest", "--workers", "1", "--seconds", "0"), "ratios"),
         ("registered_clients.py", ("--clients", "24", "--seconds", "0"), "models_per_s_20"),
-        pytest.param("serving.py", ("--seconds", "0.5", "--no-training"), "serve", marks=pytest.mark.every_method),
+        pytest.param("serving.py", ("--seconds", "0.5", "--no-training"), "serve", marks=pytest.mark.exhaustive),
     ],
 )
 def test_it_runs_in_its_smallest_size_and_finds_something(

@@ -226,6 +226,7 @@ for progress in follow(sys.argv[1], connect_s=60):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute of waiting
 def test_a_worker_and_a_watcher_that_vanish_without_a_word_are_noticed(notices: Notices) -> None:
     """A stopped process answers no pings, as a machine that is cut off: 20 s to the ping, 10 s for its answer."""
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)

@@ -230,6 +230,7 @@ def test_a_second_aggregator_takes_over_and_the_first_stops(
     assert scores(tmp_path / "b" / "run") == scores(stateful.undisturbed)
 
 
+@pytest.mark.exhaustive  # real deadlines: half a minute
 def test_nobody_watches(stateful: Place, elsewhere: Any, tmp_path: Path, port: int) -> None:
     run = tmp_path / "a" / "run"
     order = stateful.aggregator("orphan", run, port)

@@ -109,7 +109,7 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(name, marks=[pytest.mark.every_method] if i >= FIRST_TIER else []) for i, name in enumerate(METHODS)],
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if i >= FIRST_TIER else []) for i, name in enumerate(METHODS)],
 )
 def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(tmp_path: Path, method: str) -> None:
     on_vowels(tmp_path, METHODS[method], rounds=int(method != "local")).run()
@@ -525,7 +525,7 @@ def fedloom_packed(tmp_path: Path) -> Path:
     return tmp_path / "eve"
 
 
-@pytest.mark.every_method  # torch.export takes ten seconds and more
+@pytest.mark.exhaustive  # torch.export takes ten seconds and more
 def test_exported_models_need_no_fedloom(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     x, y = examples(1)
