@@ -18,7 +18,7 @@ PROBE = "probe"
 THOROUGH = ("pefll", "fedrep")
 """Three exchanges and a server that puts work off; one exchange and clients that keep a state."""
 
-WHOLE = ("comfedl", "fedavg", "fedrep", "pefll", "pfedbayes", "wga")
+WHOLE = ("comfedl", "fedrep", "pefll", "pfedbayes", "wga")
 """Methods that `make test` takes through the whole kit: each has halves, state or conversations of its own kind.
 
 The others share these parts; of them `make test` runs what is in ``OWN``, and `make test-all` everything.

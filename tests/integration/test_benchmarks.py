@@ -17,7 +17,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     ("name", "options", "key"),
     [
         ("aggregator_overhead.py", ("--smallest", "--workers", "1", "--seconds", "0"), "ratios"),
-        ("registered_clients.py", ("--clients", "24", "--seconds", "0"), "models_per_s_20"),
+        pytest.param(
+            "registered_clients.py",
+            ("--clients", "24", "--seconds", "0"),
+            "models_per_s_20",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("serving.py", ("--seconds", "0.5", "--no-training"), "serve", marks=pytest.mark.exhaustive),
     ],
 )

@@ -28,6 +28,7 @@ def killed_at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_before_some_of_its_writes(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(tmp_path, fresh_root, **SECTIONS)
     whole = tmp_path / "whole"

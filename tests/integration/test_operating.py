@@ -48,6 +48,7 @@ identities:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_paused_federation_is_killed_goes_on_paused_and_is_stopped_and_the_replay_is_equal(tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     for name in MEMBERS:

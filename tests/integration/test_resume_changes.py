@@ -165,7 +165,7 @@ def unmoved(folder: Path) -> dict[str, int]:
     return {name: (folder / name).stat().st_mtime_ns for name in files(folder)}
 
 
-@pytest.mark.parametrize("by", ["run", "aggregator"])
+@pytest.mark.parametrize("by", ["run", pytest.param("aggregator", marks=pytest.mark.exhaustive)])
 def test_a_finished_run_needs_no_worker(by: str, experiment: Any, tmp_path: Path) -> None:
     path, out = experiment("fedavg"), tmp_path / "run"
     run(path, out=out)
@@ -192,6 +192,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_fine(experiment: Any,
         command(path, out=out, resume=True)
 
 
+@pytest.mark.exhaustive  # a server lingers for twenty seconds
 def test_a_finished_run_is_published_elsewhere_than_where_it_ended(
     bucket: str, experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_federation_that_shares_nothing_but_the_store(
     assert json.loads((tmp_path / "e.json").read_text())["seen"] == scores(run)["seen"]
 
 
+@pytest.mark.exhaustive
 def test_aggregator_and_worker_killed_and_started_elsewhere(
     stateful: Place, elsewhere: Any, tmp_path: Path, port: int
 ) -> None:
@@ -259,6 +260,7 @@ def test_nobody_watches(stateful: Place, elsewhere: Any, tmp_path: Path, port: i
     assert scores(run) == scores(stateful.undisturbed)
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_is_told_to_go_is_followed_by_one_that_comes_late(
     stateful: Place, elsewhere: Any, tmp_path: Path, port: int
 ) -> None:
@@ -279,6 +281,7 @@ def test_a_worker_that_is_told_to_go_is_followed_by_one_that_comes_late(
     assert losses(run) == []
 
 
+@pytest.mark.exhaustive
 def test_fedloom_run_publishes_where_storage_is_a_store(
     stateful: Place, elsewhere: Any, tmp_path: Path, fresh_root: Path
 ) -> None:

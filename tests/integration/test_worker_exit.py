@@ -44,6 +44,7 @@ def test_a_worker_that_is_refused_says_so_while_its_parent_lives(small_run: tupl
     assert "toy" in said
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_fails_for_good_ends_the_run_with_its_code(
     small_run: tuple[Path, Path], fresh_root: Path, tmp_path: Path
 ) -> None:

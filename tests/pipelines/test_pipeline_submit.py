@@ -272,7 +272,7 @@ def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("request_", ["GET /experiments", "POST /runs"])
+@pytest.mark.parametrize("request_", [pytest.param("GET /experiments", marks=pytest.mark.exhaustive), "POST /runs"])
 def test_an_interrupted_submit_leaves_nothing(api: KubeflowApi, files: tuple[Path, Path], request_: str) -> None:
     """Also where the request that starts the run had been heard, and only its answer was not there yet."""
     api.faults = [Fault(request_, delay_s=3.0 if request_.startswith("GET") else 0.0, times=1)]
@@ -346,7 +346,7 @@ def test_a_token_that_expires_leaves_the_run_alone(api: KubeflowApi, fedloom: Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("terminate", [False, True])
+@pytest.mark.parametrize("terminate", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_ctrl_c_while_waiting(api: KubeflowApi, files: tuple[Path, Path], terminate: bool) -> None:
     api.script = [("RUNNING", [("federate", "RUNNING", "")])]
     looked = api.hears("GET /runs/.*")
