@@ -16,6 +16,7 @@ from facts import tells
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from transport_support import (
+    Hostile,
     Proxy,
     Sum,
     Worker,
@@ -682,3 +683,27 @@ def test_health_and_reflection(aggregator):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
         assert "fedloom.v1.Federation" in {service.name for service in answer.list_services_response.service}
+
+
+def test_who_is_welcomed_while_the_aggregator_becomes_another_comes_again(aggregator) -> None:
+    """Else it holds the session of the one before, and never answers."""
+    peers = [Hostile(aggregator.address, f"w{i}", clients=("anna",)) for i in range(12)]
+    last = ""
+    with ThreadPoolExecutor(len(peers)) as threads:
+        try:
+            told = [threads.submit(peer.join) for peer in peers]
+            everyone = False
+            while not everyone:
+                everyone = all(each.done() for each in told)
+                last = f"a{time.monotonic_ns()}"
+                aggregator.go_on_as(last, "new")
+            stale = [
+                threads.submit(peer.status)
+                for peer, first in zip(peers, told, strict=True)
+                if first.result().welcome.incarnation != last
+            ]
+            assert stale
+            assert {each.result(10) for each in stale} == {(grpc.StatusCode.OK, "")}
+        finally:
+            for peer in peers:
+                peer.leave()

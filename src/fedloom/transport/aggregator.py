@@ -493,7 +493,7 @@ class Aggregator:
     async def _join(self, _: Any, context: Any) -> None:
         """Hold one worker's stream, from its Hello to its end."""
         try:
-            hello = await self._greet(context)
+            hello, welcome = await self._greet(context)
         except WireError as unfit:
             self._board.count(unfit.refusal)
             log.warning("ended the stream of %s: %s", context.peer(), unfit)
@@ -506,6 +506,8 @@ class Aggregator:
             return
         if hello is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
+            return
+        if welcome is not self._welcome:  # meanwhile we became another incarnation: it has to come again
             return
         device = printable(hello.device, NAME_CHARACTERS)
         if self._presence is None:
@@ -550,8 +552,8 @@ class Aggregator:
                 task.cancel()
             await asyncio.gather(reader, writer, ended, return_exceptions=True)
 
-    async def _greet(self, context: Any) -> wire.Hello | None:
-        """Read Hello and answer Welcome, or Refused and None.
+    async def _greet(self, context: Any) -> tuple[wire.Hello | None, bytes]:
+        """Read Hello and answer Welcome, and return both; or answer Refused, and return None.
 
         Raises
         ------
@@ -565,7 +567,7 @@ class Aggregator:
         try:
             data = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
             if data is grpc.aio.EOF:
-                return None
+                return None, b""
             self._up += len(data)
             if not self._joins.spend(1 + len(data) / HELLO_BYTES):
                 raise WireError(Refusal.JOINS, "come again")
@@ -587,14 +589,15 @@ class Aggregator:
             frame = _frame(wire.AggregatorPart(refused=wire.Refused(code=code, reason=reason)))
             self._down += len(frame)
             await context.write(frame)
-            return None
+            return None, b""
         if peer is not None:
             peer.join(worker=hello.worker, incarnation=hello.incarnation, clients=len(hello.clients))
         elif self._board.taken(hello.worker, hello.incarnation, None):
             raise WireError(Refusal.NAME, f"worker {hello.worker}")
-        self._down += len(self._welcome)
-        await context.write(self._welcome)
-        return hello
+        welcome = self._welcome
+        self._down += len(welcome)
+        await context.write(welcome)
+        return hello, welcome
 
     def _authorize(self, peer: Peer, hello: wire.Hello) -> None:
         """Make sure that a peer may be this worker.
