@@ -17,7 +17,7 @@ RESULTS = ROOT / "docs" / "results"
 
 NOT_KEPT = {
     "natural": ["| seen | worst decile", "| seen | unseen"],
-    "open-federation": ["what | how often"],
+    "open-federation": ["what | how often", "what | how often"],
     "pefll-cifar10": ["after | 1 round | 101 rounds"],
     "pefll-fashion-mnist": ["n | seed"],
     "quickstart": ["local rate", "what a client gets | client steps", "what a client gets | first machine"],
