@@ -405,6 +405,11 @@ def test_labels_where_none_are_wanted_are_refused(tmp_path: Path) -> None:
         fedloom.personalize(str(tmp_path / "run"), *examples(1))
 
 
+def test_a_folder_that_is_missing_is_said_before_anybody_is_dialled(tmp_path: Path) -> None:
+    with pytest.raises(DataError):  # a QuorumError, where nobody listens
+        fedloom.personalize("127.0.0.1:1", data=tmp_path / "nowhere", timeout_s=5)
+
+
 def test_options_that_do_not_fit_are_refused(run: Path) -> None:
     x, y = examples(1)
     with pytest.raises(ExperimentError, match="predictor: found 'mine'; allowed: personal"):

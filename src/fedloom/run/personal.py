@@ -18,6 +18,7 @@ import torch
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Algorithm, Group, find
 from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.own import read_card
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.experiment import Runtime
@@ -154,6 +155,8 @@ def _check(asked: Asked) -> None:
     if asked.checkpoint == "best":
         raise ExperimentError("--checkpoint: found best, of a server; allowed: last, or the round that it serves")
     check_checkpoint(asked.checkpoint)
+    if asked.data is not None:
+        read_card(asked.data)  # a mistake that is here is not looked for in the network first
 
 
 def _client_of(about: About, asked: Asked) -> _Client:
