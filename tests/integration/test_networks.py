@@ -86,9 +86,10 @@ def test_a_worker_whose_network_says_nothing_dials_again(monkeypatch: pytest.Mon
     """Long before HTTP/2's pings notice, which end at a proxy anyway."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(stream, "SILENCE_S", 1.0)
+    monkeypatch.setattr("fedloom.transport.worker.WELCOME_TIMEOUT_S", 1.0)  # it may dial while the line is frozen still
     aggregator = make_aggregator()
     with closing(Proxy(aggregator.start("127.0.0.1:0"))) as line:
-        worker = Worker(line.address, "w", CLIENTS)
+        member = Worker(line.address, "w", CLIENTS)
         aggregator.wait_for(CLIENTS, 10)
         (before,) = aggregator.workers()
         line.freeze()
@@ -98,9 +99,23 @@ def test_a_worker_whose_network_says_nothing_dials_again(monkeypatch: pytest.Mon
         call = start_call(CLIENTS, d=10)
         for row, answer in enumerate(aggregator.exchange(call)):
             assert torch.equal(answer.x, expected([call], row))
-        assert len(worker.sessions) == 1
+        assert len(member.sessions) == 1
         aggregator.stop(finished=True)
-        worker.leave()
+        member.leave()
+
+
+def test_a_line_that_is_taken_and_then_silent_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the Hello goes out on it; gRPC alone would wait for 20 s."""
+    monkeypatch.setattr("fedloom.transport.worker.WELCOME_TIMEOUT_S", 1.0)
+    aggregator = make_aggregator()
+    with closing(Proxy(aggregator.start("127.0.0.1:0"))) as line:
+        line.freeze()
+        member = Worker(line.address, "w", CLIENTS)
+        until(lambda: len(line.open) > 2, "it dials again", 10)  # two ends of each connection
+        line.frozen = False
+        aggregator.wait_for(CLIENTS, 10)
+        aggregator.stop(finished=True)
+        member.leave()
 
 
 def test_heartbeats_are_no_sign_that_a_worker_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ from fedloom.words import REASON_CHARACTERS, printable
 
 log = logging.getLogger("fedloom.transport.worker")
 
-WELCOME_TIMEOUT_S = 10.0
+WELCOME_TIMEOUT_S = 30.0  # from dialling to the Welcome
 FIRST_BACKOFF_S = 0.1
 FIRST_NOTICE_S = 5.0  # when to say that we still dial; again each time after twice as long
 CERTAIN = 3  # how often in a row we must find that we do not believe an aggregator: bits flip in handshakes, too
@@ -583,8 +583,9 @@ class _Connection:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=dial.metadata(self._shown))
             tasks: list[asyncio.Task[Any]] = []
             try:
-                await write(self._introduction())
-                data = await asyncio.wait_for(self._next(call), WELCOME_TIMEOUT_S)
+                async with asyncio.timeout(WELCOME_TIMEOUT_S):  # writing waits, too, on a line that is silent
+                    await write(self._introduction())
+                    data = await self._next(call)
                 first = _first(data)
                 if first.WhichOneof("part") == "refused":
                     raise _refused(self._address, first.refused)
