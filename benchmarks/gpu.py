@@ -52,7 +52,7 @@ from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.resnet import ResNet20
-from fedloom.run.assemble import use_device
+from fedloom.runner.assemble import use_device
 from fedloom.storage import open_store
 
 ROOT = Path(__file__).parent.parent

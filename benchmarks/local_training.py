@@ -30,7 +30,7 @@ from common import ROOT, describe, import_torch_s, machine, write_json
 from torch import nn
 
 from fedloom import experiment as experiments
-from fedloom.run.assemble import make_partition
+from fedloom.runner.assemble import make_partition
 
 EXPERIMENT = ROOT / "experiments" / "pefll-fashion-mnist.yaml"
 

@@ -43,7 +43,7 @@ from fedloom.data.folders import data_root
 from fedloom.data.manifest import ClientEntry, Manifest, Normalization
 from fedloom.federation.checkpoint import Checkpoint, Checkpoints
 from fedloom.federation.folder import RunFolder
-from fedloom.run import assemble
+from fedloom.runner import assemble
 from fedloom.transport.newcomer import Models
 from fedloom.transport.spoken import PERSONALIZE, PRECISIONS, SERVICE, Incoming, frames, pieces
 from fedloom.transport.wire import personalization_pb2 as wire
@@ -271,7 +271,7 @@ def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
 def cold_bytes(address: str) -> dict[str, float]:
     """Bytes that a client gets of whom nothing is known, and one that has the opening."""
     from fedloom.federation.loop import vocabulary
-    from fedloom.run.personal import Asked, Speaking, _client_of
+    from fedloom.runner.personal import Asked, Speaking, _client_of
     from fedloom.transport.newcomer import Memory
 
     async def ask() -> dict[str, float]:

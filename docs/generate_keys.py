@@ -12,7 +12,7 @@ from fedloom.algorithms.base import available, find
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.experiment import json_schema
 from fedloom.experiment.validation_errors import Schema, branches, describe
-from fedloom.run.leaving import Leaving, answers, measures, moments
+from fedloom.runner.leaving import Leaving, answers, measures, moments
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedloom.data.federated import FederatedDataset
 from fedloom.experiment import load
 from fedloom.federation.folder import EXPERIMENT
-from fedloom.run import assemble
+from fedloom.runner import assemble
 
 
 def parser(doc: str | None, *, rounds: int, every: int, lr: float) -> argparse.ArgumentParser:

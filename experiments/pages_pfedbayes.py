@@ -15,7 +15,7 @@ from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.models.predictors import Ensemble
 from fedloom.reporting.drawing import FULL
-from fedloom.run import assemble
+from fedloom.runner import assemble
 from fedloom.theory.gaussian import MeanField
 
 UNCERTAINTY = ("ece", "entropy", "mutual_information")

@@ -19,7 +19,7 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.randomness import generator
-from fedloom.run import assemble
+from fedloom.runner import assemble
 from fedloom.theory.pefll import Networks, Variances, bound, observed
 
 ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1)

@@ -21,7 +21,7 @@ import torch
 from fedloom.data.federated import Manifest
 from fedloom.evaluation.measure import CORRECT, SPLITS, TOTAL
 from fedloom.federation.folder import RunFolder
-from fedloom.run.trained import evaluate
+from fedloom.runner.trained import evaluate
 
 MOST = 3
 """Class sets of this many seen clients or more are shown together."""

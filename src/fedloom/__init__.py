@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedloom.run.personal_model import PersonalModel
+    from fedloom.runner.personal_model import PersonalModel
 
 __version__ = "0.1.0"
 
@@ -60,13 +60,13 @@ def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> Persona
         model = fedloom.personalize("models.example.org:7733", x, y, tls_ca="ca.pem", token_file="token")
         model(x).argmax(1)
     """
-    from fedloom.run.personal import asked_for, personal_model
+    from fedloom.runner.personal import asked_for, personal_model
 
     return personal_model(where, *asked_for(where, x, y, **how))
 
 
 async def personalize_async(where: str, x: Any = None, y: Any = None, **how: Any) -> PersonalModel:
     """Return a model of one's own and let others work meanwhile; ``how`` is as of :func:`personalize`."""
-    from fedloom.run.personal import asked_for, personal_model_async
+    from fedloom.runner.personal import asked_for, personal_model_async
 
     return await personal_model_async(where, *asked_for(where, x, y, **how))

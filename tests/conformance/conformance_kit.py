@@ -24,8 +24,8 @@ from fedloom.federation.journal import Attempt, Journal, Replay
 from fedloom.federation.loop import Loop
 from fedloom.federation.placement import deal
 from fedloom.messages import Message
-from fedloom.run import assemble
-from fedloom.run.assemble import Parts
+from fedloom.runner import assemble
+from fedloom.runner.assemble import Parts
 
 TINY: dict[str, dict[str, Any]] = {
     "pefll": {

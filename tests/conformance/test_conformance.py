@@ -34,7 +34,7 @@ from fedloom.evaluation.summary import groups
 from fedloom.federation.carrier import Call
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import Loop
-from fedloom.run import assemble
+from fedloom.runner import assemble
 
 AT = 2
 """The round that is disturbed: one before it and one after it are not."""

@@ -19,7 +19,7 @@ import safetensors.torch
 from conformance_kit import Federation
 
 from fedloom.federation import tensor_file
-from fedloom.run.assemble import fingerprint
+from fedloom.runner.assemble import fingerprint
 
 KEPT = Path(__file__).parent / "kept_bits.json"
 

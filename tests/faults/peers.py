@@ -22,7 +22,7 @@ from fedloom.algorithms.base import available, find
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.messages import Message
-from fedloom.run.worker import Worker, WorkerOptions
+from fedloom.runner.worker import Worker, WorkerOptions
 from fedloom.transport.codec import FRAME_BYTES, sealed, serialize
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust.options import ClientOptions

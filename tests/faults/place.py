@@ -26,7 +26,7 @@ from fedloom.algorithms.base import available
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal
 from fedloom.federation.states import StoredStates
-from fedloom.run import assemble
+from fedloom.runner import assemble
 from fedloom.storage import open_store
 
 PROGRAM = Path(__file__).with_name("program.py")

@@ -29,7 +29,7 @@ from fedloom.cluster.manifests import identity
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, QuorumError, RefusedError
 from fedloom.experiment import Experiment
-from fedloom.run import assemble
+from fedloom.runner import assemble
 from fedloom.storage import open_store
 
 pytestmark = pytest.mark.cluster

@@ -14,9 +14,9 @@ from fedloom import experiment as experiments
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal
 from fedloom.federation.loop import vocabulary
-from fedloom.run import assemble
-from fedloom.run.observer import RunObserver
-from fedloom.run.worker import Worker, WorkerOptions
+from fedloom.runner import assemble
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.worker import Worker, WorkerOptions
 from fedloom.transport.aggregator import Aggregator
 
 EXPERIMENT: dict[str, Any] = {

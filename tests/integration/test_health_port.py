@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transport_support import make_aggregator
 
 from fedloom.errors import ExperimentError
-from fedloom.run.stop_request import StopRequest
+from fedloom.runner.stop_request import StopRequest
 from fedloom.transport.stream import OBSERVATION, SERVICE, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
 

@@ -19,7 +19,7 @@ from transport_support import make_aggregator
 
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, ClientCounts, Group, Measured, Totals
-from fedloom.run.metrics import federation_families, metrics_served
+from fedloom.runner.metrics import federation_families, metrics_served
 from fedloom.transport.personalization import ServingLoad
 
 ROOT = Path(__file__).parents[2]

@@ -27,9 +27,9 @@ from fedloom.data.sources.vowel import CLASS_NAMES, read
 from fedloom.experiment import OwnData, load
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import EVALUATED, Attempt, Replay
-from fedloom.run.open_federation import open_manifest, replayed
-from fedloom.run.options import RunOptions
-from fedloom.run.run_experiment import run_experiment
+from fedloom.runner.open_federation import open_manifest, replayed
+from fedloom.runner.options import RunOptions
+from fedloom.runner.run_experiment import run_experiment
 from fedloom.storage import open_store
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

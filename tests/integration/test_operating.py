@@ -20,8 +20,8 @@ from fedloom.data.pack.examples import Request
 from fedloom.experiment import load
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
-from fedloom.run.options import RunOptions
-from fedloom.run.run_experiment import run_experiment
+from fedloom.runner.options import RunOptions
+from fedloom.runner.run_experiment import run_experiment
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.tokens import add_token
 

@@ -15,9 +15,9 @@ from run_processes import final
 from fedloom.data.sources.vowel import CLASS_NAMES, FEATURES, read
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load, loads
-from fedloom.run import trained
-from fedloom.run.options import RunOptions
-from fedloom.run.run_experiment import run_experiment
+from fedloom.runner import trained
+from fedloom.runner.options import RunOptions
+from fedloom.runner.run_experiment import run_experiment
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

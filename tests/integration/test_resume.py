@@ -184,7 +184,7 @@ def test_a_data_set_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.cli.data import partition
-    from fedloom.run.assemble import make_partition
+    from fedloom.runner.assemble import make_partition
 
     path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})
     dataset = make_partition(load(path))

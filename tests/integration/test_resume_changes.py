@@ -16,7 +16,7 @@ from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.published import FOLDER, Published, Record
-from fedloom.run import sweep
+from fedloom.runner import sweep
 from fedloom.storage import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

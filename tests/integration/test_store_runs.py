@@ -25,7 +25,7 @@ from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.published import Published
-from fedloom.run.serve import DurableRounds, run_folder
+from fedloom.runner.serve import DurableRounds, run_folder
 from fedloom.storage import open_store
 from fedloom.transport.progress import Progress, follow
 

@@ -40,12 +40,12 @@ ARROWS: dict[str, set[str]] = {
     "trust": {"data", "storage", "experiment"},
     "transport": {"trust", "models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
     "reporting": {"data", "evaluation", "experiment", "federation"},
-    "run": {*PARTS, "reporting"},
+    "runner": {*PARTS, "reporting"},
     "cluster": PARTS,
-    "kubeflow": {*PARTS, "reporting", "run", "cluster"},
-    "cli": {*PARTS, "theory", "reporting", "run", "cluster", "kubeflow"},
+    "kubeflow": {*PARTS, "reporting", "runner", "cluster"},
+    "cli": {*PARTS, "theory", "reporting", "runner", "cluster", "kubeflow"},
     "__main__": {"cli"},
-    "__init__": {"run"},  # fedloom.personalize, when it is called
+    "__init__": {"runner"},  # fedloom.personalize, when it is called
 }
 """Room -> rooms it may import. There is no way back: see :func:`test_arrows_make_no_circle`."""
 
@@ -169,9 +169,9 @@ def test_arrows_make_no_circle() -> None:
         ("transport/a.py", "from fedloom.algorithms import fedavg", "transport imports fedloom.algorithms.fedavg"),
         ("evaluation/a.py", "from fedloom.models.predictors import Predictor", "evaluation imports fedloom.models"),
         ("federation/a.py", "import fedloom.transport.codec", "federation imports fedloom.transport"),
-        ("run/a.py", "from fedloom.cli import watch", "run imports fedloom.cli"),
+        ("runner/a.py", "from fedloom.cli import watch", "runner imports fedloom.cli"),
         ("kubeflow/a.py", "def f():\n    from fedloom.cli.main import main", "kubeflow imports fedloom.cli"),
-        ("cluster/a.py", "from fedloom.run import assemble", "cluster imports fedloom.run"),
+        ("cluster/a.py", "from fedloom.runner import assemble", "cluster imports fedloom.runner"),
         ("new/a.py", "from fedloom.data import federated", "new is a room this test does not know"),
         ("cli/a.py", "import pickle", "cli imports pickle, which pickles"),
         ("data/a.py", "import torch\ntorch.load('x')", "torch.load pickles"),
@@ -239,7 +239,7 @@ def test_a_run_that_is_not_there_is_refused_before_torch_is_imported(arguments: 
 
 def test_a_worker_needs_no_kubeflow_and_no_report() -> None:
     worker = (
-        "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport, fedloom.run.worker\n"
+        "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport, fedloom.runner.worker\n"
         + "\n".join(
             f"import fedloom.transport.{path.stem}"
             for path in (SOURCE / "transport").glob("*.py")

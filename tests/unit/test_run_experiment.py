@@ -14,10 +14,10 @@ from fedloom.errors import ExitCode, ExperimentError
 from fedloom.experiment import load
 from fedloom.federation.checkpoint import Checkpoint, Checkpoints
 from fedloom.federation.folder import RunFolder
-from fedloom.run import sweep
-from fedloom.run.observer import RunObserver
-from fedloom.run.resume import check_folder, check_states
-from fedloom.run.run_experiment import _report
+from fedloom.runner import sweep
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.resume import check_folder, check_states
+from fedloom.runner.run_experiment import _report
 
 EXPERIMENT = load(Path(__file__).parents[2] / "experiments" / "vowel.yaml", ["federation.rounds=400"])
 

@@ -35,11 +35,11 @@ from fedloom.cli.use import personalize
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
 from fedloom.federation.loop import vocabulary
-from fedloom.run.assemble import make_parts
-from fedloom.run.distributed import serving as aggregator_serving
-from fedloom.run.personal import Asked, Speaking, _client_of, personal_model
-from fedloom.run.run_experiment import _models
-from fedloom.run.serve import serve
+from fedloom.runner.assemble import make_parts
+from fedloom.runner.distributed import serving as aggregator_serving
+from fedloom.runner.personal import Asked, Speaking, _client_of, personal_model
+from fedloom.runner.run_experiment import _models
+from fedloom.runner.serve import serve
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.personalization import ServingLimits
 from fedloom.transport.spoken import PERSONALIZE, RETRY, SERVICE, frames, pieces

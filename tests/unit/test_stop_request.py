@@ -12,8 +12,8 @@ from facts import tells
 
 from fedloom.errors import AbandonedError, ExitCode
 from fedloom.federation.activity import Monitor
-from fedloom.run.observer import RunObserver
-from fedloom.run.stop_request import StopRequest
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.stop_request import StopRequest
 
 
 class Listener(RunObserver):

@@ -14,7 +14,7 @@ from fedloom.cli.use import evaluate, personalize
 from fedloom.data.partition import partition
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import DataError, ExperimentError, QuorumError, StorageError
-from fedloom.run.trained import evaluate as measured
+from fedloom.runner.trained import evaluate as measured
 
 MEANS = {"scheme": "means", "clients": 4, "dimension": 2, "train_per_client": 20, "test_per_client": 10}
 WGA = {"name": "wga", "batch_size": 4, "steps_per_round": 2}

@@ -29,7 +29,7 @@ from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
 from fedloom.reporting.runs import read_run
-from fedloom.run import assemble, results
+from fedloom.runner import assemble, results
 
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import ExperimentError
-from fedloom.run.worker import select_clients
+from fedloom.runner.worker import select_clients
 
 
 @given(n=st.integers(1, 60), data=st.data())

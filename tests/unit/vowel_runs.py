@@ -13,7 +13,7 @@ from federations import Silent
 from fedloom import experiment as experiments
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import Loop
-from fedloom.run import assemble
+from fedloom.runner import assemble
 
 
 def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: dict[str, Any], rounds: int = 1) -> Loop:

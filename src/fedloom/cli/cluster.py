@@ -50,7 +50,7 @@ def submit(
     from fedloom.cluster import federate
     from fedloom.cluster.settings import ClusterSettings, TaskConfig
     from fedloom.errors import ExperimentError
-    from fedloom.run import assemble
+    from fedloom.runner import assemble
 
     if wait is (out is None):
         found = "--wait without --out" if wait else "--out without --wait"

@@ -11,8 +11,8 @@ import typer
 from fedloom.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from fedloom.run.leaving import Leaving
-    from fedloom.run.worker import WorkerOptions
+    from fedloom.runner.leaving import Leaving
+    from fedloom.runner.worker import WorkerOptions
 
 
 def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
@@ -21,7 +21,7 @@ def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     from fedloom.algorithms.base import available, find
     from fedloom.data.own import OwnClients
     from fedloom.errors import ExperimentError
-    from fedloom.run.leaving import announcements, answers, is_measured, measures, moments, of_experiment
+    from fedloom.runner.leaving import announcements, answers, is_measured, measures, moments, of_experiment
 
     if not (options.data or options.observe):
         raise ExperimentError("--dry-run: found without --data or --observe; allowed: with one of them")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from fedloom.run.observer import RunObserver
+from fedloom.runner.observer import RunObserver
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment

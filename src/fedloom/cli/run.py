@@ -11,7 +11,7 @@ from fedloom.cli import trusted
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.run.options import RunOptions
+    from fedloom.runner.options import RunOptions
 
 ExperimentFile = Annotated[
     str, typer.Argument(help="The experiment file; also one in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
@@ -82,7 +82,7 @@ def run(
     """Run an experiment on this machine; with --seeds or --grid, at every point, and compare."""
     from fedloom import experiment as experiments
     from fedloom.errors import ExperimentError
-    from fedloom.run.options import RunOptions
+    from fedloom.runner.options import RunOptions
 
     overrides = [*(set_ or ()), *([f"runtime.workers={workers}"] if workers is not None else ())]
     options = RunOptions(
@@ -103,7 +103,7 @@ def run(
         raise ExperimentError("--replay: found with --seeds or --grid; allowed: with a single run")
     points = experiments.points(experiment, overrides, seeds, grid or ())
     from fedloom.cli.sweep import SweepWatch, show_sweep
-    from fedloom.run.sweep import run_sweep
+    from fedloom.runner.sweep import run_sweep
 
     folder = out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
     run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), ended=show_sweep)
@@ -148,7 +148,7 @@ def aggregator(
 ) -> None:
     """Run an experiment's rounds with workers that connect (`fedloom worker`)."""
     from fedloom import experiment as experiments
-    from fedloom.run.options import RunOptions
+    from fedloom.runner.options import RunOptions
     from fedloom.transport.address import split_address
     from fedloom.trust.options import Protection, ServerOptions, token_of
 
@@ -181,7 +181,7 @@ def _run(experiment: Experiment, options: RunOptions) -> None:
     from fedloom.cli.tables import print_results
     from fedloom.cli.watch import Watch
     from fedloom.logs import structured
-    from fedloom.run.run_experiment import run_experiment
+    from fedloom.runner.run_experiment import run_experiment
 
     if structured():
         run_experiment(experiment, options, LoggedRun())

@@ -56,7 +56,7 @@ def serve(
 
     if not is_url(run):
         RunFolder.open(run)  # before torch is imported
-    from fedloom.run.serve import serve as serve_run
+    from fedloom.runner.serve import serve as serve_run
     from fedloom.transport.address import split_address
     from fedloom.transport.personalization import ServingLimits
     from fedloom.trust.options import Protection, ServerOptions, token_of

@@ -12,8 +12,8 @@ from fedloom.cli.watch import Watch
 from fedloom.errors import QuorumError
 from fedloom.experiment import Point
 from fedloom.reporting.compare import compare
-from fedloom.run.observer import RunObserver
-from fedloom.run.sweep import SweepObserver
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.sweep import SweepObserver
 
 
 class SweepWatch(SweepObserver):

@@ -44,7 +44,7 @@ def evaluate(
 
     RunFolder.open(run)  # before torch is imported
     from fedloom.cli.tables import print_results
-    from fedloom.run import trained
+    from fedloom.runner import trained
 
     statistics = trained.evaluate(run, checkpoint, partition, data or ()).statistics
     print_results(statistics)  # first: what was measured is not lost with a file that cannot be written
@@ -115,7 +115,7 @@ def personalize(
         return
     assert run is not None
     RunFolder.open(run)  # before torch is imported
-    from fedloom.run.trained import personalize
+    from fedloom.runner.trained import personalize
 
     made = personalize(run, out, checkpoint, partition, clients, data or ())
     typer.echo(f"{counted(len(made.saved), 'model')} in {out}")
@@ -137,8 +137,8 @@ def _personalize_one(
     trust: ClientOptions,
 ) -> None:
     """Ask for the model of one packed client, and save it."""
-    from fedloom.run.personal import Asked, personal_model
-    from fedloom.run.personal_model import check_format
+    from fedloom.runner.personal import Asked, personal_model
+    from fedloom.runner.personal_model import check_format
 
     check_format(out)
     asked = Asked(None, None, data, None, checkpoint, predictor, precision, timeout_s)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedloom.run.observer import RunObserver
+from fedloom.runner.observer import RunObserver
 from fedloom.words import counted, printable
 
 if TYPE_CHECKING:

@@ -97,8 +97,8 @@ def worker(
     import socket
 
     from fedloom.errors import ExperimentError, InterruptedRun
-    from fedloom.run.log_file import logged_to
-    from fedloom.run.worker import Worker, WorkerOptions
+    from fedloom.runner.log_file import logged_to
+    from fedloom.runner.worker import Worker, WorkerOptions
     from fedloom.transport.bandwidth import parse_bandwidth
     from fedloom.trust.options import ClientOptions, token_of
 

@@ -267,7 +267,7 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import summary
     from fedloom.federation.folder import RunFolder
-    from fedloom.run import trained
+    from fedloom.runner import trained
 
     found = trained.evaluate(model, checkpoint, shards)
     mask = found.parts.experiment.evaluation.label_mask

@@ -18,10 +18,10 @@ from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.published import Published
 from fedloom.federation.served import About, ServedRound, served_round
-from fedloom.run import assemble
-from fedloom.run.assemble import Parts
-from fedloom.run.metrics import certificate_end, metrics_served, serving_families
-from fedloom.run.trained import check_checkpoint
+from fedloom.runner import assemble
+from fedloom.runner.assemble import Parts
+from fedloom.runner.metrics import certificate_end, metrics_served, serving_families
+from fedloom.runner.trained import check_checkpoint
 from fedloom.storage import is_url, open_store
 from fedloom.transport.personalization import Personalization, ServingLimits, serve_models
 from fedloom.trust.audit import Audit

@@ -30,12 +30,12 @@ from fedloom.federation.served import About
 from fedloom.federation.states import NoStates
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors
-from fedloom.run import assemble
-from fedloom.run.assemble import Parts
-from fedloom.run.observer import RunObserver
-from fedloom.run.personal_model import PersonalModel, card_of
-from fedloom.run.serve import DurableRounds, run_folder
-from fedloom.run.trained import check_checkpoint
+from fedloom.runner import assemble
+from fedloom.runner.assemble import Parts
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.personal_model import PersonalModel, card_of
+from fedloom.runner.serve import DurableRounds, run_folder
+from fedloom.runner.trained import check_checkpoint
 from fedloom.storage import is_url
 from fedloom.transport.newcomer import Answered, Models
 from fedloom.transport.spoken import PRECISIONS

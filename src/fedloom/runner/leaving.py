@@ -15,9 +15,9 @@ from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments
 from fedloom.messages import Metrics
-from fedloom.run import assemble
-from fedloom.run.open_federation import own_of
-from fedloom.run.worker import member_of
+from fedloom.runner import assemble
+from fedloom.runner.open_federation import own_of
+from fedloom.runner.worker import member_of
 
 
 @dataclass(frozen=True)

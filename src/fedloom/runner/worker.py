@@ -19,7 +19,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuringSession
 from fedloom.federation.roster import Member
-from fedloom.run import assemble
+from fedloom.runner import assemble
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
 from fedloom.transport.bandwidth import Bandwidth

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedloom.errors import AbandonedError, FedloomError
 from fedloom.federation.activity import Monitor
-from fedloom.run.observer import RunObserver
+from fedloom.runner.observer import RunObserver
 
 STOP_GRACE_S = 15.0
 

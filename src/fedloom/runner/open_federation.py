@@ -17,8 +17,8 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.measuring import measured_normalization
 from fedloom.federation.roster import OpenRoster, Presence
-from fedloom.run import assemble
-from fedloom.run.assemble import Parts
+from fedloom.runner import assemble
+from fedloom.runner.assemble import Parts
 from fedloom.transport.aggregator import Aggregator
 
 

@@ -27,10 +27,10 @@ from fedloom.federation.journal import Journal
 from fedloom.federation.loop import Loop
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
-from fedloom.run import assemble
-from fedloom.run.assemble import Parts
-from fedloom.run.observer import RunObserver
-from fedloom.run.worker import select_clients
+from fedloom.runner import assemble
+from fedloom.runner.assemble import Parts
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.worker import select_clients
 from fedloom.storage import is_url
 from fedloom.storage.folder import write_atomically
 from fedloom.words import counted

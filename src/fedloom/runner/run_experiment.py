@@ -27,11 +27,11 @@ from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
 from fedloom.federation.roster import Presence, ReplayedRoster, Roster
 from fedloom.logs import lines_about
-from fedloom.run import assemble, results
-from fedloom.run.distributed import serving, with_workers
-from fedloom.run.log_file import logged_to
-from fedloom.run.observer import Observers, RunObserver
-from fedloom.run.open_federation import (
+from fedloom.runner import assemble, results
+from fedloom.runner.distributed import serving, with_workers
+from fedloom.runner.log_file import logged_to
+from fedloom.runner.observer import Observers, RunObserver
+from fedloom.runner.open_federation import (
     Leg,
     begun,
     check_replay,
@@ -41,11 +41,11 @@ from fedloom.run.open_federation import (
     own_of,
     replayed,
 )
-from fedloom.run.options import RunOptions
-from fedloom.run.resume import check_folder, check_partition, check_states, finished
-from fedloom.run.serve import DurableRounds
-from fedloom.run.stop_request import StopRequest
-from fedloom.run.worker_processes import Workers
+from fedloom.runner.options import RunOptions
+from fedloom.runner.resume import check_folder, check_partition, check_states, finished
+from fedloom.runner.serve import DurableRounds
+from fedloom.runner.stop_request import StopRequest
+from fedloom.runner.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
 from fedloom.transport.aggregator import Aggregator

@@ -10,10 +10,10 @@ from pathlib import Path
 from fedloom.errors import ExperimentError, InterruptedRun, QuorumError
 from fedloom.experiment import Experiment, Point
 from fedloom.federation.folder import RunFolder
-from fedloom.run.observer import RunObserver
-from fedloom.run.options import RunOptions
-from fedloom.run.resume import check_folder, finished
-from fedloom.run.run_experiment import run_experiment
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.options import RunOptions
+from fedloom.runner.resume import check_folder, finished
+from fedloom.runner.run_experiment import run_experiment
 from fedloom.words import counted
 
 

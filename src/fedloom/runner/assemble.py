@@ -37,7 +37,7 @@ from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
-from fedloom.run.results import what_else
+from fedloom.runner.results import what_else
 from fedloom.storage import is_url, open_store
 from fedloom.words import counted
 

@@ -24,7 +24,7 @@ from fedloom.federation.roster import Roster
 from fedloom.words import as_csv
 
 if TYPE_CHECKING:
-    from fedloom.run.assemble import Parts
+    from fedloom.runner.assemble import Parts
 
 
 def what_else(e: Experiment, roster: Roster, folder: RunFolder, *, keep: bool) -> Extra:

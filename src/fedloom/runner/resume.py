@@ -12,8 +12,8 @@ from fedloom.experiment import Experiment
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.reporting.runs import read_run
-from fedloom.run import assemble
-from fedloom.run.open_federation import check_begun_open, check_changes
+from fedloom.runner import assemble
+from fedloom.runner.open_federation import check_begun_open, check_changes
 
 FREE_ON_RESUME = (
     ("runtime",),

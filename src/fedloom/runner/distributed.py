@@ -14,11 +14,11 @@ from fedloom.federation.control import Control
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.measuring import VOCABULARY
 from fedloom.federation.roster import Presence
-from fedloom.run import assemble
-from fedloom.run.assemble import Parts
-from fedloom.run.metrics import certificate_end, federation_families, metrics_served
-from fedloom.run.stop_request import StopRequest
-from fedloom.run.worker_processes import Workers
+from fedloom.runner import assemble
+from fedloom.runner.assemble import Parts
+from fedloom.runner.metrics import certificate_end, federation_families, metrics_served
+from fedloom.runner.stop_request import StopRequest
+from fedloom.runner.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.notices import Notices
 from fedloom.transport.personalization import Personalization
