@@ -10,7 +10,7 @@ PYTEST_ARGS ?= -n 3 --dist loadgroup
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-cluster test-all lint format protos docs bench faults cuda clean images kind-up kind-test kind-down
+.PHONY: help setup run test test-cluster test-all lint format protos docs site bench faults cuda clean images kind-up kind-test kind-down
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -65,7 +65,11 @@ protos: setup ## generate src/fedloom/transport/wire from protos/
 docs: setup ## write the pages that are made from the code
 	@$(BIN)/python docs/generate_keys.py
 	@$(BIN)/python docs/generate_chart.py
+	@$(BIN)/python docs/generate_reference.py
 	@$(BIN)/fedloom pipeline compile --out pipelines
+
+site: setup ## build the documentation as a site, in build/site; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/benchmarks.md)
 	@for name in local_training aggregator_overhead registered_clients serving scale resume flower; do \

@@ -1,0 +1,97 @@
+"""Hooks of the site (mkdocs.yml): pages link to files outside docs/, which belong to the site as well."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+"""An inline link with a path: what is before the path, the path, and what follows it."""
+
+
+def on_config(config: Any) -> Any:
+    """Write out the navigation's ``folder/*``: every page of the folder, README first."""
+
+    def whole(node: Any) -> Any:
+        if isinstance(node, list):
+            return [entry for one in node for entry in (_pages(one) if _is_folder(one) else [whole(one)])]
+        return {title: whole(below) for title, below in node.items()} if isinstance(node, dict) else node
+
+    config.nav = whole(config.nav)
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add README.md, the first page, and every file outside docs/ that a page links to."""
+    todo = [f"docs/{page.src_uri}" for page in files.documentation_pages()] + ["README.md"]
+    done = set(todo)
+    files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
+    while todo:
+        for target in _outside(todo.pop()):
+            if target not in done:
+                done.add(target)
+                files.append(File.generated(config, _place(target), abs_src_path=str(ROOT / target)))
+                if target.endswith(".md"):
+                    todo.append(target)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Make links between docs/ and the rest of the repository lead to where the site has the files."""
+    uri = page.file.src_uri
+    source = (
+        "README.md" if uri == "index.md" else uri.removeprefix("repository/") if _is_outside(uri) else f"docs/{uri}"
+    )
+
+    def moved(link: re.Match[str]) -> str:
+        target = _target(source, link[2])
+        if target is None:
+            return link[0]
+        return f"{link[1]}{os.path.relpath(_place(target), PurePosixPath(uri).parent)}{link[3]}"
+
+    return LINK.sub(moved, markdown)
+
+
+def _is_outside(uri: str) -> bool:
+    return uri.startswith("repository/")
+
+
+def _is_folder(entry: Any) -> bool:
+    return isinstance(entry, str) and entry.endswith("/*")
+
+
+def _pages(entry: str) -> list[str]:
+    pages = (ROOT / "docs" / entry.removesuffix("/*")).glob("*.md")
+    return [str(page.relative_to(ROOT / "docs")) for page in sorted(pages, key=lambda p: (p.name != "README.md", p))]
+
+
+def _target(source: str, link: str) -> str | None:
+    """The path in the repository of what a link leads to (of a folder, its README.md); None of other links."""
+    if "://" in link or link.startswith("mailto:"):
+        return None
+    path = (ROOT / source).parent / link
+    path = path / "README.md" if path.is_dir() else path
+    return os.path.relpath(path, ROOT) if path.exists() else None
+
+
+def _outside(source: str) -> Iterator[str]:
+    for link in LINK.finditer((ROOT / source).read_text(encoding="utf-8")):
+        target = _target(source, link[2])
+        if target is not None and target != "README.md" and not target.startswith("docs/"):
+            yield target
+
+
+def _place(target: str) -> str:
+    """Where the site has a file of the repository; what is not a page is text that a browser shows."""
+    if target == "README.md":
+        return "index.md"
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
+    return f"repository/{target}" + ("" if target.endswith(".md") else ".txt")

@@ -1,0 +1,88 @@
+"""Every link of every page leads somewhere; pages made from the code are fresh; the site is whole and asks nobody."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    page
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "charts/**/*.md",
+        "components/**/*.md",
+        "pipelines/**/*.md",
+        "tests/**/*.md",
+    )
+    for page in ROOT.glob(pattern)
+)
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)|^\[[^]]+\]:\s*(\S+)", re.MULTILINE)
+FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2", re.DOTALL | re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids of a page's headings, as code hosts and the site make them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        count = sum(1 for one in found if one == slug or re.fullmatch(rf"{re.escape(slug)}-\d+", one))
+        found.add(f"{slug}-{count}" if count else slug)
+    return found
+
+
+def broken(page: Path) -> Iterator[str]:
+    for first, second in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page))):
+        link = first or second
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or ROOT not in (target, *target.parents):
+            yield f"{link}: nothing there"
+        elif anchor and (target.suffix != ".md" or anchor not in anchors(target)):
+            yield f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    assert list(broken(page)) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `two`: three\n[a](gone.md) [b](#one-two-three) [c](#four) ![d](../outside.svg)\n```\n[e](gone.md)\n```\n"
+    )
+    assert [line.split(":")[0] for line in broken(page)] == ["gone.md", "#four", "../outside.svg"]
+
+
+@pytest.mark.parametrize(("page", "make"), [("cli.md", "cli_page"), ("api.md", "api_page")])
+def test_the_pages_made_from_the_code_are_up_to_date(page: str, make: str) -> None:
+    made = runpy.run_path(str(DOCS / "generate_reference.py"))[make]()
+    assert (DOCS / page).read_text(encoding="utf-8") == made, "make docs"
+
+
+@pytest.mark.exhaustive
+def test_the_site_is_whole_and_asks_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))  # a warning ends it
+    pages = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    assert len(pages) > len(list(DOCS.rglob("*.md")))
+    loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)")
+    assert {url for text in pages.values() for url in loads.findall(text)} == set()
