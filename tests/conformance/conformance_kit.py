@@ -94,6 +94,15 @@ TINY: dict[str, dict[str, Any]] = {
     "afl": {"weights_lr": 0.2, "local": {"steps": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "wga": {"batch_size": 4, "steps_per_round": 2, "personalize_steps": 2},
     "pfedbayes": {"steps": 2, "batch_size": 4, "optimizer": "adam", "draws": 3, "personalize_steps": 2},
+    "pfedbayes:kept": {
+        "steps": 2,
+        "batch_size": 4,
+        "optimizer": "adam",
+        "draws": 3,
+        "personalize_steps": 2,
+        "moments": "kept",
+        "averaged": 2,
+    },
     "wga:all": {
         "batch_size": 4,
         "users": "all",

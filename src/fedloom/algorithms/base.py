@@ -187,8 +187,13 @@ class Group:
         return [i for i, state in enumerate(self._states) if state is None]
 
     def recall(self, name: str, default: Tensor) -> Tensor:
-        """What each client kept under a name in the last round that counted it, ``[g, ...]``; if new, its default."""
-        old = [row if s is None else s[name].to(row) for s, row in zip(self._states, default, strict=True)]
+        """What each client kept under a name in the last round that counted it, ``[g, ...]``.
+
+        A client that is new, or kept nothing of that name then (under other settings, which an open federation may
+        change), has its default.
+        """
+        states = zip(self._states, default, strict=True)
+        old = [row if s is None or name not in s else s[name].to(row) for s, row in states]
         return torch.stack(old)
 
     def keep(self, **named: Tensor) -> None:

@@ -9,6 +9,7 @@ KL(q_i ‖ w), and uploads that copy. What the paper leaves open, and measuremen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, Self
 
@@ -51,7 +52,9 @@ class PFedBayesServer(base.ServerHalf):
         """One round of Algorithm 1."""
         v = self.state["v"]
         updated = round.sample().send(GlobalGaussian(v), LocalizedGaussian)
-        average = self._matched(updated) if self.settings.aggregation == "moments" else updated.mean(updated.v)
+        weights = self._drawn(updated, round)
+        matched = self.settings.aggregation == "moments"
+        average = self._matched(updated, weights) if matched else updated.mean(updated.v, weights)
         self.state["v"] = torch.lerp(v, average, self.settings.beta)
         return {"client_steps": updated.total(updated.steps), "loss": float(updated.mean(updated.loss))}
 
@@ -59,11 +62,21 @@ class PFedBayesServer(base.ServerHalf):
         """Send the global distribution; the client has its own, or makes one from it."""
         return cohort.send(Prior(self.state["v"]))
 
-    def _matched(self, updated: Replies[LocalizedGaussian]) -> Tensor:
-        """Lemma A.2 over the clients that answered."""
+    def _drawn(self, updated: Replies[LocalizedGaussian], round: Round) -> Tensor:
+        """1/S for each of the S clients that are averaged ``[c]``, drawn from those that answered; 0 for the others."""
+        answered, most = updated.present.nonzero()[:, 0], self.settings.averaged
+        if most is None or most >= len(answered):
+            return updated.mean_weights
+        order = torch.randperm(len(answered), generator=round.generator("averaged"))
+        weights = torch.zeros_like(updated.mean_weights)
+        weights[answered[order[:most]]] = 1 / most
+        return weights
+
+    def _matched(self, updated: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
+        """Lemma A.2 over the clients that are averaged."""
         clients = MeanField(updated.v)
-        mu = updated.mean(clients.mu)
-        return matched_moments(mu, updated.mean(clients.sigma.square() + (clients.mu - mu).square()))
+        mu = updated.mean(clients.mu, weights)
+        return matched_moments(mu, updated.mean(clients.sigma.square() + (clients.mu - mu).square(), weights))
 
 
 class PFedBayesClient(base.ClientHalf):
@@ -78,8 +91,11 @@ class PFedBayesClient(base.ClientHalf):
         s = self.settings
         prior = opening.v.expand(len(clients), -1, -1)
         q, w = MeanField(prior if s.reset else clients.recall("v", prior)), MeanField(prior)
-        loss = self.visit(clients, range(len(clients)), q, w, s.steps, "train")
-        clients.keep(v=q.v)
+        adam = Moments.none(prior)
+        if s.moments == "kept":
+            adam = Moments(clients.recall("moments", adam.of), clients.recall("steps", adam.steps))
+        loss = self.visit(clients, range(len(clients)), q, w, s.steps, "train", adam)
+        clients.keep(v=q.v, **({"moments": adam.of, "steps": adam.steps} if s.moments == "kept" else {}))
         yield LocalizedGaussian(w.v, torch.full_like(loss, s.steps), loss)
         return None
 
@@ -99,9 +115,17 @@ class PFedBayesClient(base.ClientHalf):
         return predictors
 
     def visit(
-        self, clients: Group, members: Sequence[int], q: MeanField, w: MeanField, steps: int, purpose: str
+        self,
+        clients: Group,
+        members: Sequence[int],
+        q: MeanField,
+        w: MeanField,
+        steps: int,
+        purpose: str,
+        moments: Moments | None = None,
     ) -> Tensor:
-        """The loop of ClientUpdate (Algorithm 1) for g members of a group; changes q and w ``[g, d]`` in place.
+        """The loop of ClientUpdate (Algorithm 1) for g members of a group; changes q and w ``[g, d]`` in place, and
+        Adam's moments, which are fresh by default.
 
         A step draws a batch and K samples of N(0, I), makes one step of q on Ω (eq. 27), then one of w on KL(q ‖ w)
         (eq. 28) with the q just updated; w stays as it is unless the purpose is to ``train``.
@@ -123,8 +147,11 @@ class PFedBayesClient(base.ClientHalf):
         if why := unstable(s, float(lr_q.max()), float(w.sigma.min())):
             raise ExperimentError(why)
         adam = s.optimizer == "adam"
-        descend_q = by_adam(q, s.lr_personal) if adam else by_gradient(q, lr_q)
-        descend_w = by_adam(w, s.lr_global) if adam else by_gradient(w, torch.full_like(n, s.lr_global))
+        if adam:
+            moments = Moments.none(q.v) if moments is None else moments
+            descend_q, descend_w = by_adam(q, s.lr_personal, moments, 0), by_adam(w, s.lr_global, moments, 1)
+        else:
+            descend_q, descend_w = by_gradient(q, lr_q), by_gradient(w, torch.full_like(n, s.lr_global))
         losses = []
         totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
         for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
@@ -137,6 +164,8 @@ class PFedBayesClient(base.ClientHalf):
             descend_q(d_mu, d_sigma.mul_(q.slope))
             if purpose == "train":
                 descend_w(*prior_gradient(q, w))
+        if adam and moments is not None:
+            moments.steps.add_(steps)
         steep = s.objective == "total" and not adam
         also = "objective: mean, whose steps do not grow with n, or optimizer: adam" if steep else ""
         trained = local.trained(q.mu + q.rho, losses, [steps] * len(members), "lr_personal", s.lr_personal, also)
@@ -172,13 +201,31 @@ def by_gradient(of: MeanField, lr: Tensor) -> Callable[[Tensor, Tensor], None]:
     return step
 
 
-def by_adam(of: MeanField, lr: float) -> Callable[[Tensor, Tensor], None]:
-    """``(∂/∂μ, ∂/∂ρ) -> None``: a step of Adam in place; its moments are fresh."""
-    first, second = ([torch.zeros_like(of.mu), torch.zeros_like(of.mu)] for _ in range(2))
-    steps = [torch.zeros((), device=of.mu.device) for _ in range(2)]
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """What Adam remembers of g clients; changed in place."""
+
+    of: Tensor  # [g, 2, 2, 2, d]: of q and w, first and second, of μ and ρ
+    steps: Tensor  # [g, 1] float32, steps made so far, by q as by w
+
+    @classmethod
+    def none(cls, v: Tensor) -> Self:
+        """Of clients with v ``[g, 2, d]`` that have made no step."""
+        g, _, d = v.shape
+        return cls(v.new_zeros(g, 2, 2, 2, d), v.new_zeros(g, 1, dtype=torch.float32))
+
+
+def by_adam(of: MeanField, lr: float, moments: Moments, which: int) -> Callable[[Tensor, Tensor], None]:
+    """``(∂/∂μ, ∂/∂ρ) -> None``: a step of Adam in place; ``which`` is 0 for the moments of q, 1 for those of w.
+
+    Every client is a parameter of its own, since clients may have made different numbers of steps.
+    """
+    values = [*of.mu, *of.rho]
+    first, second = ([*part[:, MU], *part[:, RHO]] for part in moments.of[:, which].unbind(1))
+    steps = [count.clone() for count in [*moments.steps[:, 0]] * 2]
 
     def step(d_mu: Tensor, d_rho: Tensor) -> None:
-        adam_([of.mu, of.rho], [d_mu, d_rho], first, second, steps, lr)
+        adam_(values, [*d_mu, *d_rho], first, second, steps, lr)
         of.refresh()
 
     return step
@@ -196,7 +243,10 @@ class PFedBayesSettings(Settings):
     zeta: float = Field(default=10.0, ge=0, description="ζ, weight of KL(q_i ‖ w) (eq. 5)")
     rho: float = Field(default=-2.5, description="ρ of every parameter at the start: σ = softplus(ρ)")
     optimizer: Literal["gd", "adam"] = Field(
-        default="gd", description="gradient descent, or Adam with moments that are fresh at every visit"
+        default="gd", description="gradient descent, or Adam, whose moments are fresh at every visit unless kept"
+    )
+    moments: Literal["fresh", "kept"] = Field(
+        default="fresh", description="kept: Adam's moments are part of a client's state, and go on at its next visit"
     )
     lr_personal: float = Field(default=0.001, gt=0, description="η₁, learning rate of q_i")
     lr_global: float = Field(default=0.001, gt=0, description="η₂, learning rate of w on the client")
@@ -208,9 +258,21 @@ class PFedBayesSettings(Settings):
     aggregation: Literal["parameters", "moments"] = Field(
         default="parameters", description="average (μ, ρ) (Algorithm 1), or match the moments (Lemma A.2)"
     )
+    averaged: int | None = Field(
+        default=None,
+        ge=1,
+        description="S, how many of the clients that answered are drawn to be averaged; null: all. With every client "
+        "in the cohort it is Algorithm 1, in which all N train",
+    )
     reset: bool = Field(default=False, description="start q_i at the global distribution at every visit")
     draws: int = Field(default=10, ge=0, description="S, networks that predict, averaged; 0: the mean network alone")
     personalize_steps: int = Field(default=20, ge=0, description="steps by which a client without a q_i makes one")
+
+    @model_validator(mode="after")
+    def _has_moments(self) -> Self:
+        if self.moments == "kept" and self.optimizer != "adam":
+            raise ValueError(f"moments: found kept with optimizer {self.optimizer}, which has none; allowed: adam")
+        return self
 
     @model_validator(mode="after")
     def _stable(self) -> Self:
