@@ -58,7 +58,7 @@ def _commands(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 def _table(params: list[Any], above: str = "") -> list[str]:
     rows = []
-    for param in params:
+    for param in (each for each in params if not getattr(each, "hidden", False)):
         is_flag = getattr(param, "is_flag", False)
         name = _metavar(param) if param.param_type_name == "argument" else ", ".join(param.opts + param.secondary_opts)
         shown = name if is_flag or param.param_type_name == "argument" else f"{name} {_metavar(param)}"

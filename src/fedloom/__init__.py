@@ -1,13 +1,63 @@
-"""FedLoom: personalized federated learning on one machine, on Kubernetes, under Kubeflow."""
+"""FedLoom: personalized federated learning on one machine, on Kubernetes, under Kubeflow.
+
+``run`` runs an experiment and returns it as a :class:`Run`; ``sweep`` runs many, ``load`` opens one that was run,
+``compare`` puts some side by side, ``personalize`` gets a model for a client that a run does not know (docs/python.md).
+Nothing heavy is imported before it is used.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedloom.api.calls import compare, load, run, sweep
+    from fedloom.api.run import Comparison, Run, Sweep
+    from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
     from fedloom.runner.personal_model import PersonalModel
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Comparison",
+    "Data",
+    "Evaluation",
+    "Experiment",
+    "Federation",
+    "OwnData",
+    "PersonalModel",
+    "Run",
+    "Runtime",
+    "Sweep",
+    "compare",
+    "load",
+    "personalize",
+    "personalize_async",
+    "run",
+    "sweep",
+]
+
+_LATER = {
+    **dict.fromkeys(("compare", "load", "run", "sweep"), "fedloom.api.calls"),
+    **dict.fromkeys(("Comparison", "Run", "Sweep"), "fedloom.api.run"),
+    **dict.fromkeys(
+        ("Data", "Evaluation", "Experiment", "Federation", "OwnData", "Runtime"), "fedloom.experiment.sections"
+    ),
+    "PersonalModel": "fedloom.runner.personal_model",
+}
+"""Where the names are that are imported when they are used first."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_LATER[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> PersonalModel:

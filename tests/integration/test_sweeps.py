@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from forked import run
+
+import fedloom
+from fedloom import experiment as experiments
+from fedloom.errors import FedloomError
+from fedloom.experiment import Point
+from fedloom.runner.options import RunOptions
+from fedloom.runner.side_by_side import shares
+from fedloom.runner.sweep import SweepObserver, run_points
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -66,6 +77,57 @@ def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root:
     assert (tmp_path / "wild" / "comparison" / "compare.csv").exists()
 
 
+class KillsTheFirst(SweepObserver):
+    """Kills the process of the first run that begins beside others, and notes how each ends."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, str] = {}
+
+    def begins_beside(self, number: int, points: int, point: Point) -> None:
+        if number == 1:
+            children = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split()
+            os.kill(int(children[-1]), signal.SIGKILL)
+
+    def done(self, number: int, points: int, point: Point) -> None:
+        self.ends[point.name] = "done"
+
+    def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
+        self.ends[point.name] = str(error)
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_give_the_same_bits_and_one_that_is_killed_does_not_keep_others(
+    root: Path, tmp_path: Path
+) -> None:
+    keys = {"data__root": str(root), "federation__rounds": 2, "runtime__workers": 0, "algorithm__personalize_steps": 5}
+    e = experiments.of(REPOSITORY / "experiments" / "vowel.yaml", **keys)
+    points, out, seen = experiments.points(e, (), "1,2", []), tmp_path / "sweep", KillsTheFirst()
+    failures = run_points(points, out, RunOptions(report=False), seen, parallel=2)
+    assert list(failures) == ["seed=1"]
+    assert failures["seed=1"].exit_code == 7
+    assert seen.ends["seed=2"] == "done"
+    assert "signal 9" in seen.ends["seed=1"]
+    again = fedloom.sweep(e, seeds=[1, 2], out=out, resume=True, parallel=2, report=False, progress=False)
+    assert len(again) == 2
+    assert not again.failures
+    for one in again:
+        alone = fedloom.run(one.experiment, out=tmp_path / f"alone-{one.experiment.seed}", report=False, progress=False)
+        for pattern in ("clients.csv", "checkpoints/*"):
+            there, here = (max(each.folder.glob(pattern)) for each in (one, alone))
+            assert there.name == here.name
+            assert there.read_bytes() == here.read_bytes()
+
+
+def test_cores_are_shared_out() -> None:
+    cores = os.sched_getaffinity(0)
+    for parallel in (1, 2, 3, 64):
+        found = shares(parallel)
+        assert set().union(*found) == cores
+        assert all(found)
+        if parallel <= len(cores):
+            assert sum(map(len, found)) == len(cores)
+
+
 def test_nothing_runs_if_a_point_is_not_allowed(root: Path, tmp_path: Path) -> None:
     refused = sweep(root, tmp_path / "sweep", "--grid", "algorithm.local.lr=0.1,-1")
     assert refused.returncode == 2
@@ -74,3 +136,6 @@ def test_nothing_runs_if_a_point_is_not_allowed(root: Path, tmp_path: Path) -> N
     replay = sweep(root, tmp_path / "sweep", "--seeds", "1", "--replay", str(tmp_path))
     assert replay.returncode == 2
     assert "--replay: found with --seeds or --grid" in replay.stderr
+    beside = sweep(root, tmp_path / "sweep", "--parallel", "2")
+    assert beside.returncode == 2
+    assert "--parallel: found without --seeds or --grid" in beside.stderr

@@ -78,6 +78,13 @@ def run(
         list[str] | None,
         typer.Option(help="Run with each of these values; repeat it for more keys.", metavar="KEY=VALUE,VALUE,..."),
     ] = None,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            help="With --seeds or --grid: runs side by side, each with its share of the cores.", min=1, metavar="N"
+        ),
+    ] = 1,
+    until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
     """Run an experiment on this machine; with --seeds or --grid, at every point, and compare."""
     from fedloom import experiment as experiments
@@ -96,17 +103,24 @@ def run(
         signals=True,
         report=report,
     )
+    if until_eof:
+        from fedloom.cli.eof import terminate_at_eof
+
+        terminate_at_eof()
     if seeds is None and not grid:
+        if parallel > 1:
+            raise ExperimentError("--parallel: found without --seeds or --grid; allowed: with one of them")
         _run(experiments.load(experiment, overrides), options)
         return
     if replay is not None:
         raise ExperimentError("--replay: found with --seeds or --grid; allowed: with a single run")
     points = experiments.points(experiment, overrides, seeds, grid or ())
-    from fedloom.cli.sweep import SweepWatch, show_sweep
+    from fedloom.api.watch import SweepWatch
+    from fedloom.cli.sweep import show_sweep
     from fedloom.runner.sweep import run_sweep
 
     folder = out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
-    run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), ended=show_sweep)
+    run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel, ended=show_sweep)
 
 
 def aggregator(
@@ -177,9 +191,9 @@ def aggregator(
 
 def _run(experiment: Experiment, options: RunOptions) -> None:
     """Run, and show the results."""
+    from fedloom.api.watch import Watch
     from fedloom.cli.logged import LoggedRun
     from fedloom.cli.tables import print_results
-    from fedloom.cli.watch import Watch
     from fedloom.logs import structured
     from fedloom.runner.run_experiment import run_experiment
 

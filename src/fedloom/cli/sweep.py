@@ -8,41 +8,7 @@ import typer
 
 from fedloom.cli.tables import print_table
 from fedloom.cli.use import show_comparison
-from fedloom.cli.watch import Watch
-from fedloom.errors import QuorumError
-from fedloom.experiment import Point
 from fedloom.reporting.compare import compare
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.sweep import SweepObserver
-
-
-class SweepWatch(SweepObserver):
-    """Tells a person how a sweep goes.
-
-    Parameters
-    ----------
-    choosing
-        Whether settings are being chosen: then evaluations show validation accuracy, and none on test data.
-    """
-
-    def __init__(self, *, choosing: bool) -> None:
-        self._choosing = choosing
-
-    def begins(self, number: int, points: int, point: Point) -> RunObserver:
-        """Say which run begins, and show how it goes."""
-        self._say(number, points, point)
-        return Watch(choosing=self._choosing)
-
-    def finished_before(self, number: int, points: int, point: Point) -> None:
-        """Say so."""
-        self._say(number, points, point, ": finished before")
-
-    def failed(self, number: int, points: int, point: Point, error: QuorumError) -> None:
-        """Say why."""
-        self._say(number, points, point, f": failed: {error}")
-
-    def _say(self, number: int, points: int, point: Point, what: str = "") -> None:
-        typer.echo(f"run {number} of {points}, {point.name}{what}", err=True)
 
 
 def show_sweep(folder: Path) -> None:

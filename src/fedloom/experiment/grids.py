@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment.loading import load
+from fedloom.experiment.loading import of
 from fedloom.experiment.yaml_reader import as_yaml, parse
 from fedloom.words import shortened
 
@@ -66,13 +66,18 @@ def grid_values(text: str) -> tuple[str, list[str]]:
     return key.strip(), found
 
 
-def points(path: str | Path, overrides: Sequence[str], seeds: str | None, grid: Sequence[str]) -> list[Point]:
+def points(
+    experiment: Experiment | Mapping[str, Any] | str | Path,
+    overrides: Sequence[str],
+    seeds: str | None,
+    grid: Sequence[str],
+) -> list[Point]:
     """Every run of a sweep, the seeds of one setting next to each other.
 
     Parameters
     ----------
-    path
-        The experiment file, or its URL.
+    experiment
+        As of :func:`~fedloom.experiment.of`.
     overrides
         ``key=value`` for every run.
     seeds
@@ -99,11 +104,11 @@ def points(path: str | Path, overrides: Sequence[str], seeds: str | None, grid: 
     for values in itertools.product(*(values for _, values in axes)):
         settings = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
         try:
-            experiment = load(path, [*overrides, *settings])
+            made = of(experiment, [*overrides, *settings])
         except ExperimentError as error:
             raise ExperimentError(f"at {', '.join(settings)}: {error}") from error
         name = _folder_name([f"{label}={_short(value)}" for label, value in zip(labels, values, strict=True)], settings)
-        found.append(Point(name, (*overrides, *settings), experiment))
+        found.append(Point(name, (*overrides, *settings), made))
     return found
 
 

@@ -5,13 +5,14 @@ A file that cannot be read, or is not YAML, is refused before torch is imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import KeyPath, dotted, shown
-from fedloom.experiment.yaml_reader import parse
+from fedloom.experiment.yaml_reader import as_yaml, parse
 from fedloom.storage import is_url, open_store
 from fedloom.storage.folder import read_file
 from fedloom.words import shortened
@@ -76,11 +77,77 @@ def loads(text: str, overrides: Overrides = (), *, source: str = "the experiment
         raise ExperimentError(
             f"{source}: found {shown(value)}; allowed: a mapping with the keys name, data, model, ..."
         )
+    return _checked(value, origins, overrides, source)
+
+
+def _checked(value: dict[str, Any], origins: dict[KeyPath, str], overrides: Overrides, source: str) -> Experiment:
     for override in overrides:
         _set(value, origins, override)
     from fedloom.experiment.validation import validated  # imports torch: after all that may fail before
 
     return validated(value, source, origins)
+
+
+def of(experiment: Experiment | Mapping[str, Any] | str | Path, overrides: Overrides = (), **keys: Any) -> Experiment:
+    """Return the experiment that a file, a mapping or an object describes, with some of its keys replaced.
+
+    Parameters
+    ----------
+    experiment
+        The path or URL of an experiment file; its content as a mapping, in which sections may be objects; or an
+        experiment.
+    overrides
+        As of :func:`load`.
+    keys
+        Further ones by name, with two underscores for each dot: ``federation__rounds=10``.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot be read, or anything in it is not allowed: every mistake, with its key.
+    """
+    replaced = [*overrides, *(f"{key.replace('__', '.')}={as_yaml(plain(value, key))}" for key, value in keys.items())]
+    if isinstance(experiment, str | Path):
+        return load(experiment, replaced)
+    source = "the experiment"
+    value = plain(experiment, source)
+    if not isinstance(value, dict):
+        allowed = "the path of a file, a mapping, or an Experiment"
+        raise ExperimentError(f"{source}: found a {type(experiment).__name__}; allowed: {allowed}")
+    return _checked(value, {}, replaced, source)
+
+
+def plain(value: Any, what: str) -> Any:
+    """Return what Python has for a part of an experiment, in which there may be objects, as YAML would hold it.
+
+    Parameters
+    ----------
+    what
+        What to call it in errors.
+
+    Raises
+    ------
+    ExperimentError
+        If it holds something that a file cannot.
+    """
+
+    def of_object(value: Any) -> Any:
+        if hasattr(value, "model_dump"):  # a section, or the settings of a part
+            return value.model_dump(mode="json")
+        if hasattr(value, "settings") and hasattr(value, "name"):  # a method and its settings
+            return {"name": value.name, **value.settings.model_dump(mode="json")}
+        if isinstance(value, Path):
+            return str(value)
+        if hasattr(value, "tolist"):  # numbers of numpy and torch
+            return value.tolist()
+        raise ExperimentError(
+            f"{what}: found a {type(value).__name__}; allowed: what a file can hold, and sections of an experiment"
+        )
+
+    try:
+        return json.loads(json.dumps(value, default=of_object))
+    except (TypeError, ValueError) as error:
+        raise ExperimentError(f"{what}: {error}") from error
 
 
 def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:

@@ -78,13 +78,22 @@ _STYLE: Any = {
 _P = ParamSpec("_P")
 
 
-def as_svg(draw: Callable[_P, Figure]) -> Callable[_P, str]:
+class Drawing(str):
+    """A figure as the text of an SVG; ``figure`` is what it was made of."""
+
+    figure: Figure
+
+
+def as_svg(draw: Callable[_P, Figure]) -> Callable[_P, Drawing]:
     """Give a drawing function the style of a report and its text the form of an SVG."""
 
     @wraps(draw)
-    def styled(*args: _P.args, **kwargs: _P.kwargs) -> str:
+    def styled(*args: _P.args, **kwargs: _P.kwargs) -> Drawing:
         with matplotlib.rc_context(_STYLE):
-            return _svg(draw(*args, **kwargs))
+            figure = draw(*args, **kwargs)
+            drawing = Drawing(_svg(figure))
+        drawing.figure = figure
+        return drawing
 
     return styled
 

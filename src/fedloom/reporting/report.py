@@ -7,14 +7,20 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse
 from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.words import human_bytes, is_masked, method_title
 from fedloom.words import counted
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedloom.reporting.drawing import Drawing
 
 DASH = "–"
 
@@ -58,7 +64,7 @@ class Panel:
     """A figure: the name of its file, the SVG, and whether it has a line of the page to itself."""
 
     name: str
-    svg: str
+    svg: Drawing
     wide: bool = False
 
 
@@ -111,15 +117,49 @@ def write_report(run_folder: str | Path) -> Path:
         If the report cannot be written.
     """
     run = RunFolder.open(run_folder)
-    try:
-        import jinja2
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ExperimentError(
-            f"a report needs the package {error.name}, which is not installed",
-            hint="pip install 'fedloom[report]'",
-        ) from error
+    _check_installed("jinja2", "matplotlib")
+    import jinja2
 
+    sections = _sections(run)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fedloom.reporting"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["inline"] = _inline
+    page = environment.get_template("report.html.j2").render(head=_head(run), sections=sections)
+    for panel in (panel for section in sections for panel in section.panels):
+        _write(run.path / "figures" / f"{panel.name}.svg", panel.svg)
+    _write(run.path / "report.html", page)
+    return run.path / "report.html"
+
+
+def figures(run_folder: str | Path) -> dict[str, Figure]:
+    """Return the figures of a run's report by name, as ``figures/NAME.svg`` has them.
+
+    Raises
+    ------
+    DataError
+        If the folder is not that of a run.
+    ExperimentError
+        If matplotlib is not installed.
+    """
+    run = RunFolder.open(run_folder)
+    _check_installed("matplotlib")
+    return {panel.name: panel.svg.figure for section in _sections(run) for panel in section.panels}
+
+
+def _check_installed(*packages: str) -> None:
+    for package in packages:
+        if find_spec(package) is None:
+            raise ExperimentError(
+                f"a report needs the package {package}, which is not installed", hint="pip install 'fedloom[report]'"
+            )
+
+
+def _sections(run: RunFolder) -> list[Section]:
     # Data without classes leave nothing to be right about.
     quality: dict[str, Callable[[RunFolder], Section]] = (
         {"Learning curves": _curves, "Results": _results}
@@ -139,20 +179,7 @@ def write_report(run_folder: str | Path) -> Path:
     if _of_method(run):
         quality["Method"] = _method
     circumstances = {"Data": _partition, "Time": _phases, "Settings": _settings, "Environment": _environment}
-    sections = [_section(title, run, build) for title, build in {**quality, **circumstances}.items()]
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fedloom.reporting"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["inline"] = _inline
-    page = environment.get_template("report.html.j2").render(head=_head(run), sections=sections)
-    for panel in (panel for section in sections for panel in section.panels):
-        _write(run.path / "figures" / f"{panel.name}.svg", panel.svg)
-    _write(run.path / "report.html", page)
-    return run.path / "report.html"
+    return [_section(title, run, build) for title, build in {**quality, **circumstances}.items()]
 
 
 def _without_classes(run: RunFolder) -> bool:

@@ -1,4 +1,4 @@
-"""One experiment at every point of a grid of settings and seeds."""
+"""One experiment at every point of a grid of settings and seeds, one run after another or several side by side."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedloom.errors import ExperimentError, InterruptedRun, QuorumError
+from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError
 from fedloom.experiment import Experiment, Point
 from fedloom.federation.folder import RunFolder
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.resume import check_folder, finished
 from fedloom.runner.run_experiment import run_experiment
+from fedloom.runner.side_by_side import Job, run_side_by_side
+from fedloom.storage import is_url
 from fedloom.words import counted
 
 
@@ -33,11 +35,17 @@ class SweepObserver:
         """A run begins; whoever is returned is told how it goes."""
         return RunObserver()
 
+    def begins_beside(self, number: int, points: int, point: Point) -> None:
+        """A run begins in a process of its own, beside others."""
+
+    def done(self, number: int, points: int, point: Point) -> None:
+        """A run that began beside others is finished."""
+
     def finished_before(self, number: int, points: int, point: Point) -> None:
         """A run was finished before, and is left as it is."""
 
-    def failed(self, number: int, points: int, point: Point, error: QuorumError) -> None:
-        """A run failed, and the next one begins."""
+    def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
+        """A run failed, and the others go on."""
 
 
 def run_sweep(
@@ -46,16 +54,15 @@ def run_sweep(
     options: RunOptions,
     observer: SweepObserver | None = None,
     *,
+    parallel: int = 1,
     ended: Callable[[Path], None] | None = None,
 ) -> None:
     """Run every point that is not finished yet; one that fails does not keep the others from running.
 
     Parameters
     ----------
-    folder
-        Has a folder for each point's run.
-    options
-        For each run; ``out``, ``name`` and ``replay`` are the sweep's own, ``publish`` is where all of it goes.
+    folder, options, parallel
+        As of :func:`run_points`.
     ended
         Called with ``folder`` once all points have run and at least one has not failed.
 
@@ -63,12 +70,51 @@ def run_sweep(
     ------
     ExperimentError
         If a folder is taken, before anything runs.
-    QuorumError
-        If runs failed, once all have been tried.
+    FedloomError
+        If runs failed, once all have been tried: of the class of the first.
+    InterruptedRun
+        If the sweep was stopped.
+    """
+    failures = run_points(points, folder, options, observer, parallel=parallel)
+    if ended is not None and len(failures) < len(points):
+        ended(folder)
+    if failures:
+        first, *_ = failures.values()
+        said = "\n".join(f"  {name}: {error}" for name, error in failures.items())
+        raise type(first)(f"{len(failures)} of {counted(len(points), 'run')} failed:\n{said}")
+
+
+def run_points(
+    points: Sequence[Point],
+    folder: Path,
+    options: RunOptions,
+    observer: SweepObserver | None = None,
+    *,
+    parallel: int = 1,
+) -> dict[str, FedloomError]:
+    """Run every point that is not finished yet, and return why some failed, by the names of their folders.
+
+    Parameters
+    ----------
+    folder
+        Has a folder for each point's run.
+    options
+        For each run; ``out``, ``name`` and ``replay`` are the sweep's own, ``publish`` is where all of it goes.
+    parallel
+        Runs at a time. Several have a process each, with a share of the cores of its own; their numbers are the same.
+        One by one, a run's failure is a result when it has trained and come to nothing (:class:`QuorumError`), and ends
+        the sweep else; side by side, no failure ends it.
+
+    Raises
+    ------
+    ExperimentError
+        If a folder is taken, before anything runs.
     InterruptedRun
         If the sweep was stopped.
     """
     observer = observer or SweepObserver()
+    if parallel < 1:
+        raise ExperimentError(f"--parallel: found {parallel}; allowed: 1 or more")
     if (folder / "experiment.yaml").exists():
         raise ExperimentError(f"--out: found {folder}, which is a run; allowed: a sweep's folder, or a new one")
     if not options.resume and folder.is_dir() and any(folder.iterdir()):
@@ -77,25 +123,66 @@ def run_sweep(
         )
     for point in points:  # all folders fit before anything runs
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
-    failures: list[QuorumError] = []
+    left = []
     for number, point in enumerate(points, start=1):
         if complete(RunFolder(folder / point.name), point.experiment, options.report):
             observer.finished_before(number, len(points), point)
-            continue
-        its_own = replace(
-            options,
-            out=folder / point.name,
-            name=f"{folder.name}/{point.name}",
-            publish=f"{options.publish.rstrip('/')}/{point.name}" if options.publish else None,
-        )
+        else:
+            left.append((number, point))
+    if parallel == 1:
+        return _one_by_one(left, len(points), folder, options, observer)
+    return _side_by_side(left, len(points), folder, options, observer, parallel)
+
+
+def _one_by_one(
+    left: Sequence[tuple[int, Point]], count: int, folder: Path, options: RunOptions, observer: SweepObserver
+) -> dict[str, FedloomError]:
+    failures: dict[str, FedloomError] = {}
+    for number, point in left:
         try:
-            run_experiment(point.experiment, its_own, observer.begins(number, len(points), point))
+            run_experiment(point.experiment, _of_point(options, folder, point), observer.begins(number, count, point))
         except QuorumError as error:  # as after a step size that is too large: a result, too
-            observer.failed(number, len(points), point, error)
-            failures.append(error)
+            observer.failed(number, count, point, error)
+            failures[point.name] = error
         except InterruptedRun as error:
-            raise InterruptedRun(f"{error} (run {number} of {len(points)}, {point.name}; {number - 1} done)") from error
-    if ended is not None and len(failures) < len(points):
-        ended(folder)
-    if failures:
-        raise QuorumError(f"{len(failures)} of {counted(len(points), 'run')} failed; the first: {failures[0]}")
+            raise InterruptedRun(f"{error} (run {number} of {count}, {point.name}; {number - 1} done)") from error
+    return failures
+
+
+def _side_by_side(
+    left: Sequence[tuple[int, Point]],
+    count: int,
+    folder: Path,
+    options: RunOptions,
+    observer: SweepObserver,
+    parallel: int,
+) -> dict[str, FedloomError]:
+    numbers = {point.name: (number, point) for number, point in left}
+    failures: dict[str, FedloomError] = {}
+
+    def began(name: str) -> None:
+        number, point = numbers[name]
+        observer.begins_beside(number, count, point)
+
+    def over(name: str, error: FedloomError | None) -> None:
+        number, point = numbers[name]
+        if error is None:
+            observer.done(number, count, point)
+        else:
+            failures[name] = error
+            observer.failed(number, count, point, error)
+
+    jobs = [Job(point.name, point.experiment, _of_point(options, folder, point)) for _, point in left]
+    run_side_by_side(jobs, parallel, began, over, signals=options.signals)
+    return {point.name: failures[point.name] for _, point in left if point.name in failures}
+
+
+def _of_point(options: RunOptions, folder: Path, point: Point) -> RunOptions:
+    """The options of one run of a sweep."""
+    name = f"{folder.name}/{point.name}"
+    publish, storage = options.publish, point.experiment.storage
+    if publish is not None:
+        publish = f"{publish.rstrip('/')}/{point.name}"
+    elif storage is not None and is_url(storage):
+        publish = f"{storage.rstrip('/')}/runs/{name}"
+    return replace(options, out=folder / point.name, name=name, publish=publish)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedloom.runner.observer import RunObserver
+from fedloom.runner.sweep import SweepObserver
 from fedloom.words import counted, printable
 
 if TYPE_CHECKING:
-    from fedloom.experiment import Experiment
+    from fedloom.errors import FedloomError
+    from fedloom.experiment import Experiment, Point
     from fedloom.federation.journal import Attempt
 
 LINE_EVERY_S = 10.0
@@ -34,7 +37,8 @@ class Watch(RunObserver):
         self._phases: dict[str, float] = {}
         self._bar: Progress | None = None
         self._said = time.monotonic()
-        if self._console.is_terminal:
+        # A notebook shows a bar by ipywidgets, and lines without them.
+        if self._console.is_terminal or (self._console.is_jupyter and find_spec("ipywidgets") is not None):
             self._bar = Progress(
                 TextColumn("{task.fields[what]}", markup=False),
                 BarColumn(bar_width=30),
@@ -128,6 +132,46 @@ class Watch(RunObserver):
         """Share of each phase so far."""
         total = sum(self._phases.values()) or 1.0
         return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in self._phases.items())
+
+
+class SweepWatch(SweepObserver):
+    """Tells a person how a sweep goes.
+
+    Parameters
+    ----------
+    choosing
+        Whether settings are being chosen: then evaluations show validation accuracy, and none on test data.
+    """
+
+    def __init__(self, *, choosing: bool) -> None:
+        self._choosing = choosing
+        self._console = Console(stderr=True, highlight=False)
+
+    def begins(self, number: int, points: int, point: Point) -> RunObserver:
+        """Say which run begins, and show how it goes."""
+        self._say(number, points, point)
+        return Watch(choosing=self._choosing)
+
+    def finished_before(self, number: int, points: int, point: Point) -> None:
+        """Say so."""
+        self._say(number, points, point, ": finished before")
+
+    def begins_beside(self, number: int, points: int, point: Point) -> None:
+        """Say which run begins."""
+        self._say(number, points, point)
+
+    def done(self, number: int, points: int, point: Point) -> None:
+        """Say so."""
+        self._say(number, points, point, ": done")
+
+    def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
+        """Say why."""
+        self._say(number, points, point, f": failed: {error}")
+
+    def _say(self, number: int, points: int, point: Point, what: str = "") -> None:
+        self._console.print(
+            printable(f"run {number} of {points}, {point.name}{what}", keep="\n"), markup=False, soft_wrap=True
+        )
 
 
 def clock(seconds: float) -> str:

@@ -1,0 +1,254 @@
+"""``fedloom.run``, ``sweep``, ``load`` and ``compare``: the whole of FedLoom as four functions."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.api.run import Comparison, Run, Sweep
+
+if TYPE_CHECKING:
+    from fedloom.experiment import Experiment, Point
+    from fedloom.runner.observer import RunObserver
+    from fedloom.runner.options import RunOptions
+    from fedloom.runner.sweep import SweepObserver
+
+
+def run(
+    experiment: Experiment | Mapping[str, Any] | str | Path,
+    /,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    replay: str | Path | None = None,
+    partition: str | Path | None = None,
+    packed: Iterable[str | Path] = (),
+    observe: Iterable[str | Path] = (),
+    publish: str | None = None,
+    report: bool = True,
+    progress: bool | RunObserver = True,
+    **overrides: Any,
+) -> Run:
+    """Run an experiment on this machine, from its data to its report.
+
+    An interruption (Ctrl-C, "interrupt the kernel") stops it after the round at hand; ``resume=True`` goes on.
+
+    Parameters
+    ----------
+    experiment
+        The path or URL of an experiment file; its content as a mapping, in which sections may be objects; or an
+        :class:`fedloom.Experiment`.
+    out
+        The run's folder; None: ``runs/NAME-ALGORITHM-seedN``.
+    resume
+        Go on from the last checkpoint of the folder, or return the run as it is if it has come to its end.
+    replay
+        The folder of a run whose journal is repeated.
+    partition
+        Folder or URL of a partition that was made before; None: the experiment's is made.
+    packed, observe
+        With ``data.own``, folders of packed clients: of those that train, and of those that are measured alone.
+    publish
+        URL of a store to publish the run at as it goes.
+    report
+        Write the report at the end: two seconds, which many small runs save; :meth:`Run.report` writes it later.
+    progress
+        Show how it goes, on a terminal or in a notebook; or who is told instead.
+    overrides
+        Keys of the experiment, with two underscores for each dot: ``seed=2``, ``federation__rounds=10``. A mapping
+        replaces what the key has.
+
+    Returns
+    -------
+    Run
+        The finished run.
+
+    Raises
+    ------
+    ExperimentError
+        If anything in the experiment is not allowed, or the folder is taken; nothing has been written then.
+    FedloomError
+        Of the class of what went wrong (docs/exit-codes.md).
+
+    Examples
+    --------
+    ::
+
+        run = fedloom.run("experiments/quickstart.yaml", seed=2, federation__rounds=10)
+        run.history["unseen.accuracy_mean"].plot()
+    """
+    from fedloom import experiment as experiments
+
+    options = _options(out, resume, partition, packed, observe, publish, report, replay)
+    return carry_out(experiments.of(experiment, **overrides), options, progress)
+
+
+def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunObserver = True) -> Run:
+    """Run a checked experiment, as the options say."""
+    from fedloom.api.watch import Watch
+    from fedloom.runner.observer import RunObserver
+    from fedloom.runner.run_experiment import run_experiment
+
+    observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
+    with _as_before():
+        found = run_experiment(experiment, options, observer)
+    return Run(found.folder)
+
+
+def sweep(
+    experiment: Experiment | Mapping[str, Any] | str | Path,
+    /,
+    *,
+    grid: Mapping[str, Iterable[Any]] | None = None,
+    seeds: Iterable[int] | str | None = None,
+    parallel: int = 1,
+    out: str | Path | None = None,
+    resume: bool = False,
+    partition: str | Path | None = None,
+    packed: Iterable[str | Path] = (),
+    observe: Iterable[str | Path] = (),
+    publish: str | None = None,
+    report: bool = True,
+    progress: bool = True,
+    **overrides: Any,
+) -> Sweep:
+    """Run an experiment at every point of a grid of settings and seeds.
+
+    Parameters
+    ----------
+    experiment, partition, packed, observe, publish, report, overrides
+        As of :func:`run`.
+    grid
+        Values by key, with dots or two underscores: ``{"algorithm.local.lr": [0.01, 0.1]}``; the runs are the product.
+    seeds
+        ``[1, 2, 3]``, or ``"1-3"``; None: the experiment's.
+    parallel
+        Runs side by side, each in a process with its share of the cores. Numbers do not depend on it.
+    out
+        A folder in which each run has its own; None: ``runs/NAME-sweep``.
+    resume
+        Leave finished runs as they are, and go on with the others.
+    progress
+        Show how it goes.
+
+    Returns
+    -------
+    Sweep
+        The finished runs, and why others failed: a run that fails does not keep the others from running.
+
+    Raises
+    ------
+    ExperimentError
+        If a point is not allowed, or a folder is taken; before anything runs.
+    """
+    from fedloom import experiment as experiments
+    from fedloom.errors import ExperimentError
+    from fedloom.experiment.loading import plain
+
+    axes = []
+    for key, values in (grid or {}).items():
+        found = ",".join(experiments.as_yaml(plain(value, f"grid[{key!r}]")) for value in values)
+        axes.append(f"{key.replace('__', '.')}={found}")
+    asked = seeds if seeds is None or isinstance(seeds, str) else ",".join(map(str, seeds))
+    if asked is None and not axes:
+        raise ExperimentError("sweep: found neither grid nor seeds; allowed: one of them, or both")
+    e = experiments.of(experiment, **overrides)
+    points = experiments.points(e, (), asked, axes)
+    options = _options(out, resume, partition, packed, observe, publish, report, None)
+    return carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
+
+
+def carry_out_sweep(
+    points: Sequence[Point], options: RunOptions, observer: SweepObserver | None, parallel: int
+) -> Sweep:
+    """Run the points of a sweep, as the options say."""
+    from fedloom.runner.sweep import run_points
+
+    e = points[0].experiment
+    folder = options.out or e.runs / f"{e.name}-sweep"
+    with _as_before():
+        failures = run_points(points, folder, options, observer, parallel=parallel)
+    done = [Run(folder / point.name) for point in points if point.name not in failures]
+    return Sweep(folder, done, failures)
+
+
+def load(where: str | Path) -> Run:
+    """Return a run, finished or not, from its folder or from the URL where it is published.
+
+    Raises
+    ------
+    DataError
+        If there is no run.
+    StorageError, RefusedError
+        If the store of a URL cannot be used.
+    """
+    return Run(where)
+
+
+def compare(runs: Iterable[Run | Sweep | str | Path]) -> Comparison:
+    """Put finished runs side by side; runs that differ in the seed alone are one row.
+
+    Parameters
+    ----------
+    runs
+        Runs, sweeps, or folders of them.
+
+    Raises
+    ------
+    DataError
+        If one is not finished.
+    ExperimentError
+        If they cannot be compared.
+    """
+    folders: list[str | Path] = []
+    for one in [runs] if isinstance(runs, Sweep | str | Path) else runs:
+        folders += [one] if isinstance(one, str | Path) else [one.folder]
+    return Comparison(folders)
+
+
+def _options(
+    out: str | Path | None,
+    resume: bool,
+    partition: str | Path | None,
+    packed: Iterable[str | Path],
+    observe: Iterable[str | Path],
+    publish: str | None,
+    report: bool,
+    replay: str | Path | None,
+) -> RunOptions:
+    from fedloom.runner.options import RunOptions
+
+    return RunOptions(
+        out=None if out is None else Path(out),
+        resume=resume,
+        replay=None if replay is None else Path(replay),
+        partition=None if partition is None else str(partition),
+        data=tuple(map(Path, packed)),
+        observe=tuple(map(Path, observe)),
+        publish=publish,
+        report=report,
+        signals=True,
+    )
+
+
+def _sweep_watch(*, choosing: bool) -> SweepObserver:
+    from fedloom.api.watch import SweepWatch
+
+    return SweepWatch(choosing=choosing)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Leave torch and the garbage collector as they were: a run sets them for its process."""
+    import torch
+
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        gc.unfreeze()

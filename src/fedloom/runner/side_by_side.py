@@ -1,0 +1,193 @@
+"""Runs side by side: a process each, with a share of the cores of its own, and none left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from fedloom.errors import (
+    AbandonedError,
+    DataError,
+    ExperimentError,
+    FedloomError,
+    InterruptedRun,
+    QuorumError,
+    RefusedError,
+    StorageError,
+    WorkerLostError,
+)
+from fedloom.experiment import Experiment
+from fedloom.runner.options import RunOptions
+from fedloom.runner.stop_request import StopRequest
+from fedloom.words import counted
+
+LOOK_S = 0.05
+"""Seconds between looks at which processes have ended."""
+
+GRACE_S = 15.0
+"""Seconds that a process which is told to end at once has for it."""
+
+CLASSES: dict[int, type[FedloomError]] = {
+    kind.exit_code: kind
+    for kind in (ExperimentError, DataError, RefusedError, QuorumError, StorageError, WorkerLostError, AbandonedError)
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to carry out: its name, the experiment, and how."""
+
+    name: str
+    experiment: Experiment
+    options: RunOptions
+
+
+@dataclass
+class _Running:
+    job: Job
+    place: int
+    process: subprocess.Popen[bytes]
+    said: IO[bytes]
+
+
+def run_side_by_side(
+    jobs: Sequence[Job],
+    parallel: int,
+    began: Callable[[str], None],
+    over: Callable[[str, FedloomError | None], None],
+    *,
+    signals: bool,
+) -> None:
+    """Carry out runs as ``fedloom run``, so many at a time.
+
+    A process leaves when its standard input ends, which the operating system sees to even if we are killed.
+
+    Parameters
+    ----------
+    began, over
+        Called with the name of each run, when it begins; and when it is over, with why it failed, or None.
+    signals
+        SIGINT and SIGTERM stop all runs after the rounds at hand; a second one, at once.
+
+    Raises
+    ------
+    InterruptedRun
+        If they were stopped: those under way can be resumed.
+    """
+    stop = StopRequest()
+    waiting = list(reversed(jobs))
+    running: list[_Running] = []
+    done, told = 0, False
+    with tempfile.TemporaryDirectory(prefix="fedloom-sweep-") as temporary:
+        try:
+            with stop.signals() if signals else nullcontext():
+                while running or (waiting and not stop.event.is_set()):
+                    while waiting and len(running) < parallel and not stop.event.is_set():
+                        job = waiting.pop()
+                        place = min(set(range(parallel)) - {one.place for one in running})
+                        running.append(_start(job, place, parallel, Path(temporary)))
+                        began(job.name)
+                    time.sleep(LOOK_S)
+                    if stop.event.is_set() and not told:
+                        told = True
+                        for one in running:
+                            _leave(one)
+                    for one in [one for one in running if one.process.poll() is not None]:
+                        running.remove(one)
+                        error = _failure(one)
+                        done += error is None
+                        if not (stop.event.is_set() and isinstance(error, InterruptedRun)):
+                            over(one.job.name, error)
+        finally:
+            _end(running)
+    if stop.event.is_set():
+        raise InterruptedRun(
+            f"asked to stop: {done} of {counted(len(jobs), 'run')} done; the others can go on with --resume"
+        )
+
+
+def shares(parallel: int) -> list[set[int]]:
+    """The cores of each of so many processes: shares of those that we may use, which are apart while there are enough.
+
+    Empty where the operating system does not assign cores.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return [set()] * parallel
+    cores = sorted(os.sched_getaffinity(0))
+    n = len(cores)
+    return [
+        set(cores[i * n // parallel : (i + 1) * n // parallel]) if n >= parallel else {cores[i % n]}
+        for i in range(parallel)
+    ]
+
+
+def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
+    file = folder / f"{len(list(folder.iterdir()))}.yaml"
+    file.write_text(job.experiment.resolved_yaml(), encoding="utf-8")
+    said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it is closed when the run is over)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedloom", "run", str(file), "--until-eof", *_arguments(job.options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=said,
+        start_new_session=True,  # Ctrl-C reaches us alone
+    )
+    if share := shares(parallel)[place]:
+        with suppress(ProcessLookupError):  # it has ended already, and says why
+            os.sched_setaffinity(process.pid, share)
+    return _Running(job, place, process, said)
+
+
+def _arguments(options: RunOptions) -> list[str]:
+    found = ["--out", str(options.out), "--report" if options.report else "--no-report"]
+    found += ["--resume"] * options.resume
+    for option, value in (("--partition", options.partition), ("--publish", options.publish)):
+        found += [] if value is None else [option, value]
+    return [*found, *options.serves]
+
+
+def _leave(one: _Running) -> None:
+    if one.process.stdin is not None and not one.process.stdin.closed:
+        one.process.stdin.close()
+
+
+def _failure(one: _Running) -> FedloomError | None:
+    """Why a run failed; None if it is finished."""
+    _leave(one)
+    with one.said as said:
+        said.seek(0)
+        words = said.read().decode(errors="replace").strip()
+    code = one.process.returncode
+    if code == 0:
+        return None
+    _, found, error = words.rpartition("error: ")
+    why = error if found else (words.splitlines() or ["it said nothing"])[-1]
+    if code == InterruptedRun.exit_code:
+        return InterruptedRun(why)
+    if code in CLASSES:
+        return CLASSES[code](why)
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}: {why}"
+    return WorkerLostError(f"its process {how}", hint="go on with --resume")
+
+
+def _end(running: Sequence[_Running]) -> None:
+    """End what still runs, at once: it can be resumed from its last checkpoint."""
+    for one in running:
+        _leave(one)
+        one.process.send_signal(signal.SIGTERM)
+    for one in running:
+        try:
+            one.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            one.process.wait()
+        one.said.close()

@@ -1,0 +1,175 @@
+"""FedLoom from Python: runs as objects, with tables, figures and the clients' models."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from facts import tells
+from safetensors.torch import load_file
+
+import fedloom
+from fedloom.errors import DataError, ExperimentError
+from fedloom.runner.assemble import make_partition
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], *facts: object) -> Iterator[None]:
+    with pytest.raises(kind) as error:
+        yield
+    assert tells(str(error.value), *facts), str(error.value)
+
+
+@pytest.fixture(scope="module")
+def vowels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("data")
+    (root / "datasets" / "vowel").mkdir(parents=True)
+    shutil.copy(FIXTURE, root / "datasets" / "vowel")
+    return {
+        "name": "vowels",
+        "data": {"dataset": "vowel", "root": str(root), "partition": {"scheme": "natural"}, "unseen_fraction": 0.2},
+        "model": {"name": "mlp", "hidden": [4]},
+        "algorithm": {"name": "fedavg", "local": {"steps": 2}, "personalize_steps": 2},
+        "federation": {"rounds": 2, "clients_per_round": 3},
+        "evaluation": {"every": 1},
+        "runtime": {"workers": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def run(vowels: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> fedloom.Run:
+    out = tmp_path_factory.mktemp("run") / "run"
+    return fedloom.run(vowels, out=out, report=False, progress=False)
+
+
+def test_a_run_is_tables(run: fedloom.Run) -> None:
+    history = run.history
+    assert list(history.index) == [0, 1, 2]
+    last = history.loc[2]
+    assert last["unseen.accuracy_mean"] == run.summary["unseen"]["accuracy_mean"]
+    assert last["train_loss"] > 0
+    clients = run.clients
+    assert len(clients) == 15
+    assert clients["seen"].dtype == bool
+    unseen = clients[~clients["seen"]]
+    assert unseen["personal_accuracy_unmasked"].mean() == pytest.approx(
+        run.summary["unseen"]["accuracy_mean"], abs=1e-6
+    )
+    assert run.finished
+    assert run.experiment.federation.rounds == 2
+
+
+def test_the_models_are_those_that_were_measured(run: fedloom.Run) -> None:
+    threads = torch.get_num_threads()
+    models = run.models()
+    assert set(models) == set(run.clients.index)
+    model = run.models("client-0003")
+    assert isinstance(model, torch.nn.Module)
+    x = torch.randn(5, 9)
+    assert torch.equal(model(x), models["client-0003"](x))
+    assert torch.allclose(model(x).sum(1), torch.ones(5))
+    assert not torch.equal(model(x), run.models("client-0003", predictor="global")(x))
+    assert torch.get_num_threads() == threads
+    dataset = make_partition(run.experiment)
+    for client, model in models.items():
+        raw = load_file(dataset.folder / "shards" / f"{client}.safetensors")
+        accuracy = (model(raw["test_x"]).argmax(1) == raw["test_y"]).float().mean()
+        assert run.clients.loc[client, "personal_accuracy_unmasked"] == pytest.approx(float(accuracy), abs=1e-6)
+    with pytest.raises(DataError):
+        run.models("client-9999")
+    with refused(ExperimentError, "predictor", "nobody", "personal"):
+        run.models("client-0003", predictor="nobody")
+
+
+def test_figures_are_matplotlibs(run: fedloom.Run, tmp_path: Path) -> None:
+    assert run.figures
+    figure = run.figure(run.figures[0])
+    figure.savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    with refused(ExperimentError, "figure", "nothing", run.figures[0]):
+        run.figure("nothing")
+
+
+def test_the_same_experiment_however_it_is_said(vowels: dict[str, Any], tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "e.yaml").write_text(yaml.safe_dump(vowels))
+    from fedloom.experiment import load, of
+
+    expected = load(tmp_path / "e.yaml", ["seed=3", "federation.rounds=7"])
+    assert of(tmp_path / "e.yaml", seed=3, federation__rounds=7) == expected
+    assert of(vowels, seed=3, federation__rounds=7) == expected
+    assert of(load(tmp_path / "e.yaml"), seed=3, federation__rounds=7) == expected
+    objects = fedloom.Federation(rounds=7, clients_per_round=3)
+    assert of({**vowels, "federation": objects}, seed=3) == expected
+    assert of(vowels, seed=3, federation=objects) == expected
+
+
+@pytest.mark.parametrize(
+    ("what", "keys", "said"),
+    [
+        (3, {}, ("int", "mapping")),
+        ({"name": "x"}, {}, ("data", "model", "algorithm", "missing")),
+        (None, {"federation__round": 3}, ("federation.round", "did you mean rounds?")),
+        (None, {"algorithm": object()}, ("algorithm", "object")),
+        (None, {"federation__clients_per_round": 50}, ("federation.clients_per_round", "50")),
+    ],
+)
+def test_bad_experiments_are_a_sentence(
+    vowels: dict[str, Any], what: Any, keys: dict[str, Any], said: tuple[str, ...], tmp_path: Path
+) -> None:
+    with refused(ExperimentError, *said):
+        fedloom.run(vowels if what is None else what, out=tmp_path / "run", progress=False, **keys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_is_loaded_and_compared(run: fedloom.Run, vowels: dict[str, Any], tmp_path: Path) -> None:
+    loaded = fedloom.load(run.folder)
+    assert loaded.summary == run.summary
+    assert "accuracy" in loaded._repr_html_()
+    again = fedloom.run(vowels, out=run.folder, resume=True, report=False, progress=False)
+    assert again.summary == run.summary
+    other = fedloom.run(vowels, out=tmp_path / "local", report=False, progress=False, algorithm__personalize_steps=5)
+    comparison = fedloom.compare([run, other.folder])
+    assert set(comparison.table["seen_clients"]) == {12}
+    assert "FedAvg" in str(comparison)
+    assert len(comparison.pairs)
+    with refused(DataError, str(tmp_path / "nowhere")):
+        fedloom.load(tmp_path / "nowhere")
+
+
+def test_an_unfinished_run_has_a_history_and_says_so(run: fedloom.Run, tmp_path: Path) -> None:
+    shutil.copytree(run.folder, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    loaded = fedloom.load(tmp_path / "run")
+    assert len(loaded.history) == 3
+    with refused(DataError, "summary.json", "not finished"):
+        _ = loaded.summary
+
+
+def test_importing_it_is_quick_and_torch_waits() -> None:
+    code = """
+import sys, fedloom
+heavy = {"torch", "numpy", "pandas", "pydantic", "rich", "matplotlib", "grpc", "typer"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert set(fedloom.__all__) <= set(dir(fedloom))
+fedloom.run, fedloom.sweep, fedloom.load, fedloom.compare, fedloom.Run
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_name_that_is_offered_is_there() -> None:
+    for name in fedloom.__all__:
+        assert getattr(fedloom, name).__doc__
+    with pytest.raises(AttributeError):
+        _ = fedloom.nothing
