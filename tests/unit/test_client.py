@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import pytest
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms import client as client_side
+from fedloom.algorithms.apfl import APFLSettings, mixed_sgd
 from fedloom.algorithms.base import Group
 from fedloom.algorithms.client import (
     Batch,
@@ -27,6 +28,8 @@ from fedloom.algorithms.client import (
     batches,
     train,
 )
+from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd
+from fedloom.algorithms.per_fedavg import PerFedAvgSettings, meta_sgd
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
@@ -414,3 +417,34 @@ def test_what_a_client_keeps_is_a_row_of_its_group() -> None:
     members.keep(y=rows)
     rows.zero_()
     assert [members.kept[i]["y"].tolist() for i in range(2)] == [[7], [8]]
+
+
+class Watched(LeNet):
+    """Keeps the memory layouts that its first kernel, of one input channel, was used in."""
+
+    def __init__(self) -> None:
+        super().__init__((1, 28, 28), 3)
+        self.layouts: set[tuple[int, ...]] = set()
+
+    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        self.layouts.add(parameters["conv1.weight"].stride())
+        return super().loss(parameters, x, y)
+
+
+@pytest.mark.parametrize("method", ["per-fedavg", "apfl", "comfedl"])
+def test_models_beside_a_client_s_own_are_laid_out_alike(method: str) -> None:
+    """Else a convolution of one channel takes half as long again, and nobody sees why."""
+    model = Watched()
+    split = Split(torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0]))
+    there = group([ClientData("c0", split, split, split, 3)])
+    theta = model.init(torch.Generator().manual_seed(0))[None]
+    local = {"steps": 2, "batch_size": 2}
+    if method == "per-fedavg":
+        for hessian in ("none", "finite_difference", "exact"):
+            meta_sgd(model, there, theta, PerFedAvgSettings.model_validate({"local": local, "hessian": hessian}))
+    elif method == "apfl":
+        mixed_sgd(model, there, theta, APFLSettings.model_validate({"local": local}))
+    else:
+        s = ComFedLSettings.model_validate({"local": local, "objective": "damaml"})
+        compositional_sgd(model, theta, there, s, torch.zeros(1, dtype=torch.float64))
+    assert model.layouts == {Local(model, there).parameters(theta)["conv1.weight"].stride()}

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import Local, Parameters, Trained, train
+from fedloom.algorithms.client import Local, Parameters, Trained, laid_out, train
 from fedloom.algorithms.recipe import FineTuning, shared_model
 from fedloom.models.flat import FlatModel
 
@@ -57,7 +57,7 @@ def mixture(local: Local, alpha: Tensor, v: Parameters, w: Parameters) -> Parame
         found = {}
         for name, mine in v.items():
             share = local.each(alpha[:, 0], mine)
-            found[name] = (share * mine + (1 - share) * w[name]).requires_grad_()
+            found[name] = laid_out(share * mine + (1 - share) * w[name], mine).requires_grad_()
         return found
 
 

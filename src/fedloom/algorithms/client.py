@@ -415,6 +415,15 @@ def train(
     return local.trained(local.join(w), losses, counts, key, s.lr)
 
 
+def laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """``values`` in the memory layout of a leaf; autograd goes through.
+
+    What is computed from a kernel of one input channel is not channels-last any more, and on a CPU convolutions with it
+    take half as long again.
+    """
+    return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
+
+
 def proximal(strength: float, to: str | None = None) -> Correction:
     """The gradient of strength/2 ‖w - w̄‖² added, w̄ being where training starts or what is ``given`` by this name."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, mean_loss, train
+from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, laid_out, mean_loss, train
 from fedloom.algorithms.recipe import MakeItYours, SharedModel
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
@@ -142,7 +142,7 @@ def composed(local: Local, s: ComFedLSettings, w: Parameters, batch: Sequence[Ba
     if s.objective == "robust":
         return local.value(w, *batch)
     slope, _ = local.gradient(w, *batch, differentiable=torch.is_grad_enabled() and not s.first_order)
-    moved = {name: part - s.inner_lr * d for (name, part), d in zip(w.items(), slope, strict=True)}
+    moved = {name: laid_out(part - s.inner_lr * d, part) for (name, part), d in zip(w.items(), slope, strict=True)}
     return local.value(moved, *outer)
 
 

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, Trained, train
+from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, Trained, laid_out, train
 from fedloom.algorithms.recipe import FineTuning, shared_model
 from fedloom.models.flat import FlatModel
 
@@ -64,7 +64,8 @@ def hessian_product(local: Local, w: Parameters, q: list[Tensor], batch: Batch, 
 def along(w: Parameters, direction: list[Tensor], by: float) -> Parameters:
     """The parameters w + by · direction."""
     with torch.no_grad():
-        return {name: (leaf + by * d).requires_grad_() for (name, leaf), d in zip(w.items(), direction, strict=True)}
+        moved = ((name, laid_out(leaf + by * d, leaf)) for (name, leaf), d in zip(w.items(), direction, strict=True))
+        return {name: leaf.requires_grad_() for name, leaf in moved}
 
 
 def adapted(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings) -> dict[str, Tensor]:
