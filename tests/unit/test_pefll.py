@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Task
+from fedloom.algorithms.optimizers import AdamAscent
 from fedloom.algorithms.pefll import (
     PEFLL,
     DescribeAndTrain,
@@ -214,13 +215,16 @@ def mean_gradient(
     return [BETA * g for g in torch.autograd.grad(value, [eta_v, *eta_h.values()])]
 
 
+@pytest.mark.parametrize("decay", ["decoupled", "l2"])
 @pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
-def test_adam_is_torchs_adamw(tmp_path: Path, clip: float | None) -> None:
-    s, problem, data = literal(server={"rule": "adam", "lr": 1e-2, "clip": clip}), task(), clients(SIZES)
+def test_adam_is_torchs(tmp_path: Path, clip: float | None, decay: str) -> None:
+    """AdamW, or Adam with its own weight decay."""
+    server = {"rule": "adam", "lr": 1e-2, "clip": clip, "decay": decay}
+    s, problem, data = literal(server=server), task(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, rounds=3)
     eta_v, eta_h = parameters(run.state)
     both = [eta_v, *eta_h.values()]
-    reference = torch.optim.AdamW(
+    reference = (torch.optim.AdamW if decay == "decoupled" else torch.optim.Adam)(
         [
             {"params": [eta_v], "weight_decay": 2 * s.lambda_v},
             {"params": list(eta_h.values()), "weight_decay": 2 * s.lambda_h},
@@ -236,6 +240,32 @@ def test_adam_is_torchs_adamw(tmp_path: Path, clip: float | None) -> None:
         reference.step()
     run.run()
     expect(run.state, eta_v, eta_h, tolerance=1e-9)
+
+
+def test_l2_inside_adam_is_torchs_to_the_bit_and_without_lambda_nothing() -> None:
+    random = torch.Generator().manual_seed(3)
+    eta = [torch.randn(7, 5, generator=random), torch.randn(33, generator=random)]
+    found = {}
+    for decay, inside in ((0.05, True), (0.0, True), (0.0, False)):
+        ours, theirs = [p.clone() for p in eta], [p.clone().requires_grad_() for p in eta]
+        rule = AdamAscent(1e-2, decay, inside)
+        memory, torchs = rule.start(ours), torch.optim.Adam(theirs, lr=1e-2, weight_decay=2 * decay, fused=True)
+        updates = torch.Generator().manual_seed(4)
+        for _ in range(5):
+            changes = [torch.randn(p.shape, generator=updates) for p in eta]
+            for p, change in zip(theirs, changes, strict=True):
+                p.grad = -change
+            torchs.step()
+            rule.apply(ours, changes, memory, 1.0)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        found[decay, inside] = ours
+    assert all(torch.equal(a, b) for a, b in zip(found[0.0, True], found[0.0, False], strict=True))
+    assert not torch.equal(found[0.05, True][0], found[0.0, True][0])
+
+
+def test_l2_is_inside_adam_alone() -> None:
+    with pytest.raises(ValidationError, match=r"decay: found l2 with rule paper.*allowed: with rule adam"):
+        literal(server={"decay": "l2"})
 
 
 def test_clipping_is_of_the_joint_norm(tmp_path: Path) -> None:

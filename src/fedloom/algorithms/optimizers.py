@@ -30,10 +30,14 @@ class ShrinkAndAdd:
 
 @dataclass(frozen=True)
 class AdamAscent:
-    """Adam on -mean Δη, and the shrink (1 - 2·lr·λ) beside it, which is AdamW's decay."""
+    """Adam on -mean Δη, and the shrink (1 - 2·lr·λ) beside it, which is AdamW's decay.
+
+    Or Adam on 2λη - mean Δη, the gradient of λ‖η‖² inside: torch.optim.Adam with weight_decay 2λ.
+    """
 
     lr: float
     decay: float
+    inside: bool = False
 
     def start(self, eta: Sequence[Tensor]) -> dict[str, Tensor]:
         """Moments and the number of steps of each parameter."""
@@ -49,7 +53,7 @@ class AdamAscent:
         first, second, steps = (
             [memory[f"{i}.{name}"] for i in range(len(eta))] for name in ("first", "second", "steps")
         )
-        adam_(eta, updates, first, second, steps, self.lr, 2 * self.decay)
+        adam_(eta, updates, first, second, steps, self.lr, 2 * self.decay, inside=self.inside)
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,19 @@ def adam_(
     steps: list[Tensor],
     lr: float,
     decay: float = 0.0,
+    *,
+    inside: bool = False,
 ) -> None:
-    """One step of Adam in place, p ← (1 - lr · decay) p before it (AdamW), in one pass over memory.
+    """One step of Adam in place, in one pass over memory.
+
+    The decay is p ← (1 - lr · decay) p before it (AdamW), or, ``inside``, a term decay · p of the gradient.
 
     D. Kingma, J. Ba, Adam, ICLR 2015, arXiv 1412.6980, Algorithm 1; β = (0.9, 0.999), ε = 1e-8. ``first`` and
     ``second`` are the moments; ``steps`` has a scalar for each parameter, the steps made before, and counts this one.
     """
     torch._foreach_add_(steps, 1)
-    torch._fused_adamw_(
+    fused = torch._fused_adam_ if inside else torch._fused_adamw_
+    fused(
         parameters, gradients, first, second, [], steps, lr=lr, beta1=0.9, beta2=0.999, weight_decay=decay, eps=1e-8,
         amsgrad=False, maximize=False,
     )  # fmt: skip

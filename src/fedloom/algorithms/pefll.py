@@ -10,10 +10,10 @@ standardization, clipping, the descriptor from all data, no ReLU before the hype
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
@@ -228,7 +228,20 @@ class ServerUpdate(Settings):
         default="paper", description="η ← (1 - 2βλ)η + mean Δη, β being local.lr; or Adam on -mean Δη (official code)"
     )
     lr: float = Field(default=2e-4, gt=0, description="Adam's learning rate")
+    decay: Literal["decoupled", "l2"] = Field(
+        default="decoupled",
+        description="of Adam: η shrinks by 1 - 2·lr·λ beside its step, or the gradient of λ‖η‖² is part of what it "
+        "steps on (weight_decay 2λ of PyTorch's Adam)",
+    )
     clip: float | None = Field(default=None, gt=0, description="largest joint norm of (mean Δη_h, mean Δη_v)")
+
+    @model_validator(mode="after")
+    def _decays_one_way(self) -> Self:
+        if self.decay == "l2" and self.rule != "adam":
+            raise ValueError(
+                f"decay: found l2 with rule {self.rule}, whose shrink is the gradient of λ‖η‖²; allowed: with rule adam"
+            )
+        return self
 
 
 class PeFLLSettings(Settings):
@@ -254,7 +267,7 @@ class PeFLLSettings(Settings):
     def optimizer(self, decay: float) -> AdamAscent | ShrinkAndAdd:
         """Lines 17 and 18 for one of the two networks."""
         s = self.server
-        return ShrinkAndAdd(self.local.lr, decay) if s.rule == "paper" else AdamAscent(s.lr, decay)
+        return ShrinkAndAdd(self.local.lr, decay) if s.rule == "paper" else AdamAscent(s.lr, decay, s.decay == "l2")
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
