@@ -20,6 +20,7 @@ from fedloom.evaluation.summary import (
     calibration_document,
     client_rows,
     confusion_document,
+    confusion_table,
     metrics_line,
     summary,
 )
@@ -217,6 +218,7 @@ def write_run(
         "clients.csv": as_csv(client_rows(evaluation, partition.clients)),
         "journal.jsonl": "".join(json.dumps(line) + "\n" for line in journal),
         "confusion.json": json.dumps(confusion_document(evaluation, class_names)),
+        "confusion.csv": confusion_table(evaluation),
         "calibration.json": json.dumps(calibration_document(evaluation)),
         "summary.json": json.dumps(result, allow_nan=False, indent=2),
     }

@@ -14,12 +14,12 @@ from run_folders import write_run
 
 from fedloom.errors import DataError, StorageError
 from fedloom.federation.folder import RunFolder
-from fedloom.reporting.report import write_report
+from fedloom.reporting.report import _matrix, write_report
 from fedloom.words import as_csv, counted
 
 SECTIONS = [
-    "Learning curves", "Results", "Clients", "Confusion matrix", "Calibration", "Descriptors", "Data", "Time",
-    "Settings", "Environment",
+    "Learning curves", "Results", "Clients", "Confusion matrix", "Calibration", "Descriptors", "Client by client",
+    "Data", "Time", "Settings", "Environment",
 ]  # fmt: skip
 FIGURES = [
     "clients.svg", "confusion-seen.svg", "confusion-unseen.svg", "correlation.svg", "descriptors-training.svg",
@@ -89,6 +89,44 @@ def test_the_head_says_how_good_and_at_what_cost(tmp_path: Path) -> None:
         assert fact in head
 
 
+def test_a_point_of_the_map_tells_its_class_mix_and_leads_to_its_confusion(small: Path) -> None:
+    table = (small / "confusion.csv").read_text().replace("client-0003,", "client-9999,", 1)
+    (small / "confusion.csv").write_text(f"{table}client-0005,3,7,123\n")
+    page = write_report(small).read_text()
+    manifest = RunFolder.open(small).manifest()
+    notes = dict(re.findall(r'<a href="#(c\d+)"><title>(client-\d+: [^<]*)</title>', page))
+    assert len(notes) == 6
+    for k, client in enumerate(manifest.clients):
+        counts = client.class_counts["train"]
+        first, second = (manifest.class_names[k] for k in (counts.index(260), counts.index(240)))
+        assert notes[f"c{k}"] == f"{client.id}: {first} 52 %, {second} 48 %"
+    cards = dict(re.findall(r'<article id="(c\d+)">(.*?)</article>', page, re.DOTALL))
+    assert len(cards) == 6
+    assert "<td>Dress</td>" in cards["c5"]
+    assert ">123</td>" in cards["c5"]
+    assert ">123</td>" not in cards["c4"]
+    figure = (small / "figures" / "descriptors.svg").read_text()
+    assert "<title>client-0000: " in figure
+    assert "point:" not in figure + page
+    assert "#c0" not in figure
+
+
+def test_clients_beyond_a_thousand_have_no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.reporting.report.CARDS", 5)
+    page = write_report(write_run(tmp_path / "r", n=6, unseen=2, rounds=(0, 1))).read_text()
+    assert "<article" not in page
+    assert 'href="#c0"' not in page
+    assert "Client by client" in titles(page)
+
+
+def test_a_card_has_the_most_frequent_classes() -> None:
+    pairs = [(k, k, 100 - k) for k in range(30)] + [(0, 29, 1)]
+    headings, rows = _matrix(pairs, [f"class {k}" for k in range(30)])
+    assert headings == tuple(f"class {k}" for k in range(12))
+    assert rows[0] == ("class 0", ((100, 99), *[(0, 0)] * 11))
+    assert len(rows) == 12
+
+
 def test_numbers_of_the_confusion_are_those_of_the_file(small: Path) -> None:
     document = json.loads((small / "confusion.json").read_text())
     document["personal"]["seen"][3] = [0, 0, 5, 14, 0, 1, 0, 0, 0, 0]  # in twentieths: 25, 70 and 5 percent
@@ -145,7 +183,7 @@ def test_clients_are_named_with_their_owners_and_how_many_classes(tmp_path: Path
     (run / "clients.csv").write_text(as_csv(rows))
     page = write_report(run).read_text()
     table = next(table for table in re.findall(r"<table>.*?</table>", page, re.DOTALL) if "training examples" in table)
-    found = re.findall(r"client-0*(\d+)<span class=\"note\">Hospital &lt;(\d+)&gt;</span>", table)
+    found = re.findall(r"client-0*(\d+)</a><span class=\"note\">Hospital &lt;(\d+)&gt;</span>", table)
     assert len(found) == (n if n <= 20 else 4)
     assert all(int(client) == int(owner) for client, owner in found)
     assert re.findall(r"</span></td><td>[\d.]+</td><td>\d+</td><td>(.*?)</td>", table) == ["5"] * len(found)
@@ -352,7 +390,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text("name: x\n")
     page = write_report(tmp_path).read_text()
     missing = left_out(page)
-    assert set(missing) == {*SECTIONS} - {"Descriptors", "Settings"}
+    assert set(missing) == {*SECTIONS} - {"Descriptors", "Client by client", "Settings"}
     assert missing["Results"] == "metrics.jsonl: has no evaluated round"
     assert str(tmp_path) not in page
     assert "environment.json: is not there" in missing["Environment"]
@@ -362,8 +400,9 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     ("file", "sections"),
     [
         ("metrics.jsonl", {"Results", "Learning curves"}),
-        ("clients.csv", {"Clients"}),
-        ("partition.json", {"Data", "Descriptors"}),
+        ("clients.csv", {"Clients", "Client by client"}),
+        ("confusion.csv", {"Client by client"}),
+        ("partition.json", {"Data", "Descriptors", "Client by client"}),
         ("descriptors.json", {"Descriptors"}),
         ("confusion.json", {"Confusion matrix"}),
         ("calibration.json", {"Calibration"}),

@@ -149,11 +149,39 @@ def _personalize_one(
     typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
 
 
-def report(run: Run) -> None:
-    """Write report.html and figures/ anew from a run's files."""
-    from fedloom.reporting.report import write_report
+def report(
+    run: Run,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Write the page again while the run goes on, until it ends; a browser that shows it loads it anew.",
+        ),
+    ] = False,
+    every: Annotated[
+        float, typer.Option(help="With --follow: seconds between two versions, at least.", min=1, metavar="S")
+    ] = 10.0,
+) -> None:
+    """Write a run's report.html and figures/ from its other files."""
+    if not follow:
+        from fedloom.reporting.report import write_report
 
-    typer.echo(f"report: {write_report(run)}")
+        typer.echo(f"report: {write_report(run)}")
+        return
+    from fedloom.reporting.follow import follow_report
+
+    said = False
+
+    def wrote(page: Path) -> None:
+        nonlocal said
+        if not said:
+            typer.echo(f"report: {page}")
+            sys.stdout.flush()
+        said = True
+
+    end = follow_report(run, every, wrote)
+    where = "the run has finished" if end.phase == "finished" else "the run is not finished, and no process works on it"
+    typer.echo(f"{where}: {counted(end.round, 'round')} done")
 
 
 def compare(

@@ -406,6 +406,19 @@ def confusion_document(evaluation: Evaluation, class_names: Sequence[str]) -> di
     return document
 
 
+def confusion_table(evaluation: Evaluation) -> str:
+    """Content of ``confusion.csv``: which class each client's own model took for which, test split, unmasked.
+
+    A line ``id,class,predicted,examples`` for each pair of classes that occurs, in the order of the evaluation; classes
+    by number. Clients that did not answer, or have no test examples with labels, have no lines.
+    """
+    confusion = evaluation.confusion[:, evaluation.predictors.index("personal")]
+    places = (confusion * evaluation.present[:, None, None]).nonzero()
+    counts = confusion[places.unbind(1)].tolist()
+    lines = (f"{evaluation.clients[i]},{j},{k},{n}" for (i, j, k), n in zip(places.tolist(), counts, strict=True))
+    return "\n".join(["id,class,predicted,examples", *lines, ""])
+
+
 def calibration_document(evaluation: Evaluation) -> dict[str, Any]:
     """Content of ``calibration.json``: how often the clients were right, by how sure they were; test split, unmasked.
 

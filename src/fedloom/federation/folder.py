@@ -23,6 +23,8 @@ from fedloom.words import parsed_json
 
 EXPERIMENT = "experiment.yaml"
 METRICS = "metrics.jsonl"
+ABSENT = "is not there"
+"""How the message about a file ends that a run does not have, or not yet."""
 MANY_ROUNDS = 2000
 """Of more evaluated rounds only some are read where all are asked for."""
 _ROUND = re.compile(rb'\{"round": (\d+),')
@@ -169,7 +171,7 @@ class RunFolder:
         """Return the content of a file that must be there."""
         found = self.read(name)
         if found is None:
-            raise DataError(f"{self.path / name}: is not there")
+            raise DataError(f"{self.path / name}: {ABSENT}")
         return found
 
     def json(self, name: str) -> dict[str, Any]:
@@ -303,6 +305,20 @@ class RunFolder:
         if not rows or "seen" not in rows[0]:
             raise DataError(f"{self.path / 'clients.csv'}: has no clients")
         return rows
+
+    def confusions(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return, by client, the lines of ``confusion.csv``: class, predicted class, examples."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for line in csv.reader(io.StringIO(self.text("confusion.csv"))):
+            if line == ["id", "class", "predicted", "examples"]:
+                continue
+            try:
+                client, *numbers = line
+                true, predicted, examples = map(int, numbers)
+            except ValueError:
+                raise DataError(f"{self.path / 'confusion.csv'}: damaged, found the line {','.join(line)!r}") from None
+            found.setdefault(client, []).append((true, predicted, examples))
+        return found
 
     def manifest(self) -> Manifest:
         """Return the partition."""

@@ -288,6 +288,7 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
         "metrics.jsonl": json.dumps(line) + "\n",
         "clients.csv": as_csv(summary.client_rows(evaluation, manifest.clients)),
         "confusion.json": json.dumps(summary.confusion_document(evaluation, manifest.class_names)),
+        "confusion.csv": summary.confusion_table(evaluation),
         "calibration.json": json.dumps(summary.calibration_document(evaluation)),
     }.items():
         (out / name).write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from io import StringIO
 from typing import Any, ParamSpec, TypeAlias
+from xml.sax.saxutils import escape
 
 import matplotlib
 import numpy as np
@@ -146,6 +147,22 @@ def inline(svg: str, name: str, palette: Mapping[str, str]) -> str:
     for variable, colour in palette.items():
         svg = svg.replace(colour, f"var(--{variable})")
     return svg
+
+
+def point_url(k: int) -> str:
+    """What marks the k-th point of a figure, until :func:`annotated` puts in its place what a reader gets."""
+    return f"point:{k}"
+
+
+def annotated(svg: str, notes: Sequence[str], links: Sequence[str | None]) -> str:
+    """Give each marked point its note, shown where the pointer rests, and its link, where it has one."""
+
+    def point(match: re.Match[str]) -> str:
+        k = int(match[1])
+        tag, link = ("a", f' href="#{links[k]}"') if links[k] is not None else ("g", "")
+        return f"<{tag}{link}><title>{escape(notes[k])}</title>{match[2]}</{tag}>"
+
+    return re.sub(r'<a xlink:href="point:(\d+)"[^>]*>(.*?)</a>', point, svg, flags=re.DOTALL)
 
 
 def _svg(figure: Figure) -> str:

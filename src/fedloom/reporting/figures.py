@@ -33,6 +33,7 @@ from fedloom.reporting.drawing import (
     over_rounds,
     panel,
     percent,
+    point_url,
     sheet,
 )
 
@@ -271,7 +272,7 @@ def partition(mixes: Mapping[str, Sequence[Sequence[int]]], class_names: Sequenc
 
 @as_svg
 def descriptor_map(document: Mapping[str, Any], class_names: Sequence[str]) -> Figure:
-    """Descriptors of the last evaluated round on their two principal axes.
+    """Descriptors of the last evaluated round on their two principal axes; each point is marked with its client.
 
     Parameters
     ----------
@@ -283,7 +284,7 @@ def descriptor_map(document: Mapping[str, Any], class_names: Sequence[str]) -> F
     last, clients = document["maps"][-1], document["clients"]
     legend, colours = _class_colours(clients["class"], clients["seen"], class_names)
     figure, axes = panel(3.35 + 0.17 * math.ceil(len(legend) / 5))
-    _points(axes, last, clients["seen"], colours, size=13, raster=len(colours) > MANY_POINTS)
+    _points(axes, last, clients["seen"], colours, size=13, raster=len(colours) > MANY_POINTS, marked=True)
     first, second = (f"{share:.0%} of the variance" for share in last["explained"])
     axes.set(title=f"Descriptors of the clients, round {last['round']}", xlabel=f"principal component 1, {first}")
     axes.set_ylabel(f"principal component 2, {second}")
@@ -429,14 +430,25 @@ def _neighbours(rows: Array, together: int) -> tuple[Array, Array]:
 
 
 def _points(
-    axes: Axes, each: Mapping[str, Any], seen: Sequence[bool], colours: Sequence[str], *, size: float, raster: bool
+    axes: Axes,
+    each: Mapping[str, Any],
+    seen: Sequence[bool],
+    colours: Sequence[str],
+    *,
+    size: float,
+    raster: bool,
+    marked: bool = False,
 ) -> None:
-    """The clients of a map: circles for seen ones, framed diamonds for unseen ones."""
+    """The clients of a map: circles for seen ones, framed diamonds for unseen ones.
+
+    ``marked`` points carry their client's number, for :func:`~fedloom.reporting.drawing.annotated`.
+    """
     for kind, marker, area in ((True, "o", size), (False, "D", 1.5 * size)):
         those = [k for k, point in enumerate(each["xy"]) if point is not None and seen[k] is kind]
         xy = np.array([each["xy"][k] for k in those], dtype=np.float64).reshape(-1, 2)
         axes.scatter(
             xy[:, 0], xy[:, 1], c=[colours[k] for k in those], marker=marker, s=area, alpha=0.9, rasterized=raster,
+            urls=[point_url(k) for k in those] if marked and not raster else None,
             linewidths=0 if kind else 0.05 * size, edgecolors="none" if kind else INK,
         )  # fmt: skip
     axes.tick_params(labelbottom=False, labelleft=False)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse
-from fedloom.federation.folder import EXPERIMENT, RunFolder
+from fedloom.federation.folder import ABSENT, EXPERIMENT, RunFolder
 from fedloom.reporting.words import human_bytes, is_masked, method_title
 from fedloom.words import counted
 
@@ -29,6 +30,12 @@ NAMED = 10
 
 FEW_CLIENTS = 20
 """So many clients at most are all named."""
+
+CARDS = 1000
+"""Of so many clients at most, each has a card: the page grows by half a kilobyte with each."""
+
+CARD_CLASSES = 12
+"""Classes of a card's confusion matrix at most: the most frequent ones."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,15 @@ class Fact:
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure: the name of its file, the SVG, and whether it has a line of the page to itself."""
+    """A figure: the name of its file, the SVG, and whether it has a line of the page to itself.
+
+    ``points``: of a figure whose points are clients, the id of each and what is shown where the pointer rests on it.
+    """
 
     name: str
     svg: Drawing
     wide: bool = False
+    points: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,22 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Card:
+    """One client: what it has, how good its model is, and its confusion matrix: a row per true class, in examples.
+
+    ``target`` is the id of the card on the page. A row's cells are (examples, share of the class in percent).
+    """
+
+    client: str
+    target: str
+    mark: str
+    note: str
+    facts: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+
+
+@dataclass(frozen=True)
 class Section:
     """A section of the page, its parts in the order in which they are shown; or why it is left out.
 
@@ -88,6 +115,7 @@ class Section:
     title: str
     panels: tuple[Panel, ...] = ()
     tables: tuple[Table, ...] = ()
+    cards: tuple[Card, ...] = ()
     columns: int = 1
     blocks: tuple[Block, ...] = ()
     text: str = ""
@@ -96,11 +124,30 @@ class Section:
     absent: str = ""
 
 
-def write_report(run_folder: str | Path) -> Path:
+@dataclass(frozen=True)
+class Renewal:
+    """Of a page that is written again while its run goes on: seconds until a browser loads it anew, and how far it is.
+
+    ``every_s`` is None where the page is not written again: the run has ended.
+    """
+
+    every_s: int | None
+    state: str
+
+
+def write_report(run_folder: str | Path, renewal: Renewal | None = None) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` from the other files of a run's folder.
 
     The same files give the same bytes. A section whose file is absent or broken says so and is left out, so that a
     run that was stopped, or is still going, has a report too.
+
+    Parameters
+    ----------
+    run_folder
+        Of a run, finished or not.
+    renewal
+        Of a run that is followed (:mod:`fedloom.reporting.follow`): its page says how far it is, and leaves sections
+        to the end whose files are written then.
 
     Returns
     -------
@@ -120,7 +167,13 @@ def write_report(run_folder: str | Path) -> Path:
     _check_installed("jinja2", "matplotlib")
     import jinja2
 
-    sections = _sections(run)
+    sections, head = _sections(run), _head(run)
+    if renewal is not None:
+        later = [section.title for section in sections if section.absent.endswith(ABSENT)] if renewal.every_s else []
+        sections = [section for section in sections if section.title not in later]
+        said = f" When it has ended, this page will also have: {', '.join(later)}." if later else ""
+        head = replace(head, notices=(f"{renewal.state}{said}", *head.notices[head.unfinished :]))
+    targets = {card.client: card.target for section in sections for card in section.cards}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fedloom.reporting"),
         autoescape=True,
@@ -129,9 +182,11 @@ def write_report(run_folder: str | Path) -> Path:
         lstrip_blocks=True,
     )
     environment.filters["inline"] = _inline
-    page = environment.get_template("report.html.j2").render(head=_head(run), sections=sections)
+    page = environment.get_template("report.html.j2").render(
+        head=head, sections=sections, targets=targets, every_s=None if renewal is None else renewal.every_s
+    )
     for panel in (panel for section in sections for panel in section.panels):
-        _write(run.path / "figures" / f"{panel.name}.svg", panel.svg)
+        _write(run.path / "figures" / f"{panel.name}.svg", _annotated(panel.svg, panel.points, {}))
     _write(run.path / "report.html", page)
     return run.path / "report.html"
 
@@ -176,6 +231,8 @@ def _sections(run: RunFolder) -> list[Section]:
         quality["Descriptors"] = _descriptors
     if (run.path / "uncertainty.json").exists():  # of methods whose models are distributions
         quality["Uncertainty"] = _uncertainty
+    if (run.path / "confusion.csv").exists():
+        quality["Client by client"] = _one_client
     if _of_method(run):
         quality["Method"] = _method
     circumstances = {"Data": _partition, "Time": _phases, "Settings": _settings, "Environment": _environment}
@@ -212,6 +269,7 @@ class Head:
     subtitle: str
     data: str
     notices: tuple[str, ...]
+    unfinished: bool = False
     quality: tuple[Fact, ...] = ()
     cost: tuple[Fact, ...] = ()
 
@@ -243,7 +301,7 @@ def _head(run: RunFolder) -> Head:
         about = (str(summary["name"]), f"algorithm {summary['algorithm']}", f"model {summary['model']}")
         steps = None if last is None else last.get("client_steps")
         title = _title(method_title(summary), summary["dataset"], summary["seed"])
-        return Head(title, " · ".join(about), data, tuple(notices), _quality(summary), _cost(summary, steps))
+        return Head(title, " · ".join(about), data, tuple(notices), False, _quality(summary), _cost(summary, steps))
     except (DataError, KeyError, TypeError, ValueError) as error:
         why = (
             _within(run, error)
@@ -253,7 +311,7 @@ def _head(run: RunFolder) -> Head:
         upto = "" if last is None else f"; the results are those of round {last['round']}"
         unfinished = f"This run is not finished: {why}{upto}."
         title = _unfinished_title(run)
-        return Head(title, f"{run.path.resolve().name} · unfinished run", data, (unfinished, *notices))
+        return Head(title, f"{run.path.resolve().name} · unfinished run", data, (unfinished, *notices), True)
 
 
 def _title(method: str, dataset: str, seed: int) -> str:
@@ -469,6 +527,60 @@ def _named(run: RunFolder) -> dict[str, dict[str, str]]:
         return {}
 
 
+def _one_client(run: RunFolder) -> Section:
+    """A card for each client: what it has, and what its own model takes for what."""
+    from fedloom.reporting.figures import shown
+
+    rows, confusions, reading = run.clients(), run.confusions(), _reading(run)
+    manifest = run.manifest()
+    names = [shown(name) for name in manifest.class_names]
+    counts = {client.id: client.class_counts["train"] for client in manifest.clients}
+    if len(rows) > CARDS:
+        text = f"Of more than {CARDS:,} clients, confusion.csv alone has what each takes for what."
+        return Section("Client by client", text=text)
+    cards = []
+    for k, row in enumerate(rows):
+        pairs = confusions.get(row["id"], [])
+        accuracy = row.get(f"personal_accuracy_{reading}")
+        facts = [f"accuracy {_percent(float(accuracy))} %"] if accuracy else ["not measured"]
+        facts += [f"{counted(int(row['train']), 'training example')}", _mix(counts.get(row["id"], ()), names)]
+        headings, lines = _matrix(pairs, names)
+        mark, owner = "seen" if row["seen"] == "true" else "unseen", row.get("owner", "")
+        note = owner if owner != row["id"] else ""
+        cards.append(Card(row["id"], f"c{k}", mark, note, "; ".join(filter(None, facts)), headings, lines))
+    text = (
+        f"Accuracy: {reading}. Test split, unmasked, personalized model: a row for each true class, a column for each "
+        f"class it was taken for, in examples; of more than {CARD_CLASSES} classes, the most frequent ones."
+    )
+    return Section("Client by client", cards=tuple(cards), text=text)
+
+
+def _matrix(
+    pairs: Sequence[tuple[int, int, int]], names: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[tuple[int, int], ...]], ...]]:
+    """Headings and rows of a card's confusion matrix, of the classes that occur in it."""
+    often: dict[int, int] = {}
+    for true, predicted, n in pairs:
+        for k in (true, predicted):
+            often[k] = often.get(k, 0) + n
+    kept = sorted(sorted(often, key=lambda k: (-often[k], k))[:CARD_CLASSES])
+    examples = {(true, predicted): n for true, predicted, n in pairs}
+    rows = []
+    for true in kept:
+        total = sum(n for (row, _), n in examples.items() if row == true)
+        if total:
+            found = [examples.get((true, predicted), 0) for predicted in kept]
+            rows.append((names[true], tuple((n, round(100 * n / total)) for n in found)))
+    return tuple(names[k] for k in kept), tuple(rows)
+
+
+def _mix(counts: Sequence[int], names: Sequence[str]) -> str:
+    """The classes of a client's training data, the most frequent first, in percent; empty where nobody knows."""
+    most = sorted((k for k, n in enumerate(counts) if n), key=lambda k: (-counts[k], k))
+    parts = [f"{names[k]} {100 * counts[k] / sum(counts):.0f} %" for k in most[:NAMED]]
+    return ", ".join([*parts, *([f"{len(most) - NAMED} more"] if len(most) > NAMED else [])])
+
+
 def _class_names(run: RunFolder) -> dict[str, str]:
     """What classes are called, by number; empty where the partition cannot be read."""
     try:
@@ -573,16 +685,22 @@ def _uncertainty(run: RunFolder) -> Section:
 def _descriptors(run: RunFolder) -> Section:
     from fedloom.reporting import figures
 
-    document = run.json("descriptors.json")
+    document, manifest = run.json("descriptors.json"), run.manifest()
+    names = [figures.shown(name) for name in manifest.class_names]
+    counts = {client.id: client.class_counts["train"] for client in manifest.clients}
+    ids = document["clients"]["ids"]
+    said = [": ".join(filter(None, (client, _mix(counts.get(client, ()), names)))) for client in ids]
+    points = tuple(zip(ids, said, strict=True))
     panels = [
-        Panel("descriptors", figures.descriptor_map(document, run.manifest().class_names)),
+        Panel("descriptors", figures.descriptor_map(document, manifest.class_names), points=points),
         Panel("correlation", figures.correlation(document)),
     ]
     if len(document["maps"]) > 1:
         panels.append(Panel("descriptors-training", figures.descriptor_maps(document), wide=True))
     excluded = document["excluded"][-1]
     text = (
-        "Maps: one point per client, coloured by its most frequent class, diamonds for unseen clients. All are drawn "
+        "Maps: one point per client, coloured by its most frequent class, diamonds for unseen clients; in the large "
+        "map, rest on a point to see the client's class mix, click on it to see its confusion matrix. All are drawn "
         f"on the two principal axes of round {document['maps'][-1]['round']}, each around its own mean; the small ones "
         "on one scale. Rank correlation: for each unseen client, Spearman's coefficient between its descriptor's "
         "distances and its class mix's distances to all clients; mean and ± one standard deviation over unseen "
@@ -722,20 +840,28 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return pairs
 
 
-def _inline(panel: Panel, title: str) -> str:
+def _annotated(svg: str, points: Sequence[tuple[str, str]], targets: Mapping[str, str]) -> str:
+    """The figure, its points with their notes, and with links to the cards there are."""
+    from fedloom.reporting import drawing
+
+    links = [targets.get(client) for client, _ in points]
+    return drawing.annotated(svg, [note for _, note in points], links)
+
+
+def _inline(panel: Panel, title: str, targets: Mapping[str, str]) -> str:
     """The filter that makes a figure part of the page."""
     from markupsafe import Markup, escape
 
     from fedloom.reporting import drawing
 
     label = escape(f"{title}: {panel.name}")
-    svg = drawing.inline(panel.svg, panel.name, drawing.COLOURS)
+    svg = _annotated(drawing.inline(panel.svg, panel.name, drawing.COLOURS), panel.points, targets)
     return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))
 
 
 def _write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # the run itself and who follows it may both write
     try:
         path.parent.mkdir(exist_ok=True)
         part.write_text(text, encoding="utf-8", newline="\n")

@@ -13,6 +13,7 @@ from fedloom.evaluation.summary import (
     calibration_document,
     client_rows,
     confusion_document,
+    confusion_table,
     predictor_statistics,
     summary,
 )
@@ -111,6 +112,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     steps = run.client_steps()
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
     folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
+    folder.write("confusion.csv", confusion_table(final))
     folder.write_json("calibration.json", calibration_document(final))
     result = summary(
         final,
