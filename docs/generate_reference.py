@@ -113,6 +113,8 @@ def _entry(title: str, value: Any, heading: str, *, is_property: bool = False) -
 
 
 def _signature(title: str, value: Any) -> str:
+    if fields := getattr(value, "model_fields", None):  # their types and checks are in the pages of keys
+        return f"{title}({', '.join(name if one.is_required() else f'{name}=...' for name, one in fields.items())})"
     try:
         signature = inspect.signature(value)
     except ValueError:
