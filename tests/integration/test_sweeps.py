@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -16,8 +17,10 @@ from forked import run
 
 import fedloom
 from fedloom import experiment as experiments
+from fedloom.data.federated import FederatedDataset
 from fedloom.errors import FedloomError
 from fedloom.experiment import Point
+from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.side_by_side import shares
 from fedloom.runner.sweep import SweepObserver, run_points
@@ -75,6 +78,31 @@ def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root:
     assert "test accuracy" not in wild.stderr
     assert (tmp_path / "wild" / "lr=0.03" / "summary.json").exists()
     assert (tmp_path / "wild" / "comparison" / "compare.csv").exists()
+
+
+class Counts(SweepObserver):
+    """What is there when a run begins."""
+
+    def __init__(self) -> None:
+        self.datasets: list[int] = []
+
+    def begins(self, number: int, points: int, point: Point) -> RunObserver:
+        self.datasets.append(sum(type(there) is FederatedDataset for there in gc.get_objects()))
+        return RunObserver()
+
+
+def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path) -> None:
+    changes = (f"data.root={root}", "federation.rounds=1", "algorithm.personalize_steps=1")
+    points = [
+        Point(
+            f"seed={seed}", (), experiments.load(REPOSITORY / "experiments" / "vowel.yaml", [*changes, f"seed={seed}"])
+        )
+        for seed in (1, 2, 3)
+    ]
+    counts = Counts()
+    assert run_points(points, tmp_path / "sweep", RunOptions(report=False), counts) == {}
+    assert [now - counts.datasets[0] for now in counts.datasets] == [0, 0, 0]
+    assert gc.get_freeze_count() == 0
 
 
 class KillsTheFirst(SweepObserver):

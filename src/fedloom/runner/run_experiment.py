@@ -269,7 +269,10 @@ def run_experiment(
                         loop.advance()
                 gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
                 log.info("ready to train after %.2f s", time.perf_counter() - started)
-                final = loop.run()
+                try:
+                    final = loop.run()
+                finally:
+                    gc.unfreeze()  # else nothing of this run is freed before the process ends, which may run many
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
             if not loop.roster.fixed:
                 folder.write("partition.json", loop.manifest.to_json())
