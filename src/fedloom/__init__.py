@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.api.calls import compare, load, run, sweep
+    from fedloom.api.federated import Federated
     from fedloom.api.run import Comparison, Run, Sweep
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
     from fedloom.runner.personal_model import PersonalModel
@@ -23,6 +24,7 @@ __all__ = [
     "Data",
     "Evaluation",
     "Experiment",
+    "Federated",
     "Federation",
     "OwnData",
     "PersonalModel",
@@ -43,6 +45,7 @@ _LATER = {
     **dict.fromkeys(
         ("Data", "Evaluation", "Experiment", "Federation", "OwnData", "Runtime"), "fedloom.experiment.sections"
     ),
+    "Federated": "fedloom.api.federated",
     "PersonalModel": "fedloom.runner.personal_model",
 }
 """Where the names are that are imported when they are used first."""

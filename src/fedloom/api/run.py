@@ -196,7 +196,7 @@ class Run:
         Parameters
         ----------
         clients
-            One id, or several; None: all.
+            One id or name of an owner, or several; None: all.
         checkpoint
             ``last``, ``best`` or a round.
         predictor

@@ -161,9 +161,10 @@ def partition(
     if fetch:
         from fedloom.data import sources
 
-        sources.fetch(sources.find(data.dataset), data.root)
+        if data.source is None:
+            sources.fetch(sources.find(data.dataset), data.root)
     folder = make_partition(
-        data.dataset,
+        data.opened(),
         data.partition,
         seed=settings.seed,
         unseen_fraction=data.unseen_fraction,

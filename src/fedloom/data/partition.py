@@ -43,7 +43,7 @@ CHUNK = 4096
 
 
 def partition(
-    dataset: str,
+    dataset: str | Source,
     scheme: Scheme,
     *,
     seed: int,
@@ -60,7 +60,7 @@ def partition(
     Parameters
     ----------
     dataset
-        Name of a source that is on disk (``fedloom data fetch``).
+        A source that is on disk (``fedloom data fetch``), or its name.
     scheme, seed, unseen_fraction, validation_fraction
         As in the experiment file.
     root
@@ -76,7 +76,7 @@ def partition(
     DataError
         If the data set is missing or damaged.
     """
-    source = sources.find(dataset)
+    source = sources.find(dataset) if isinstance(dataset, str) else dataset
     settings = PartitionSettings(scheme, seed, float(unseen_fraction), float(validation_fraction))
     settings.check(source)
     checksums = sources.checksums(source, root)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fedloom.algorithms.base import find
 from fedloom.data.schemes import MeansScheme
-from fedloom.data.sources import SOURCES
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
 from fedloom.experiment.validation_errors import Mistake
@@ -25,7 +24,14 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
         if closed is not None:
             refuse(f"algorithm.{closed[0]}", f"{closed[1]}, and with data.own clients come and go")
     else:
-        source = SOURCES[data.dataset]
+        try:
+            source = data.opened()
+        except ExperimentError as error:
+            key, _, text = str(error).partition(": ")
+            if not key.startswith("data."):  # of the file, and what reads it
+                key, text = "data.source", str(error)
+            refuse(key, text)
+            return found
         classes, kind = source.classes, source.kind
         # The scheme ``means`` draws examples of its own shape.
         shape = (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape

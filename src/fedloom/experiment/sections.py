@@ -23,9 +23,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fedloom.algorithms.base import available, find
 from fedloom.data.folders import data_root
+from fedloom.data.local import LOCAL, LocalFiles, local_source
 from fedloom.data.own import OWN, Own
 from fedloom.data.schemes import Scheme, unseen_count
-from fedloom.data.sources import SOURCES
+from fedloom.data.sources import SOURCES, Source
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import shown
 from fedloom.experiment.yaml_reader import as_yaml_document
@@ -40,9 +41,13 @@ class Section(Settings):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
+DATASETS = (*sorted(SOURCES), *LOCAL)
+"""What ``data.dataset`` may be."""
+
+
 def _known_dataset(name: str) -> str:
-    if name not in SOURCES:
-        raise PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(sorted(SOURCES))})
+    if name not in DATASETS:
+        raise PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(DATASETS)})
     return name
 
 
@@ -64,7 +69,11 @@ class Data(Section):
     """Which data, and how they are assigned to clients."""
 
     dataset: Annotated[str, AfterValidator(_known_dataset)] = Field(
-        description="Which data set.", json_schema_extra={"enum": [*sorted(SOURCES)]}
+        description="Which data set; folder, table and arrays are one of your own, at `source`.",
+        json_schema_extra={"enum": [*DATASETS]},
+    )
+    source: LocalFiles | None = Field(
+        default=None, description="Of a data set of your own: where it lies, and how it is read."
     )
     root: Annotated[str, AfterValidator(_folder)] | None = Field(
         default=None,
@@ -78,6 +87,24 @@ class Data(Section):
     validation_fraction: float = Field(
         default=1 / 6, gt=0, lt=1, description="Part of the official training set that is kept for validation."
     )
+
+    def opened(self) -> Source:
+        """Return the data set; one of one's own is read now if it has not been read before.
+
+        Raises
+        ------
+        ExperimentError
+            If ``source`` is there and needs not be, or is missing, or names nothing that can be read.
+        DataError
+            If anything is wrong with what is there.
+        """
+        if self.dataset in LOCAL:
+            if self.source is None:
+                raise ExperimentError(f"data.source: missing; allowed: where the {self.dataset} is, {{path: ...}}")
+            return local_source(self.dataset, self.source, self.root)
+        if self.source is not None:
+            raise ExperimentError(f"data.source: found with {self.dataset}; allowed: with {', '.join(LOCAL)}")
+        return SOURCES[self.dataset]
 
     @property
     def folder(self) -> Path:
@@ -279,5 +306,7 @@ class Experiment(Section):
 
         Equal experiments give equal text.
         """
-        shared = self.model_dump(mode="json", exclude={"runtime": True, "storage": True, "data": {"root": True}})
+        shared = self.model_dump(
+            mode="json", exclude={"runtime": True, "storage": True, "data": {"root": True, "source": True}}
+        )
         return json.dumps(shared, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedloom.algorithms.base import available
+from fedloom.data.local import LOCAL
 from fedloom.errors import ExperimentError
 from fedloom.experiment.cross_checks import impossible_combinations
 from fedloom.experiment.schema import json_schema
@@ -16,7 +17,9 @@ from fedloom.experiment.sections import Experiment, Runtime
 from fedloom.experiment.validation_errors import KeyPath, explain, listing, shown
 
 
-def validated(value: dict[str, Any], source: str, origins: Mapping[KeyPath, str]) -> Experiment:
+def validated(
+    value: dict[str, Any], source: str, origins: Mapping[KeyPath, str], *, combined: bool = True
+) -> Experiment:
     """Return the experiment that a mapping describes.
 
     Parameters
@@ -27,6 +30,8 @@ def validated(value: dict[str, Any], source: str, origins: Mapping[KeyPath, str]
         What to call it in errors.
     origins
         Where each key was written.
+    combined
+        Look for combinations that cannot run, too.
 
     Raises
     ------
@@ -40,7 +45,7 @@ def validated(value: dict[str, Any], source: str, origins: Mapping[KeyPath, str]
         name = algorithm.get("name") if isinstance(algorithm, dict) else None
         schema = json_schema([name] if name in available() else None)
         raise ExperimentError(listing(source, explain(error, schema, value), origins)) from None
-    found = impossible_combinations(experiment)
+    found = impossible_combinations(experiment) if combined else []
     if found:
         raise ExperimentError(listing(source, found, origins))
     return experiment
@@ -73,4 +78,5 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
     if "own" not in value["data"]:
         value["data"]["root"] = root
     value["runtime"] = (runtime or Runtime()).model_dump(mode="json")
-    return validated(value, source, {})
+    # A data set of one's own is where the aggregator is, which has looked at the whole.
+    return validated(value, source, {}, combined=value["data"].get("dataset") not in LOCAL)

@@ -115,18 +115,23 @@ def make_partition(experiment: Experiment) -> FederatedDataset:
     ExperimentError
         If the settings cannot be met with these data.
     """
-    data = _dealt(experiment)
+    dataset = make_data(_dealt(experiment), experiment.seed)
+    _check_cohort(experiment, dataset.manifest)
+    return dataset
+
+
+def make_data(data: Data, seed: int) -> FederatedDataset:
+    """The partition of a section ``data``, made now if it is not there, and whole; raises as :func:`make_partition`."""
     folder = partition(
-        data.dataset,
+        data.opened(),
         data.partition,
-        seed=experiment.seed,
+        seed=seed,
         unseen_fraction=data.unseen_fraction,
         validation_fraction=data.validation_fraction,
         root=data.root,
     )
     dataset = FederatedDataset.open(folder)
     dataset.verify()
-    _check_cohort(experiment, dataset.manifest)
     return dataset
 
 
@@ -151,7 +156,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     dataset = FederatedDataset.open(where)
     manifest = dataset.manifest
     found = {
-        "data.dataset": (manifest.dataset, data.dataset),
+        "data.dataset": (manifest.dataset, data.opened().name),
         "seed": (manifest.seed, experiment.seed),
         "data.unseen_fraction": (manifest.unseen_fraction, data.unseen_fraction),
         "data.validation_fraction": (manifest.validation_fraction, data.validation_fraction),

@@ -30,7 +30,7 @@ def client_models(
     Parameters
     ----------
     clients
-        Ids; None: all of the run's, seen and unseen.
+        Ids, or names of owners; None: all of the run's, seen and unseen.
     checkpoint
         ``last``, ``best`` or a round.
     predictor
@@ -49,7 +49,9 @@ def client_models(
     """
     with torch_threads(1):  # put back what it is set to on the way
         parts, loop, dataset = restore(run, checkpoint, data=data)
-        wanted = [entry.id for entry in dataset.manifest.clients] if clients is None else list(clients)
+        entries = dataset.manifest.clients
+        owned = {entry.owner: entry.id for entry in entries if entry.owner is not None}
+        wanted = [entry.id for entry in entries] if clients is None else [owned.get(name, name) for name in clients]
         for client in wanted:
             dataset.manifest.entry(client)
         if not dataset.manifest.classes:

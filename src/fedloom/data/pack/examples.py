@@ -43,6 +43,8 @@ class Examples:
         As of :class:`~fedloom.data.sources.base.Owners`: windows of a text share so many characters.
     notes
         What was done to them that their owner should know.
+    owners
+        ``[n]`` names of whose each is, where the source has the examples of several; else None.
     """
 
     kind: Kind
@@ -53,6 +55,7 @@ class Examples:
     where: Callable[[int], str]
     overlap: int = 0
     notes: tuple[str, ...] = ()
+    owners: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,9 @@ class Request:
         Names of the columns with the labels, and with the splits (None: there is none).
     resize
         Whether images of another size are resized.
+    client
+        Name of the column, or array, that says whose each example is; of a folder of images, ``folder`` for its
+        outermost folders. None: they are all of one.
     """
 
     own: Own | None
@@ -76,6 +82,7 @@ class Request:
     label: str = "label"
     split: str | None = None
     resize: bool = False
+    client: str | None = None
 
 
 @dataclass

@@ -175,7 +175,7 @@ def _divided(
         left_out = int(np.count_nonzero(split < 0))
         notes.append(f"{left_out} windows left out, so that no split shares characters with another")
     else:
-        group = _equal_inputs(examples.x)
+        group = equal_inputs(examples.x)
         if examples.split is None:
             split = _drawn(examples, group, settings, name)
             copies = len(group) - len(np.unique(group))
@@ -193,7 +193,7 @@ def _divided(
     return split, notes
 
 
-def _equal_inputs(x: NDArray[Any]) -> NDArray[np.int64]:
+def equal_inputs(x: NDArray[Any]) -> NDArray[np.int64]:
     """Return ``[n]``: the position of the first example with the same input."""
     rows = np.ascontiguousarray(x.reshape(len(x), -1) + x.dtype.type(0))  # -0.0 becomes 0.0
     raw = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).reshape(-1)

@@ -20,10 +20,13 @@ DEEP = ("I", "F")
 def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
     """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on; hidden files are left out.
 
+    Where whose they are is asked for, an owner's folder is above that of the class.
+
     Raises
     ------
     ExperimentError
-        If Pillow is not installed, or images have not as many channels as are asked for.
+        If another word than ``folder`` says whose they are, Pillow is not installed, or images have not as many
+        channels as are asked for.
     DataError
         If there is no image.
     """
@@ -33,6 +36,8 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
         raise ExperimentError(
             f"{folder}: reading images needs Pillow, which is not installed", hint="pip install 'fedloom[vision]'"
         ) from None
+    if request.client not in (None, "folder"):
+        raise ExperimentError(f"client: found {request.client!r} with a folder of images; allowed: folder, or null")
     own = request.own
     if own is not None and (own.kind != "pixels" or own.input_shape[0] not in (1, 3)):
         raise ExperimentError(
@@ -42,6 +47,8 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
     known = Image.registered_extensions()
     files = list(_files(folder))
     given = _are_splits(folder, () if own is None else own.classes)
+    depth = int(given) + int(request.client is not None)
+    owners: list[str] = []
     shape = None if own is None else own.input_shape
     pixels: list[NDArray[np.uint8]] = []
     labels: list[str] = []
@@ -52,7 +59,7 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
         tell("reading images", done, len(files))
         name = path.relative_to(folder)  # as mistakes call it: the folder stands before all of them
         steps = name.parts
-        label = steps[1 if given else 0] if len(steps) > (2 if given else 1) else None
+        label = steps[depth] if len(steps) > depth + 1 else None
         if path.suffix.lower() not in known:
             mistakes.add(f"no image, by its name; allowed: {listed(('.png', '.jpg', '.bmp', '.webp'))}, ...", str(name))
             continue
@@ -60,7 +67,8 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
             mistakes.add("no file, but a pipe, a device or a link to nothing", str(name))
             continue
         if request.labelled and label is None:
-            mistakes.add("label missing: an image outside of the folders of classes", str(name))
+            where = "OWNER/CLASS" if request.client is not None else "classes"
+            mistakes.add(f"label missing: an image outside of the folders of {where}", str(name))
             continue
         if request.labelled and own is not None and label not in own.classes:
             mistakes.add(f"unknown class of folder; allowed: {listed(own.classes)}", str(name))
@@ -94,6 +102,7 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
             continue
         pixels.append(array.reshape(size[1], size[0], shape[0]).transpose(2, 0, 1))
         labels.append(label or "")
+        owners.append(steps[depth - 1] if request.client is not None else "")
         splits.append(SPLIT_NAMES[steps[0]] if given else 0)
         kept.append(path)
     mistakes.refuse()
@@ -109,6 +118,7 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
         split=np.array(splits, dtype=np.int64) if given else None,
         where=lambda i: str(kept[i]),
         notes=tuple(f"{counted(count, 'image')} {what}" for what, count in changed.items()),
+        owners=None if request.client is None else tuple(owners),
     )
 
 

@@ -36,11 +36,13 @@ class _Table:
     inputs: tuple[int, ...]
     label: int | None
     split: int | None
+    client: int | None
     header: Sequence[str]
     batches: Batches
     row_name: str
     labels: list[str | None] = field(default_factory=list)
     splits: list[str | None] = field(default_factory=list)
+    owners: list[str | None] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
     def where(self, i: int) -> str:
@@ -58,7 +60,12 @@ class _Table:
         if self.label is not None:
             y, classes = positions(self.labels, request.own, self.where, mistakes)
         split = None if self.split is None else split_positions(self.splits, self.where, mistakes)
-        return Examples(self.batches.kind, classes, self.batches.joined(), y, split, self.where, notes=notes)
+        owners = None if self.client is None else tuple(owner or "" for owner in self.owners)
+        missing = [i for i, owner in enumerate(owners or ()) if not owner]
+        mistakes.add_many("client missing", len(missing), (self.where(i) for i in missing))
+        return Examples(
+            self.batches.kind, classes, self.batches.joined(), y, split, self.where, notes=notes, owners=owners
+        )
 
 
 def _begin(
@@ -83,11 +90,12 @@ def _begin(
 
     label = column(request.label, "--label COLUMN (or --unlabelled, without labels)") if request.labelled else None
     split = None if request.split is None else column(request.split, "--split")
+    client = None if request.client is None else column(request.client, "client")
     if own is not None and own.features is not None:
         inputs = tuple(column(name, "data.own.features") for name in own.features)
     else:
-        inputs = tuple(i for i in range(len(header)) if i not in (label, split))
-    ignored = [name for i, name in enumerate(header) if i not in (*inputs, label, split)]
+        inputs = tuple(i for i in range(len(header)) if i not in (label, split, client))
+    ignored = [name for i, name in enumerate(header) if i not in (*inputs, label, split, client)]
     if own is not None:
         shape = input_shape(own, len(inputs), "columns of inputs", source)
         batches = Batches(own.kind, shape, len(own.classes), mistakes)
@@ -96,7 +104,7 @@ def _begin(
     else:
         raise DataError(f"{source}: found no column beside {listed(header)}; expected features")
     notes = (f"columns ignored: {listed(ignored)}",) if ignored else ()
-    return _Table(inputs, label, split, header, batches, row_name), notes
+    return _Table(inputs, label, split, client, header, batches, row_name), notes
 
 
 def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
@@ -158,6 +166,8 @@ def _take_text(table: _Table, rows: Sequence[Sequence[str]], mistakes: Mistakes)
         table.labels += [row[table.label].strip() or None for row in rows]
     if table.split is not None:
         table.splits += [row[table.split] for row in rows]
+    if table.client is not None:
+        table.owners += [row[table.client].strip() or None for row in rows]
     first = len(table.places) - len(rows)
     chosen = [[row[i] for i in table.inputs] for row in rows]
     try:
@@ -222,7 +232,9 @@ def read_parquet(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -
                 if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind)):
                     mistakes.add("column without numbers; allowed: integers and floats", f"{name}: {kind}")
             mistakes.refuse()
-            named = [name for i in (table.label, table.split) if i is not None for name in [table.header[i]]]
+            named = [
+                name for i in (table.label, table.split, table.client) if i is not None for name in [table.header[i]]
+            ]
             for batch in file.iter_batches(batch_size=ROWS, columns=[*numbers, *named]):
                 tell("reading rows", len(table.places), total)
                 _take_columns(table, batch, numbers, mistakes)
@@ -239,6 +251,8 @@ def _take_columns(table: _Table, batch: Any, numbers: Sequence[str], mistakes: M
         table.labels += [_text(value) for value in batch.column(table.header[table.label]).to_pylist()]
     if table.split is not None:
         table.splits += [_text(value) for value in batch.column(table.header[table.split]).to_pylist()]
+    if table.client is not None:
+        table.owners += [_text(value) for value in batch.column(table.header[table.client]).to_pylist()]
     columns = [batch.column(name) for name in numbers]
     known = np.stack([column.is_null().to_numpy(zero_copy_only=False) for column in columns], axis=1)
     values = np.stack(

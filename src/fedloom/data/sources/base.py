@@ -177,6 +177,8 @@ class Source:
         recorded; None where there is no such thing.
     synthetic
         Whether it has no files: a partition scheme draws its examples, and says their shape.
+    at
+        The folder of its files, where that is another than its name says: of a data set of one's own.
     """
 
     name: str
@@ -191,6 +193,7 @@ class Source:
     needs: tuple[Source, ...] = ()
     own: OwnFiles | None = None
     synthetic: bool = False
+    at: Path | None = None
 
     @property
     def classes(self) -> int:
@@ -199,4 +202,4 @@ class Source:
 
     def folder(self, root: Path) -> Path:
         """Where its files are stored under a data root."""
-        return root / "datasets" / self.name
+        return self.at or root / "datasets" / self.name

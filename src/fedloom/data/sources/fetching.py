@@ -227,6 +227,8 @@ def recorded(record: Path, source: Source) -> tuple[SourceFile, ...]:
 
 def how_to_fix(source: Source) -> str:
     """Return the command that puts a source's files where they belong."""
+    if source.at is not None:
+        return f"remove {source.at}: it is made again from data.source.path"
     if source.files:
         return f"fetch it: fedloom data fetch {source.name}"
     assert source.own is not None

@@ -1,0 +1,272 @@
+"""Data in memory as the data of an experiment: arrays by client, a data set of torchvision, a DataFrame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.errors import DataError, ExperimentError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from fedloom.data.federated import FederatedDataset
+
+NATURAL: Mapping[str, Any] = {"scheme": "natural"}
+"""A client for each owner."""
+
+
+class Federated:
+    """Clients' data for ``fedloom.run(..., data=...)``, kept in the data root and named there by a hash of the content.
+
+    So a run is resumed, loaded and compared like any other, also in another process; equal arrays are the same data.
+
+    Parameters
+    ----------
+    section
+        The section ``data`` of an experiment.
+
+    Attributes
+    ----------
+    section
+        As given.
+    """
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self.section = dict(section)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        clients: Mapping[str, tuple[Any, Any] | Mapping[str, Any]],
+        *,
+        classes: Sequence[str] | None = None,
+        root: str | Path | None = None,
+        **settings: Any,
+    ) -> Federated:
+        """Make a client of each entry.
+
+        Parameters
+        ----------
+        clients
+            By name ``(x, y)``, or ``{"train_x": ..., "train_y": ..., "test_x": ..., "test_y": ...}``: numpy arrays,
+            torch tensors or lists. ``x`` are numbers ``[n, features]``, or pixels from 0 to 255 as uint8,
+            ``[n, height, width]`` or ``[n, channels, height, width]``; ``y`` ``[n]`` integers from 0, or names of
+            classes.
+        classes
+            Names of the classes, in the order of the labels; None: those that are found.
+        root
+            Folder to keep them in; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
+        settings
+            Further keys of ``data``, such as ``unseen_fraction=0.2``; ``partition={"scheme": "natural", ...}``.
+
+        Raises
+        ------
+        DataError
+            If arrays are not of one length, shape and kind, a label is unknown, or a number is not finite: whose, which
+            array, what was found and what is allowed.
+        """
+        if not isinstance(clients, Mapping) or not clients:
+            found = "none" if not clients else f"a {type(clients).__name__}"
+            raise DataError(f"clients: found {found}; allowed: a dict of (x, y) by client")
+        parts = []
+        for name, given in clients.items():
+            if not isinstance(name, str) or not name.strip():
+                raise DataError(f"clients: found the name {name!r}; allowed: text")
+            if not isinstance(given, Mapping):
+                if not isinstance(given, Sequence) or len(given) != 2:
+                    raise DataError(f"client {name}: found a {type(given).__name__}; allowed: (x, y), or a dict")
+                given = dict(zip("xy", given, strict=True))
+            parts.append((name, {key: _array(value, f"client {name}: {key}") for key, value in given.items()}))
+        return cls._kept(parts, classes, root, {"partition": NATURAL, **settings})
+
+    @classmethod
+    def from_torchvision(
+        cls,
+        dataset: Any,
+        scheme: Mapping[str, Any],
+        *,
+        test: Any = None,
+        classes: Sequence[str] | None = None,
+        root: str | Path | None = None,
+        **settings: Any,
+    ) -> Federated:
+        """Deal a data set of torchvision out to clients.
+
+        Parameters
+        ----------
+        dataset
+            Its examples, ``(image, label)`` each: without a transform, or with ``ToTensor`` alone.
+        scheme
+            Who gets which, as ``data.partition`` of an experiment:
+            ``{"scheme": "dirichlet", "clients": 20, "alpha": 0.1}``.
+        test
+            Another one, for testing; None: a fifth of the examples.
+        classes, root, settings
+            As of :meth:`from_arrays`; without ``classes``, those of the data set.
+
+        Raises
+        ------
+        DataError
+            If an example is no image and label, or images are of several sizes, or changed by a transform.
+        """
+        if classes is None:
+            classes = getattr(dataset, "classes", None)
+        if test is None:
+            x, y = _images(dataset, "dataset")
+            arrays = {"x": x, "y": y}
+        else:
+            arrays = {}
+            for name, one in (("train", dataset), ("test", test)):
+                arrays[f"{name}_x"], arrays[f"{name}_y"] = _images(one, "dataset" if name == "train" else "test")
+        return cls._kept([(None, arrays)], classes, root, {"partition": dict(scheme), **settings})
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: DataFrame,
+        *,
+        label: str,
+        client: str | None = None,
+        scheme: Mapping[str, Any] | None = None,
+        root: str | Path | None = None,
+        **settings: Any,
+    ) -> Federated:
+        """Make examples of the rows of a DataFrame; all columns but those named are features.
+
+        Parameters
+        ----------
+        label
+            The column with the classes.
+        client
+            The column that says whose a row is: each is a client, unless a scheme deals the rows out.
+        scheme
+            As of :meth:`from_torchvision`; needed without ``client``.
+        root, settings
+            As of :meth:`from_arrays`.
+
+        Raises
+        ------
+        DataError
+            If a column is missing, or holds no numbers, or a value is missing: the column and the row.
+        """
+        columns = [str(name) for name in frame.columns]
+        for option, name in (("label", label), ("client", client)):
+            if name is not None and name not in columns:
+                raise DataError(f"{option}: found no column {name!r}; allowed: {', '.join(columns)}")
+        if client is None and scheme is None:
+            raise ExperimentError("from_frame: found neither client nor scheme; allowed: one of them, or both")
+        features = [name for name in columns if name not in (label, client)]
+        for name in features:
+            if frame[name].dtype.kind not in "iufb":
+                raise DataError(f"column {name!r}: found {frame[name].dtype}; allowed: numbers, or a frame without it")
+        for name in (label, *([] if client is None else [client])):
+            if (missing := frame.index[frame[name].isna()].tolist())[:1]:
+                raise DataError(f"column {name!r}: found no value in row {missing[0]!r}; allowed: one in each row")
+
+        def arrays(rows: Any, whose: str) -> dict[str, Any]:
+            labels = rows[label].to_numpy()
+            y = labels if labels.dtype.kind in "iu" else [str(value) for value in labels.tolist()]
+            return {"x": _array(rows[features].to_numpy(dtype="float64"), whose), "y": _array(y, whose)}
+
+        parts: list[tuple[str | None, Mapping[str, Any]]]
+        if client is None:
+            parts = [(None, arrays(frame, "frame"))]
+        else:
+            parts = [(str(name), arrays(rows, f"client {name}")) for name, rows in frame.groupby(client, sort=True)]
+        return cls._kept(parts, None, root, {"partition": dict(scheme or NATURAL), **settings})
+
+    @classmethod
+    def _kept(
+        cls,
+        parts: Sequence[tuple[str | None, Mapping[str, Any]]],
+        classes: Sequence[str] | None,
+        root: str | Path | None,
+        settings: Mapping[str, Any],
+    ) -> Federated:
+        from fedloom.data.local import of_arrays
+
+        path = of_arrays(parts, classes, root)
+        home = {} if root is None else {"root": str(root)}
+        return cls({"dataset": "arrays", "source": {"path": str(path)}, **home, **settings})
+
+    def model_dump(self, mode: str = "json") -> dict[str, Any]:
+        """Return the section ``data``, as sections of an experiment do."""
+        return self.section
+
+    def open(self, seed: int = 1) -> FederatedDataset:
+        """Return the partition that an experiment with this seed has: its clients, and their examples.
+
+        Raises
+        ------
+        ExperimentError
+            If the scheme cannot be met with these data.
+        """
+        from fedloom.experiment.loading import plain
+        from fedloom.experiment.sections import Data
+        from fedloom.runner.assemble import make_data
+
+        return make_data(Data.model_validate(plain(self.section, "data")), seed)
+
+    def __repr__(self) -> str:
+        """Say where it is kept, and how it is dealt out."""
+        return f"Federated({self.section!r})"
+
+
+def _array(value: Any, what: str) -> Any:
+    """Anything like an array as one of numpy's."""
+    import numpy as np
+
+    if hasattr(value, "detach"):  # a tensor
+        value = value.detach().cpu()
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{what}: found no array ({str(error).splitlines()[0]}); allowed: rows of one length"
+        ) from error
+    if found.dtype == object and not all(isinstance(item, str) for item in found.reshape(-1).tolist()):
+        raise DataError(f"{what}: found an array of objects; allowed: numbers, or names of classes")
+    return found
+
+
+def _images(dataset: Iterable[Any], what: str) -> tuple[Any, Any]:
+    """The images of a data set ``[n, channels, height, width]``, uint8, and their labels ``[n]``."""
+    import numpy as np
+
+    images: list[Any] = []
+    labels: list[int] = []
+    for place, item in enumerate(dataset if hasattr(dataset, "__iter__") else _items(dataset)):
+        where = f"{what}[{place}]"
+        if not isinstance(item, Sequence) or len(item) != 2:
+            raise DataError(f"{where}: found a {type(item).__name__}; allowed: (image, label)")
+        image, label = item
+        is_tensor = hasattr(image, "detach")
+        pixels = _array(image, where)
+        if pixels.ndim == 2:
+            pixels = pixels[None] if is_tensor else pixels[:, :, None]
+        if pixels.ndim != 3:
+            raise DataError(
+                f"{where}: found an image of shape {list(pixels.shape)}; allowed: one with height and width"
+            )
+        if not is_tensor:  # Pillow's: height, width, channels
+            pixels = pixels.transpose(2, 0, 1)
+        if pixels.dtype.kind == "f":  # ToTensor divides by 255
+            whole = np.round(pixels * 255)
+            if not (np.abs(pixels * 255 - whole) < 1e-3).all() or whole.min() < 0 or whole.max() > 255:
+                raise DataError(f"{where}: found pixels changed by a transform; allowed: none, or ToTensor alone")
+            pixels = whole
+        if images and pixels.shape != images[0].shape:
+            found, allowed = list(pixels.shape), list(images[0].shape)
+            raise DataError(f"{where}: found an image of shape {found}; allowed: {allowed}, as the first's")
+        images.append(pixels.astype(np.uint8))
+        labels.append(int(label))
+    if not images:
+        raise DataError(f"{what}: found no examples")
+    return np.stack(images), np.array(labels, dtype=np.int64)
+
+
+def _items(dataset: Any) -> Iterable[Any]:
+    """The items of a data set, which has a length and places."""
+    return (dataset[place] for place in range(len(dataset)))

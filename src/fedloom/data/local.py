@@ -1,0 +1,279 @@
+"""Data sets of one's own, without a package: a folder of images, a table, or arrays, with or without owners.
+
+They are read once, by the readers that pack a member's data (:mod:`fedloom.data.pack`), and kept in the data root as
+one file and what is known of it, named by a hash of the content: the same examples are the same data set, wherever they
+lay. From there on such a data set is a source like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fedloom.data.apportion import stratified
+from fedloom.data.folders import data_root, locked, published
+from fedloom.data.keyed import keyed_generator
+from fedloom.data.pack.arrays import examples_of, read_arrays
+from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
+from fedloom.data.pack.folder import equal_inputs
+from fedloom.data.pack.images import read_images
+from fedloom.data.pack.tables import read_csv, read_parquet
+from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
+from fedloom.errors import DataError, ExperimentError
+from fedloom.settings import Settings
+from fedloom.storage.folder import fill, read_file, sync, write_atomically
+
+LOCAL = ("arrays", "folder", "table")
+"""What ``data.dataset`` says of them."""
+
+CARD, EXAMPLES = "dataset.json", "examples.safetensors"
+VERSION = 1
+TEST_FRACTION = 0.2
+"""Part of the examples that is for testing, where neither the source nor a scheme divides them."""
+
+Reader = Callable[[Path, Request, Mistakes, Tell], Examples]
+
+READERS: Mapping[str, Mapping[str, Reader]] = {
+    "arrays": {".npz": read_arrays, ".safetensors": read_arrays},
+    "folder": {"": read_images},
+    "table": {".csv": read_csv, ".parquet": read_parquet, ".pq": read_parquet},
+}
+"""By data set, and by the end of a file's name; a folder has none."""
+
+
+class LocalFiles(Settings):
+    """Where a data set of one's own lies, and how it is read."""
+
+    path: str = Field(
+        min_length=1,
+        description="The folder of images, CLASS/NAME.png, or with train/, validation/ and test/ above; the .csv or "
+        ".parquet file; or the .npz or .safetensors file with x and y.",
+    )
+    client: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Whose an example is: a column of the table, an array; of a folder `folder`: the outermost "
+        "folders, OWNER/CLASS/NAME.png. Null: nobody's.",
+    )
+    label: str = Field(default="label", min_length=1, description="The column with the labels.")
+    split: str | None = Field(
+        default=None, min_length=1, description="The column that says train, validation or test; null: there is none."
+    )
+    resize: bool = Field(default=False, description="Resize images of another size to the first one's.")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is known of a data set: all but its examples."""
+
+    kind: Any
+    input_shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    owners: tuple[str, ...] | None
+    divided: bool
+    size: int
+    sha256: str
+
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps({"version": VERSION, **vars(self)}, sort_keys=True, ensure_ascii=False, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Card:
+        """Read one.
+
+        Raises
+        ------
+        DataError
+            If it is damaged, or of another version.
+        """
+        try:
+            found = json.loads(read_file(path))
+            if found.pop("version") != VERSION:
+                raise DataError(f"{path}: of another version; allowed: {VERSION}", hint=f"remove {path.parent}")
+            owners = found["owners"]
+            found |= {key: tuple(found[key]) for key in ("input_shape", "classes")}
+            return cls(**{**found, "owners": None if owners is None else tuple(owners)})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{path}: damaged ({error!r})", hint=f"remove {path.parent}: it is made again") from error
+
+
+def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Source:
+    """Return a data set of one's own as a source; it is read now if it has not been read before.
+
+    Parameters
+    ----------
+    dataset
+        One of :data:`LOCAL`.
+    root
+        Data root; see :func:`~fedloom.data.folders.data_root`.
+
+    Raises
+    ------
+    ExperimentError
+        If there is nothing at the path, or something else, or a package that reads it is not installed.
+    DataError
+        If anything is wrong with what is there: all mistakes, each kind counted. Then nothing is kept.
+    """
+    path = Path(files.path).expanduser()
+    if (path / CARD).is_file():  # read before, and named as it is kept
+        return _source(path.parent, path.name)
+    reader = _reader(dataset, path)
+    home = data_root(root) / "datasets"
+    record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
+    try:
+        name = json.loads(record.read_bytes())["name"]
+        return _source(home, name)
+    except (OSError, ValueError, TypeError, KeyError, DataError):
+        pass  # not read yet, or what was made of it is gone
+    mistakes = Mistakes(str(path))
+    request = Request(None, True, files.label, files.split, files.resize, files.client)
+    try:
+        examples = reader(path, request, mistakes, lambda what, done, total: None)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    mistakes.refuse()
+    name = keep(dataset, examples, str(path), root)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(record, json.dumps({"name": name}).encode())
+    return _source(home, name)
+
+
+def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
+    """Keep a data set in the data root, and return its name there.
+
+    Parameters
+    ----------
+    where
+        What to call it in errors.
+
+    Raises
+    ------
+    DataError
+        If there are no examples, or none for training or testing.
+    """
+    n = len(examples.x)
+    if not n or examples.y is None:
+        raise DataError(f"{where}: found {n} examples; allowed: some, with labels")
+    test = _tested(examples)
+    if test.all() or not test.any():
+        raise DataError(f"{where}: found {n} examples, none for {'training' if test.all() else 'testing'}")
+    names = None if examples.owners is None else tuple(sorted(set(examples.owners)))
+    tensors: dict[str, NDArray[Any]] = {}
+    for part, chosen in (("train", ~test), ("test", test)):
+        tensors[f"{part}_x"] = np.ascontiguousarray(examples.x[chosen])
+        tensors[f"{part}_y"] = examples.y[chosen]
+        if names is not None and examples.owners is not None:
+            place = {name: i for i, name in enumerate(names)}
+            owners = np.array([place[owner] for owner in examples.owners], dtype=np.int64)
+            tensors[f"{part}_owner"] = owners[chosen]
+    content = safetensors.numpy.save(tensors)
+    shape = tuple(int(size) for size in examples.x.shape[1:])
+    given = examples.split is not None
+    digest = hashlib.sha256(content).hexdigest()
+    card = Card(examples.kind, shape, examples.classes, names, given, len(content), digest)
+    text = card.to_json()
+    name = f"{dataset}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    folder = data_root(root) / "datasets" / name
+    with locked(folder):
+        if not folder.exists():
+            with published(folder) as staging:
+                fill(staging / EXAMPLES, content)
+                fill(staging / CARD, text.encode())
+                sync(staging)
+    return name
+
+
+def _source(home: Path, name: str) -> Source:
+    """The source that a kept data set is."""
+    card = Card.read(home / name / CARD)
+
+    def read(contents: Mapping[str, bytes]) -> Official:
+        tensors = safetensors.numpy.load(contents[EXAMPLES])
+        train, test = (
+            Pool(tensors[f"{part}_x"], tensors[f"{part}_y"], tensors.get(f"{part}_owner")) for part in ("train", "test")
+        )
+        return Official(train, test, None if card.owners is None else Owners(card.owners, divided=card.divided))
+
+    return Source(
+        name=name,
+        title=name,
+        class_names=card.classes,
+        input_shape=card.input_shape,
+        licence="its owner's",
+        files=(SourceFile(EXAMPLES, card.size, card.sha256),),
+        fetchers=(),
+        read=read,
+        kind=card.kind,
+        at=home / name,
+    )
+
+
+def _reader(dataset: str, path: Path) -> Reader:
+    readers = READERS[dataset]
+    what = "a folder of images" if dataset == "folder" else f"a file that ends in {', '.join(readers)}"
+    if not path.exists():
+        raise ExperimentError(f"data.source.path: found {path}, which is not there; allowed: {what}")
+    ending = path.suffix.lower() if path.is_file() else ""
+    if path.is_dir() is not (dataset == "folder") or ending not in (readers if path.is_file() else ("",)):
+        raise ExperimentError(f"data.source.path: found {path} with dataset {dataset}; allowed: {what}")
+    return readers[ending]
+
+
+def _stamp(dataset: str, files: LocalFiles, path: Path) -> str:
+    """Changes whenever what is at the path may have changed, or is to be read otherwise."""
+    told = hashlib.sha256(json.dumps([VERSION, dataset, files.model_dump(), str(path.resolve())]).encode())
+    for at, _, names in sorted(os.walk(path)) if path.is_dir() else [(str(path.parent), [], [path.name])]:
+        for name in sorted(names):
+            about = (Path(at) / name).lstat()
+            told.update(json.dumps([at, name, about.st_size, about.st_mtime_ns]).encode())
+    return told.hexdigest()
+
+
+def _tested(examples: Examples) -> NDArray[np.bool_]:
+    """Which examples are for testing, ``[n]``: those that the source says, else a part of each class.
+
+    Equal inputs are on one side.
+    """
+    assert examples.y is not None
+    if examples.split is not None:
+        return np.asarray(examples.split == 2)
+    group = equal_inputs(examples.x)
+    firsts = np.unique(group)
+    size = min(max(1, round(TEST_FRACTION * len(firsts))), len(firsts))
+    tested = np.zeros(len(group), dtype=np.bool_)
+    tested[firsts] = stratified(examples.y[firsts], size, keyed_generator(1, "local", "test"))
+    return tested[group]
+
+
+def of_arrays(
+    parts: Sequence[tuple[str | None, Mapping[str, NDArray[Any]]]],
+    classes: Sequence[str] | None,
+    root: Path | str | None,
+) -> Path:
+    """Keep arrays as a data set, and return its folder, which ``data.source.path`` may name.
+
+    Parameters
+    ----------
+    parts
+        The owner's name (None: nobody's), and ``x`` ``[n, *input_shape]`` with ``y`` ``[n]``; or ``train_x``,
+        ``train_y``, ``test_x``, ``test_y``, and perhaps ``validation_x`` and ``validation_y``.
+    classes
+        Their names in the order of the labels; None: those that are found.
+
+    Raises
+    ------
+    DataError
+        If anything is wrong with them: whose, which array, what was found and what is allowed.
+    """
+    return data_root(root) / "datasets" / keep("arrays", examples_of(parts, classes), "the arrays", root)

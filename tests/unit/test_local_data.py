@@ -1,0 +1,234 @@
+"""Data of one's own without a package: arrays, DataFrames, data sets of torchvision, folders of images, tables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from facts import tells
+from PIL import Image
+
+import fedloom
+from fedloom.errors import DataError, ExperimentError, FedloomError
+from fedloom.experiment import from_shared_json, of
+from fedloom.runner.assemble import make_partition
+
+RNG = np.random.default_rng(0)
+TASK: dict[str, Any] = {
+    "name": "own",
+    "model": {"name": "mlp", "hidden": [4]},
+    "algorithm": {"name": "fedavg", "local": {"steps": 1}},
+    "federation": {"rounds": 1, "clients_per_round": 2},
+    "runtime": {"workers": 0},
+}
+
+
+@contextlib.contextmanager
+def refused(kind: type[FedloomError], *facts: object) -> Iterator[None]:
+    with pytest.raises(kind) as error:
+        yield
+    assert tells(str(error.value), *facts), str(error.value)
+
+
+def people(n: int = 30) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    names = ("ann", "bob", "cy", "dee")
+    random = np.random.default_rng(1)
+    return {name: (random.normal(size=(n, 3)), random.integers(0, 2, n)) for name in names}
+
+
+def test_arrays_are_run_resumed_and_loaded_in_the_same_bits(tmp_path: Path) -> None:
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", unseen_fraction=0.25)
+    run = fedloom.run(TASK, data=data, out=tmp_path / "run", report=False, progress=False)
+    assert sorted(run.clients["owner"]) == ["ann", "bob", "cy", "dee"]
+    assert (~run.clients["seen"]).sum() == 1
+    tensors = {name: (torch.tensor(x), y.tolist()) for name, (x, y) in people().items()}
+    again = fedloom.Federated.from_arrays(tensors, root=tmp_path / "data", unseen_fraction=0.25)
+    assert again.section == data.section
+    resumed = fedloom.run(TASK, data=again, out=tmp_path / "run", resume=True, report=False, progress=False)
+    assert resumed.summary == run.summary
+    model = fedloom.load(run.folder).models("cy")
+    assert model(torch.tensor(people()["cy"][0])).shape == (30, 2)
+    # Beside arrays in memory there is no other way to a partition: the command line makes the same.
+    e = of(run.folder / "experiment.yaml")
+    assert make_partition(e).manifest.fingerprint == data.open(seed=e.seed).manifest.fingerprint
+
+
+def test_a_worker_need_not_have_the_data_set(tmp_path: Path) -> None:
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path)
+    told = of(TASK, data=data).shared_json()
+    assert str(tmp_path) not in told
+    assert from_shared_json(told).data.dataset == "arrays"
+
+
+def test_a_division_that_is_given_stays(tmp_path: Path) -> None:
+    given = {
+        name: {"train_x": x[:20], "train_y": y[:20], "test_x": x[20:], "test_y": y[20:]}
+        for name, (x, y) in people().items()
+    }
+    manifest = fedloom.Federated.from_arrays(given, root=tmp_path).open().manifest
+    assert {entry.test for entry in manifest.clients} == {10}
+    assert {entry.train + entry.validation for entry in manifest.clients} == {20}
+
+
+X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("clients", "classes", "said"),
+    [
+        ({}, None, ("none", "dict")),
+        ([(X, Y)], None, ("list", "dict")),
+        ({"a": X}, None, ("client a", "ndarray", "(x, y)")),
+        ({"a": (X, Y[:5])}, None, ("client a: y", "[5]", "[6]")),
+        ({"a": (X, Y), "b": (X[:, :2], Y)}, None, ("client b: x", "[2]", "[3]")),
+        ({"a": (X, Y)}, ("p", "q"), ("unknown label", "0 ... 1", "client a: y[2]: 2")),
+        ({"a": (X, Y - 1)}, None, ("unknown label", "client a: y[0]: -1")),
+        (
+            {"a": (np.where(np.arange(18).reshape(6, 3) == 7, np.nan, X), Y)},
+            None,
+            ("finite", "client a: x[2, 1]", "nan"),
+        ),
+        ({"a": (X, Y * 0.5)}, None, ("float64", "integers from 0")),
+        ({"a": (X, ["p", "q", "r", "p", "q", "s"])}, ("p", "q", "r"), ("unknown label", "p, q, r", "'s'")),
+        ({"a": (RNG.normal(size=(6, 1, 4, 4)), Y)}, None, ("client a: x", "float64", "uint8")),
+        ({"a": ([[1, 2], [3]], [0, 1])}, None, ("client a: x", "one length")),
+        ({"a": {"train_x": X, "train_y": Y}}, None, ("client a", "train_x", "test_x")),
+        ({"a": (X[:0], Y[:0])}, None, ("0 examples",)),
+    ],
+)
+def test_bad_arrays_are_named(clients: Any, classes: Any, said: tuple[str, ...], tmp_path: Path) -> None:
+    with refused(DataError, *said):
+        fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
+    assert not list(tmp_path.glob("datasets/arrays-*"))
+
+
+def frame() -> pandas.DataFrame:
+    rows = [
+        {"height": x[0], "weight": x[1], "age": x[2], "kind": "pq"[label], "hospital": name}
+        for name, (xs, ys) in people().items()
+        for x, label in zip(xs, ys, strict=True)
+    ]
+    return pandas.DataFrame(rows)
+
+
+def test_a_frame_a_table_and_arrays_are_the_same_data(tmp_path: Path) -> None:
+    told = fedloom.Federated.from_frame(frame(), client="hospital", label="kind", root=tmp_path)
+    named = {name: (x, ["pq"[label] for label in y]) for name, (x, y) in people().items()}
+    arrays = fedloom.Federated.from_arrays(named, root=tmp_path)
+    assert told.section == arrays.section
+    frame().to_csv(tmp_path / "t.csv", index=False)
+    frame().to_parquet(tmp_path / "t.parquet")
+    shards = [[entry.sha256 for entry in told.open().manifest.clients]]
+    for file in ("t.csv", "t.parquet"):
+        source = {"path": str(tmp_path / file), "label": "kind", "client": "hospital"}
+        data = {"dataset": "table", "source": source, "root": str(tmp_path), "partition": {"scheme": "natural"}}
+        manifest = make_partition(of(TASK, data=data)).manifest
+        assert manifest.class_names == ("p", "q")
+        shards.append([entry.sha256 for entry in manifest.clients])
+    assert shards[0] == shards[1] == shards[2]
+
+
+def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path) -> None:
+    good = frame()
+    with refused(DataError, "label", "'sort'", "height", "kind"):
+        fedloom.Federated.from_frame(good, client="hospital", label="sort", root=tmp_path)
+    with refused(DataError, "client", "'city'", "hospital"):
+        fedloom.Federated.from_frame(good, client="city", label="kind", root=tmp_path)
+    with refused(ExperimentError, "neither client nor scheme"):
+        fedloom.Federated.from_frame(good, label="kind", root=tmp_path)
+    with refused(DataError, "hospital", "numbers"):
+        fedloom.Federated.from_frame(good, label="kind", scheme={"scheme": "iid", "clients": 2}, root=tmp_path)
+    hole = good.copy()
+    hole.loc[3, "age"] = float("nan")
+    with refused(DataError, "client ann", "nan"):
+        fedloom.Federated.from_frame(hole, client="hospital", label="kind", root=tmp_path)
+    good.to_csv(tmp_path / "t.csv", index=False)
+    sections: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"dataset": "table"}, ("data.source", "missing")),
+        ({"dataset": "table", "source": {"path": str(tmp_path / "no.csv")}}, ("data.source.path", "not there")),
+        ({"dataset": "folder", "source": {"path": str(tmp_path / "t.csv")}}, ("data.source.path", "folder")),
+        ({"dataset": "table", "source": {"path": str(tmp_path / "t.csv"), "colour": 1}}, ("data.source.colour",)),
+        ({"dataset": "mnist", "source": {"path": "x"}}, ("data.source", "mnist", "table")),
+    ]
+    for section, said in sections:
+        with refused(ExperimentError, *said):
+            of(TASK, data={**section, "root": str(tmp_path), "partition": {"scheme": "natural"}})
+    with refused(DataError, "no column 'label'", "kind"):
+        section = {"dataset": "table", "source": {"path": str(tmp_path / "t.csv")}, "root": str(tmp_path)}
+        of(TASK, data={**section, "partition": {"scheme": "iid", "clients": 2}})
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    random = np.random.default_rng(2)
+    for owner in ("eve", "fay", "gil"):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "images" / owner / label
+            folder.mkdir(parents=True)
+            for i in range(12):
+                Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return tmp_path / "images"
+
+
+def test_a_folder_of_images_by_owner_and_class_and_by_class(images: Path, tmp_path: Path) -> None:
+    data = {"dataset": "folder", "root": str(tmp_path / "data"), "unseen_fraction": 0.0, "validation_fraction": 0.4}
+    owned = {**data, "source": {"path": str(images), "client": "folder"}, "partition": {"scheme": "natural"}}
+    run = fedloom.run(TASK, data=owned, out=tmp_path / "run", report=False, progress=False)
+    assert sorted(run.clients["owner"]) == ["eve", "fay", "gil"]
+    manifest = make_partition(run.experiment).manifest
+    assert (manifest.class_names, manifest.input_shape, manifest.kind) == (("cat", "dog"), (3, 6, 6), "pixels")
+    one = {**data, "source": {"path": str(images / "eve")}}
+    dealt = make_partition(of(TASK, data={**one, "partition": {"scheme": "iid", "clients": 2}})).manifest
+    assert sum(entry.train + entry.validation + entry.test for entry in dealt.clients) <= 24
+    with refused(ExperimentError, "data.partition", "natural"):
+        make_partition(of(TASK, data={**one, "partition": {"scheme": "natural"}}))
+    before = dealt.fingerprint
+    (images / "eve" / "cat" / "0.png").unlink()
+    after = make_partition(of(TASK, data={**one, "partition": {"scheme": "iid", "clients": 2}})).manifest
+    assert after.fingerprint != before
+    (images / "eve" / "cat" / "1.png").write_bytes(b"no image")
+    with refused(DataError, "damaged image", "1.png"):
+        of(TASK, data={**one, "partition": {"scheme": "iid", "clients": 2}})
+
+
+class Pictures:
+    """What torchvision's data sets are: a length, places, classes."""
+
+    classes = ("a", "b")
+
+    def __init__(self, change: Any = None) -> None:
+        self._pixels = np.random.default_rng(3).integers(0, 256, (200, 6, 6), dtype=np.uint8)
+        self._change = change
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, place: int) -> tuple[Any, int]:
+        image: Any = Image.fromarray(self._pixels[place])
+        return (image if self._change is None else self._change(image)), place % 2
+
+
+def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
+    from torchvision import transforms
+
+    scheme = {"scheme": "iid", "clients": 4}
+    plain = fedloom.Federated.from_torchvision(Pictures(), scheme, root=tmp_path, unseen_fraction=0.25)
+    scaled = fedloom.Federated.from_torchvision(
+        Pictures(transforms.ToTensor()), scheme, root=tmp_path, unseen_fraction=0.25
+    )
+    assert plain.section == scaled.section
+    manifest = plain.open().manifest
+    assert (manifest.class_names, manifest.input_shape, len(manifest.clients)) == (("a", "b"), (1, 6, 6), 4)
+    halves = fedloom.Federated.from_torchvision(Pictures(), scheme, test=Pictures(), root=tmp_path).open().manifest
+    assert sum(entry.test for entry in halves.clients) > 180
+    turned = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.5, 0.5)])
+    with refused(DataError, "dataset[0]", "transform"):
+        fedloom.Federated.from_torchvision(Pictures(turned), scheme, root=tmp_path)
+    with refused(ExperimentError, "data.partition"):
+        of(TASK, data=fedloom.Federated.from_torchvision(Pictures(), {"scheme": "odd"}, root=tmp_path))
