@@ -20,7 +20,9 @@ sgd="batch_size: 32, momentum: 0.9, clip: 50.0"
 fedavg="algorithm={name: fedavg, local: {steps: 50, $sgd, lr: 0.01}}"
 flbench="algorithm={name: fedavg, local: {epochs: 5, batch_size: 32, momentum: 0.0, lr: 0.001}}"
 local="algorithm={name: local, local: {epochs: 200, $sgd, lr: 0.01}}"
-dirichlet="data.partition={scheme: dirichlet, clients: 100, alpha: 0.1}"
+back="reserve: {count: 500}" # images of each class that no seen client gets: those of new clients
+dirichlet="data.partition={scheme: dirichlet, clients: 100, alpha: 0.1, $back}"
+classes="data.partition={scheme: classes, clients: 100, classes_per_client: 2, $back}"
 
 unknown() { # what, found, allowed
     echo "$1: found $2; allowed: $3" >&2
@@ -85,12 +87,12 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
     short="--seeds $seeds --set federation.rounds=300 --set evaluation.every=100"
     # shellcheck disable=SC2086
     case $1 in
-        base) run ablation/base $short ;;
-        float32) run ablation/float32 $short --set model.precision=float32 ;;
-        relu) run ablation/relu $short --set algorithm.hypernetwork.output_relu=true ;;
-        raw) run ablation/raw $short --set algorithm.descriptor.standardize=none ;;
+        base) run ablation/base $short --set "$classes" ;;
+        float32) run ablation/float32 $short --set "$classes" --set model.precision=float32 ;;
+        relu) run ablation/relu $short --set "$classes" --set algorithm.hypernetwork.output_relu=true ;;
+        raw) run ablation/raw $short --set "$classes" --set algorithm.descriptor.standardize=none ;;
         official) # its rate, weight decay 5e-5, and nothing on the server
-            run ablation/official $short --set algorithm.local.lr=0.002 --set algorithm.local.lambda_theta=0.000025 \
+            run ablation/official $short --set "$classes" --set algorithm.local.lr=0.002 --set algorithm.local.lambda_theta=0.000025 \
                 --set algorithm.lambda_h=0 --set algorithm.lambda_v=0
             ;;
         unlabelled) run ablation/unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false ;; # at the table's rate, full length
@@ -110,15 +112,19 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
     esac
 }
 
-pairs() { # 500 new clients of two classes, by how many seen clients have the same two
+pairs() { # 450 new clients of two classes, from the reserve, by how many seen clients have the same two
+    run pairs/pefll --seeds 1 --set "$classes"
     news=
-    for seed in 1000 1001 1002 1003 1004; do
-        clients="$runs/clients/classes-$seed"
-        [ -e "$clients" ] || .venv/bin/fedloom partition experiments/pefll-cifar10.yaml --out "$clients" --set seed=$seed
+    seed=1000
+    while [ $seed -lt 1045 ]; do
+        clients="$runs/clients/new-$seed"
+        [ -e "$clients" ] || .venv/bin/fedloom partition experiments/pefll-cifar10.yaml --out "$clients" --set seed=$seed \
+            --set "data.partition={scheme: classes, clients: 10, classes_per_client: 2, reserve: {count: 500, deal: true}}"
         news="$news $clients"
+        seed=$((seed + 1))
     done
     # shellcheck disable=SC2086
-    .venv/bin/python experiments/pefll_pairs.py "$runs/table/pefll/seed=1" $news
+    .venv/bin/python experiments/pefll_pairs.py "$runs/pairs/pefll/seed=1" $news
     for found in "$runs"/ablation/*/seed=1/descriptors.json; do
         echo "${found%/descriptors.json}, validation images"
         # shellcheck disable=SC2086
@@ -126,11 +132,11 @@ pairs() { # 500 new clients of two classes, by how many seen clients have the sa
     done
 }
 
-extrapolation() { # 100 new clients of each mix, from a seed of their own; their images may be images of old clients
+extrapolation() { # 20 new clients of each mix, from the reserve
     for alpha in ${ALPHAS:-0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0}; do
         clients="$runs/clients/$alpha"
         [ -e "$clients" ] || .venv/bin/fedloom partition experiments/pefll-cifar10.yaml --out "$clients" --set seed=1000 \
-            --set "data.partition={scheme: dirichlet, clients: 100, alpha: $alpha}"
+            --set "data.partition={scheme: dirichlet, clients: 20, alpha: $alpha, reserve: {count: 500, deal: true}}"
         .venv/bin/fedloom evaluate "$runs/dirichlet/seed=1" --partition "$clients" --out "$runs/extrapolation-$alpha.json"
     done
 }

@@ -1,10 +1,11 @@
 """How a PeFLL run does on new clients whose classes no seen client has together, and on those whose some have.
 
-    python experiments/pefll_pairs.py runs/pefll-cifar10/table/pefll/seed=1 PARTITION... [--split validation]
+    python experiments/pefll_pairs.py runs/pefll-cifar10/pairs/pefll/seed=1 PARTITION... [--split validation]
 
-The clients of the partitions (of the same data, dealt from other seeds) are all new to the run. Written to
-RUN/new-clients.json, by how many seen clients have just their classes (``3``: three or more): the number of new
-clients, and their mean accuracy in percent with its standard error; `experiments/results.py fold` takes it from there.
+The clients of the partitions (of the same data, dealt from what the run's partition keeps back: data.partition.reserve)
+are all new to the run, and so are their images, or it is refused. Written to RUN/new-clients.json, by how many seen
+clients have just their classes (``3``: three or more): the number of new clients, and their mean accuracy in percent
+with its standard error; `experiments/results.py fold` takes it from there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +45,13 @@ def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, l
     found: dict[int, list[tuple[float, ...]]] = defaultdict(list)
     for folder in partitions:
         held = class_sets(Manifest.from_json((folder / "partition.json").read_text(), where=str(folder)))
-        evaluation = evaluate(run, partition=folder).evaluation
+        measured = evaluate(run, partition=folder)
+        evaluation, overlap = measured.evaluation, measured.statistics["overlap"]
+        if overlap is None or overlap["clients"]:
+            sys.exit(
+                f"{folder}: found overlap {overlap} with what {run} was trained on; "
+                "allowed: partitions dealt from its reserve"
+            )
         counts = evaluation.counts[:, evaluation.predictors.index("personal"), SPLITS.index(split)]  # [n, readings, 3]
         for client, both in zip(evaluation.clients, counts[..., CORRECT] / counts[..., TOTAL], strict=True):
             found[min(known[held[client]], MOST)].append(tuple(100 * both.double()))

@@ -15,7 +15,9 @@ import pytest
 from fedloom.data import sources
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.folders import data_root
+from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.partition import partition
+from fedloom.data.reserve import Reserve
 from fedloom.data.schemes import ClassesScheme, DirichletScheme
 from fedloom.data.sources import Official
 from fedloom.errors import DataError
@@ -132,6 +134,26 @@ def test_the_protocol_of_the_papers(root: Path) -> None:
         assert sorted(entry.class_counts["test"])[-2:] == [50, 50]
     pooled = [dataset.client(entry.id).train.x for entry in dataset.manifest.clients]
     assert float(sum(x.sum() for x in pooled) / sum(x.numel() for x in pooled)) == pytest.approx(0, abs=1e-3)
+
+
+def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Path) -> None:
+    def made(seed: int, reserve: Reserve | None, clients: int) -> FederatedDataset:
+        scheme = ClassesScheme(clients=clients, classes_per_client=2, reserve=reserve)
+        how = {"unseen_fraction": 0.1, "validation_fraction": 1 / 6}
+        return FederatedDataset.open(partition("fashion-mnist", scheme, seed=seed, root=root, **how))
+
+    kept = Reserve(count=600)
+    plain, trained = made(1, None, 100), made(1, kept, 100)
+    new = made(1000, kept.model_copy(update={"deal": True}), 10)
+    # 5,400 of each class are left: 4,500 to train on, for 20 clients; of the 600, 500 for 2.
+    assert {(c.train, c.validation, c.test) for c in trained.manifest.clients} == {(450, 90, 90)}
+    assert {(c.train, c.validation, c.test) for c in new.manifest.clients} == {(500, 100, 100)}
+    assert apart_by_reserve(trained.manifest, new.manifest) is not None
+    found = overlap(trained, new)
+    assert found.train + found.validation + found.test <= 2  # images that the data set has twice
+    before = overlap(plain, new)
+    assert before.train == pytest.approx(5000 * 0.75, rel=0.05)  # 5/6 of the images, of 9 of 10 clients
+    assert before.clients == 10
 
 
 def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -48,6 +48,8 @@ def evaluate(
 
     statistics = trained.evaluate(run, checkpoint, partition, data or ()).statistics
     print_results(statistics)  # first: what was measured is not lost with a file that cannot be written
+    if "overlap" in statistics and (warning := overlapping(statistics["overlap"])):
+        print(f"warning: {warning}", file=sys.stderr)
     if out is not None:
         from fedloom.errors import StorageError
         from fedloom.storage.folder import write_atomically
@@ -56,6 +58,22 @@ def evaluate(
             write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
         except StorageError as error:
             raise StorageError(str(error.args[0]), hint="choose another file with --out") from error
+
+
+def overlapping(found: Mapping[str, Any] | None) -> str | None:
+    """What there is to say of new clients' examples; None if the run has been trained on none of them."""
+    if found is None:
+        return (
+            "whether the run was trained on examples of these clients is not known: its partition is not in the data "
+            "root (`fedloom partition RUN/experiment.yaml` makes it)"
+        )
+    if not found["clients"]:
+        return None
+    split = ", ".join(f"{found[name]:,} {name}" for name in ("train", "validation", "test") if found[name])
+    return (
+        f"these clients are not all new: the run was trained on {split} examples of "
+        f"{counted(found['clients'], 'client')}; data.partition.reserve keeps examples back for new clients"
+    )
 
 
 def personalize(

@@ -24,6 +24,7 @@ from fedloom.data.apportion import Mixes, quotas
 from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.data.manifest import SPLITS
 from fedloom.data.natural import assign_owners
+from fedloom.data.reserve import Reserved, reserved_classes
 from fedloom.data.schemes import (
     ByClass,
     ClassesScheme,
@@ -78,12 +79,15 @@ class Assignment:
         Positions that training examples were drawn from, ascending.
     owners
         For each client, the name of its natural owner; None if it has none.
+    reserved
+        What was kept back before; None: nothing.
     """
 
     seen: NDArray[np.bool_]
     examples: Mapping[str, list[NDArray[np.int64]]]
     training_pool: NDArray[np.int64]
     owners: tuple[str | None, ...]
+    reserved: Reserved | None = None
 
 
 def assign_examples(
@@ -109,10 +113,13 @@ def assign_examples(
     if isinstance(scheme, NaturalScheme):
         owned = assign_owners(official, scheme, settings.validation_fraction, seed, dataset)
         seen = draw_seen(len(owned.owners), settings.unseen_fraction, seed)
-        return Assignment(seen, owned.examples, owned.training_pool, owned.owners)
+        return Assignment(seen, owned.examples, owned.training_pool, owned.owners, owned.reserved)
     seen = draw_seen(scheme.clients, settings.unseen_fraction, seed)
     train = _by_class(official.train.labels, classes)
     test = [members + len(official.train) for members in _by_class(official.test.labels, classes)]
+    reserved = None
+    if scheme.reserve is not None:
+        train, test, reserved = reserved_classes(train, test, scheme.reserve)
     pools = scheme.pools(train, test, settings.validation_fraction, seed)
     available = {split: np.array([len(members) for members in pools[split]]) for split in SPLITS}
     mixes = scheme.mixes(available["train"], seen, seed)
@@ -122,7 +129,7 @@ def assign_examples(
         counts = quotas(mixes, size, available[split], seed, split)
         _refuse_shortfall(counts, size, mixes, split, scheme, available[split])
         examples[split] = _hand_out(pools[split], counts, seed, split)
-    return Assignment(seen, examples, np.sort(np.concatenate(pools["train"])), (None,) * scheme.clients)
+    return Assignment(seen, examples, np.sort(np.concatenate(pools["train"])), (None,) * scheme.clients, reserved)
 
 
 def draw_seen(clients: int, unseen_fraction: float, seed: int) -> NDArray[np.bool_]:

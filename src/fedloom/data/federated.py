@@ -175,13 +175,23 @@ class FederatedDataset:
     def _path(self, client: str) -> Path:
         return shard_path(self.folder, client)
 
-    def _load(self, entry: ClientEntry) -> ClientData:
-        path = self._path(entry.id)
-        content = self._shard(entry)
+    def tensors(self, client: str) -> dict[str, Tensor]:
+        """Return what is in a client's shard, as it is; nothing is kept.
+
+        Raises
+        ------
+        DataError
+            If there is no such client, or its shard is missing or damaged.
+        """
+        content = self._shard(self.manifest.entry(client))
         try:
-            tensors = safetensors.torch.load(content)
+            return safetensors.torch.load(content)
         except SafetensorError as error:
-            raise DataError(f"the shard {path} is not a safetensors file: {error}", hint=self.hint) from error
+            where = self._path(client)
+            raise DataError(f"the shard {where} is not a safetensors file: {error}", hint=self.hint) from error
+
+    def _load(self, entry: ClientEntry) -> ClientData:
+        path, tensors = self._path(entry.id), self.tensors(entry.id)
         train, validation, test = (self._split(entry, name, tensors, path) for name in SPLITS)
         return ClientData(entry.id, train, validation, test, self.manifest.classes)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom.data.reserve import Reserved
 from fedloom.errors import DataError, as_storage_error
 from fedloom.storage.folder import read_file
 from fedloom.words import parsed_json
@@ -105,6 +106,8 @@ class Manifest:
         Of the official files, hex, by name.
     clients
         In order.
+    reserved
+        What was kept back for new clients; None, and not written: nothing.
     """
 
     version: int
@@ -120,6 +123,7 @@ class Manifest:
     normalization: Normalization
     source_sha256: Mapping[str, str]
     clients: tuple[ClientEntry, ...]
+    reserved: Reserved | None = None
 
     @cached_property
     def roster(self) -> tuple[str, ...]:
@@ -169,6 +173,10 @@ class Manifest:
         # Not dataclasses.asdict, which copies every count: seconds for a thousand clients.
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         known |= {"normalization": vars(self.normalization), "clients": [vars(client) for client in self.clients]}
+        if self.reserved is None:
+            del known["reserved"]  # as before there was one: the text names the partition
+        else:
+            known["reserved"] = vars(self.reserved)
         return json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.apportion import stratified
 from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.reserve import Reserved, reserved_owners
 from fedloom.data.schemes import NaturalScheme
 from fedloom.data.sources import Official
 from fedloom.errors import ExperimentError
@@ -32,6 +33,7 @@ class Owned:
     owners: tuple[str, ...]
     examples: Mapping[str, list[NDArray[np.int64]]]
     training_pool: NDArray[np.int64]
+    reserved: Reserved | None
 
 
 def assign_owners(
@@ -61,15 +63,18 @@ def assign_owners(
     whose = np.concatenate([official.train.owners, official.test.owners])
     holdings = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose, minlength=len(names)))[:-1])
     divided = [division.divide(name, mine) for name, mine in zip(names, holdings, strict=True)]
-    few = [sum(parts.sizes) < scheme.min_examples for parts in divided]
-    empty = [min(parts.sizes) == 0 for parts in divided]
-    qualified = [owner for owner in range(len(names)) if not few[owner] and not empty[owner]]
+    allowed, reserved = np.ones(len(names), dtype=np.bool_), None
+    if scheme.reserve is not None:
+        allowed, reserved = reserved_owners(names, scheme.reserve)
+    few = [bool(of) and sum(parts.sizes) < scheme.min_examples for of, parts in zip(allowed, divided, strict=True)]
+    empty = [bool(of) and min(parts.sizes) == 0 for of, parts in zip(allowed, divided, strict=True)]
+    qualified = [owner for owner in np.flatnonzero(allowed).tolist() if not few[owner] and not empty[owner]]
     wanted = len(qualified) if scheme.clients is None else scheme.clients
     if not qualified or wanted > len(qualified):
         key, found = ("min_examples", scheme.min_examples) if scheme.clients is None else ("clients", scheme.clients)
         bare = sum(is_empty and not is_few for is_empty, is_few in zip(empty, few, strict=True))
         raise ExperimentError(
-            f"data.partition.{key}: found {found}; {len(qualified)} of {len(names)} owners qualify: {sum(few)} have "
+            f"data.partition.{key}: found {found}; {len(qualified)} of {allowed.sum()} owners qualify: {sum(few)} have "
             f"fewer than {scheme.min_examples} examples (min_examples), and {bare} more would have no train, "
             f"validation or test example; allowed: {'at most ' + str(len(qualified)) + ', or ' if qualified else ''}"
             "a smaller min_examples, or another test_fraction or data.validation_fraction"
@@ -84,6 +89,7 @@ def assign_owners(
             for split, cap in caps.items()
         },
         training_pool=np.sort(np.concatenate([divided[owner].train for owner in chosen])),
+        reserved=reserved,
     )
 
 

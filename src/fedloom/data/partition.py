@@ -98,6 +98,14 @@ def partition(
     return folder
 
 
+def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path | None:
+    """Return the folder of the partition in a data root that has this manifest; None if it is not there."""
+    for path in sorted((data_root(root) / "partitions").glob(f"{manifest.dataset}-*/partition.json")):
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == manifest.fingerprint:
+            return path.parent
+    return None
+
+
 def check_pool(source: Source, name: str, pool: Pool) -> None:
     """Refuse examples that are not what their source says they are.
 
@@ -198,6 +206,7 @@ def write(
         normalization=_as_they_are(source) if source.synthetic else normalization(official, source.kind, pool),
         source_sha256=dict(checksums),
         clients=tuple(entries),
+        reserved=assignment.reserved,
     )
     fill(folder / "partition.json", manifest.to_json().encode())
     return manifest

@@ -16,10 +16,18 @@ from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from fedloom.data.apportion import Mixes, feasible_sizes, largest_remainders
 from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.reserve import Reserve
 from fedloom.errors import ExperimentError
 
 ByClass: TypeAlias = Sequence[NDArray[np.int64]]
@@ -49,7 +57,25 @@ class _Scheme(BaseModel):
             )
 
 
-class MixScheme(_Scheme):
+class _ReservingScheme(_Scheme):
+    """A scheme that may keep examples back."""
+
+    reserve: Reserve | None = Field(
+        default=None,
+        description="Examples kept back for new clients before anything is assigned: {share | count, deal} (data.md); "
+        "null: none.",
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Without the key where nothing is kept back: partitions are named by this."""
+        written: dict[str, object] = handler(self)
+        if self.reserve is None:
+            del written["reserve"]
+        return written
+
+
+class MixScheme(_ReservingScheme):
     """A scheme that assigns pools of examples by class, and what it may decide of that."""
 
     clients: int = Field(ge=1, description=_CLIENTS)
@@ -382,7 +408,7 @@ class FixedScheme(MixScheme):
         )
 
 
-class NaturalScheme(_Scheme):
+class NaturalScheme(_ReservingScheme):
     """One client per owner: a writer, a speaker, a role of a play. Its own examples make its splits."""
 
     scheme: Literal["natural"] = "natural"

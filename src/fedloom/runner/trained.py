@@ -16,7 +16,9 @@ import torch
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Group
 from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
+from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
+from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import Evaluation, groups
@@ -80,10 +82,37 @@ def evaluate(
         "seed": parts.experiment.seed,
         "round": loop.round,
         "partition": dataset.manifest.fingerprint,
+        **(
+            {}
+            if parts.task.same_clients or partition is None
+            else {"overlap": overlap_with(run, parts.experiment, dataset)}
+        ),
         **groups(evaluation, label_mask=parts.experiment.evaluation.label_mask),
         **loop.extra(evaluation),
     }
     return CheckpointEvaluation(statistics, evaluation, parts)
+
+
+def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[str, Any] | None:
+    """What of the examples of another partition's clients the seen clients of a run were trained on.
+
+    Known from the reserve that both partitions keep back, or else by a look at all examples. None: not known, since the
+    run's partition is not in the data root.
+
+    Raises
+    ------
+    DataError
+        If a shard is damaged.
+    """
+    trained_on = Manifest.from_json(RunFolder.open(run).text("partition.json"), where=str(run / "partition.json"))
+    found = apart_by_reserve(trained_on, dataset.manifest)
+    if found is None:
+        assert not isinstance(e.data, OwnData), "checked: --partition is of data sets alone"
+        folder = find_partition(trained_on, e.data.root)
+        if folder is None:
+            return None
+        found = overlap(FederatedDataset(folder, trained_on), dataset)
+    return dataclasses.asdict(found)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,78 @@
+"""Whether new clients have examples that a run was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedloom.data.federated import FederatedDataset
+from fedloom.data.manifest import SPLITS, Manifest
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What of new clients' examples the seen clients of a run trained on.
+
+    Attributes
+    ----------
+    train, validation, test
+        New clients' examples of each split that are among them.
+    clients
+        New clients that have any.
+    known_by
+        The reserve that both partitions keep back, or the comparison of all examples.
+    """
+
+    train: int
+    validation: int
+    test: int
+    clients: int
+    known_by: Literal["reserve", "examples"]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return self.clients > 0
+
+
+def apart_by_reserve(trained_on: Manifest, new: Manifest) -> Overlap | None:
+    """An overlap of nothing, if the manifests alone show it: one partition deals what the other keeps back."""
+    both = (trained_on, new)
+    sides = {bool((manifest.scheme.get("reserve") or {}).get("deal")) for manifest in both}
+    same = trained_on.reserved is not None and trained_on.reserved == new.reserved
+    if same and len(sides) == 2 and trained_on.source_sha256 == new.source_sha256:
+        return Overlap(0, 0, 0, 0, "reserve")
+    return None
+
+
+def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
+    """Compare every example of ``new``, input and label, with the train splits of the seen clients of ``trained_on``.
+
+    Raises
+    ------
+    DataError
+        If a shard is missing or damaged.
+    """
+    known: set[bytes] = set()
+    for client in trained_on.manifest.roster:
+        known.update(_digests(trained_on.tensors(client), "train"))
+    found, clients = dict.fromkeys(SPLITS, 0), 0
+    for entry in new.manifest.clients:
+        tensors = new.tensors(entry.id)
+        here = {split: sum(digest in known for digest in _digests(tensors, split)) for split in SPLITS}
+        clients += any(here.values())
+        found = {split: found[split] + here[split] for split in SPLITS}
+    return Overlap(found["train"], found["validation"], found["test"], clients, "examples")
+
+
+def _digests(shard: Mapping[str, Tensor], split: str) -> Iterator[bytes]:
+    """One for each example of a split."""
+    x, y = shard[f"{split}_x"], shard.get(f"{split}_y")
+    inputs = x.reshape(len(x), -1).numpy()
+    labels = y.tolist() if y is not None else [-1] * len(x)
+    for values, label in zip(inputs, labels, strict=True):
+        yield hashlib.blake2b(values.tobytes(), digest_size=16, salt=label.to_bytes(8, "little", signed=True)).digest()

@@ -1,0 +1,133 @@
+"""Examples that are kept back before anything is assigned, so that new clients have some that nobody trained on.
+
+Which ones depends on the data set alone, not on the seed: what one partition keeps back, every other one with the same
+reserve keeps back too, whatever its seed and scheme, and a larger reserve holds a smaller one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.errors import ExperimentError
+
+_SEED = 0
+"""Of the order in which examples are kept back: not the experiment's, so that it is one for all."""
+
+
+class Reserve(BaseModel):
+    """What is kept back, and which side of it clients get."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float | None = Field(
+        default=None, gt=0, lt=1, description="Share of each class (natural: of the owners) that is kept back."
+    )
+    count: int | None = Field(
+        default=None,
+        ge=1,
+        description="Official training examples of each class (natural: owners) that are kept back, and as large a "
+        "share of its test examples; exactly one of share and count.",
+    )
+    deal: bool = Field(
+        default=False, description="Give clients what is kept back, and not the rest: for clients who are new to a run."
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Reserve:
+        if (self.share is None) == (self.count is None):
+            raise ValueError(f"exactly one of share and count: found share={self.share}, count={self.count}")
+        return self
+
+    def size(self, whole: int, what: str) -> int:
+        """How many of so many are kept back.
+
+        Parameters
+        ----------
+        what
+            What they are, for messages.
+
+        Raises
+        ------
+        ExperimentError
+            If a count leaves none.
+        """
+        if self.count is None:
+            assert self.share is not None
+            return math.floor(self.share * whole + 0.5)
+        if self.count >= whole:
+            raise ExperimentError(
+                f"data.partition.reserve.count: found {self.count}; there are {whole:,} {what}; allowed: fewer, "
+                "so that some are left"
+            )
+        return self.count
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What a partition says of its reserve.
+
+    Attributes
+    ----------
+    examples
+        How many are kept back (natural: owners).
+    sha256
+        Of which ones, hex: equal for partitions that keep the same back.
+    """
+
+    examples: int
+    sha256: str
+
+
+def reserved_classes(
+    train: Sequence[NDArray[np.int64]], test: Sequence[NDArray[np.int64]], reserve: Reserve
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], Reserved]:
+    """Return the positions of each class that clients are given, of train and of test, and what is kept back.
+
+    Raises
+    ------
+    ExperimentError
+        If nothing of a class would be left.
+    """
+    given: tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]] = ([], [])
+    back = []
+    for c, (of_train, of_test) in enumerate(zip(train, test, strict=True)):
+        kept = reserve.size(len(of_train), f"training examples of class {c}")
+        of_tests = math.floor(kept / max(len(of_train), 1) * len(of_test) + 0.5)
+        for name, members, size, out in (("train", of_train, kept, given[0]), ("test", of_test, of_tests, given[1])):
+            chosen = _chosen(len(members), size, name, c)
+            back.append(members[chosen])
+            out.append(members[chosen if reserve.deal else ~chosen])
+    return *given, _named(np.concatenate(back).tolist())
+
+
+def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.bool_], Reserved]:
+    """Return which owners may become clients, and what is kept back.
+
+    Raises
+    ------
+    ExperimentError
+        If no owner would be left.
+    """
+    chosen = _chosen(len(names), reserve.size(len(names), "owners"), "owners")
+    which = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
+    return (chosen if reserve.deal else ~chosen), _named(which)
+
+
+def _chosen(whole: int, size: int, *purpose: str | int) -> NDArray[np.bool_]:
+    """``[whole]`` bool: the first ``size`` in an order that is the same for all sizes."""
+    chosen = np.zeros(whole, dtype=np.bool_)
+    chosen[shuffled(keyed_generator(_SEED, "reserve", *purpose), whole)[:size]] = True
+    return chosen
+
+
+def _named(which: Sequence[int] | Sequence[str]) -> Reserved:
+    text = "\n".join(sorted(str(each) for each in which))
+    return Reserved(len(which), hashlib.sha256(text.encode()).hexdigest())
