@@ -1,4 +1,4 @@
-"""Every command of the tutorial does what the page says: its shell blocks are run, in order, in an empty folder."""
+"""Every command of the tutorials does what the page says: its shell blocks are run, in order, in an empty folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 from run_processes import WAIT_S, ended, fedloom, started
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "first-federation.md"
+from fedloom.data import sources
+from fedloom.data.folders import data_root
+from fedloom.errors import DataError
+
+TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 
 
 class Shell:
@@ -59,11 +63,20 @@ class Shell:
         self.folder = Path(done.stdout.splitlines()[-1])
 
 
+def blocks_of(page: str) -> list[str]:
+    """The shell blocks of a tutorial."""
+    text = (TUTORIALS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 @pytest.mark.slow
 def test_the_tutorial(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    port, blocks = free_port(), blocks_of("first-federation.md")
     assert len(blocks) > 10
     with contextlib.ExitStack() as processes:
         shell = Shell(tmp_path, processes)
@@ -81,3 +94,42 @@ def test_the_tutorial(tmp_path: Path) -> None:
         "hospital-a",
         "hospital-b",
     }
+
+
+@pytest.mark.data
+@pytest.mark.exhaustive
+def test_the_first_experiment(tmp_path: Path) -> None:
+    try:
+        sources.fetch(sources.find("vowel"), data_root())
+    except DataError as error:
+        pytest.skip(f"the vowels cannot be had here: {error}")
+    with contextlib.ExitStack() as processes:
+        shell = Shell(tmp_path, processes)
+        for block in blocks_of("first-experiment.md"):
+            shell.run(block)
+    runs = shell.folder / "runs"
+    unseen = {
+        name: json.loads((runs / name / "summary.json").read_text())["unseen"]["accuracy_mean"]
+        for name in ("fedavg", "local")
+    }
+    assert min(unseen.values()) > 0.7
+    assert (shell.folder / "comparison" / "compare.html").exists()
+    assert len(list((runs / "search").glob("*/summary.json"))) == 4
+
+
+@pytest.mark.exhaustive
+def test_the_newcomer(tmp_path: Path) -> None:
+    port = free_port()
+    with contextlib.ExitStack() as processes:
+        shell = Shell(tmp_path, processes)
+        *before, ask, use = blocks_of("newcomer.md")
+        for block in before:
+            shell.run(block.replace(":7734", f":{port}"))
+        shell.run(ask.replace(":7734", f":{port}"))
+        shell.run(use)
+        done = subprocess.run(
+            [sys.executable, "use.py"], cwd=shell.folder, capture_output=True, text=True, timeout=WAIT_S, check=True
+        )
+    no, yes = map(float, re.findall(r"\d\.\d+(?:e-\d+)?", done.stdout))
+    assert 0.99 < no + yes < 1.01
+    assert yes > 0.5

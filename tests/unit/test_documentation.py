@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.errors import ExitCode
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
@@ -73,6 +75,20 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.
 def test_the_pages_made_from_the_code_are_up_to_date(page: str, make: str) -> None:
     made = runpy.run_path(str(DOCS / "generate_reference.py"))[make]()
     assert (DOCS / page).read_text(encoding="utf-8") == made, "make docs"
+
+
+@pytest.mark.parametrize("page", ["how-to.md", "troubleshooting.md"])
+def test_keys_options_and_codes_that_a_guide_names_exist(page: str) -> None:
+    text = prose(DOCS / page)
+    keys, options = ((DOCS / name).read_text(encoding="utf-8") for name in ("experiment-keys.md", "cli.md"))
+    sections = "data|algorithm|federation|evaluation|runtime"
+    named = set(re.findall(rf"(?:`|--set |--grid )(?:{sections})\.([\w.]+)[`=]", text))
+    assert named
+    assert {key for key in named if f"| `{key}` |" not in keys and f"| `{key}." not in keys} == set()
+    found = set(re.findall(r"(?<![\w-])--[a-z-]+", text))
+    assert {option for option in found if not re.search(rf"{option}(?![\w-])", options)} == set()
+    codes = {int(code) for code in re.findall(r"(?:exit|ends with) (\d+)", text)}
+    assert codes <= {1, *ExitCode}
 
 
 @pytest.mark.exhaustive
