@@ -18,6 +18,7 @@ from federations import (
     group,
     held_out_elsewhere,
     made_by,
+    manifest,
     task,
 )
 from pydantic import ValidationError
@@ -26,8 +27,10 @@ from torch import Tensor
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.knnper import KNNPER, KNNPerSettings, Neighbours, memorize, mixed, nearest_of
 from fedloom.data.federated import ClientData, Split
-from fedloom.errors import DataError
+from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment import load
 from fedloom.models.mlp import MLP
+from fedloom.runner.assemble import check_clients
 
 SIZES = (4, 9, 6)
 LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}
@@ -188,6 +191,21 @@ def test_a_client_without_labels_has_no_datastore() -> None:
 def test_what_cannot_be_a_choice_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         made(**wrong)
+
+
+def test_a_client_with_fewer_examples_than_any_k_is_refused_before_training(tmp_path: Path) -> None:
+    """By what the manifest says of it; one that is not to train comes when it likes, and all its examples vote."""
+    (tmp_path / "few.yaml").write_text(
+        "{name: few, data: {dataset: vowel, partition: {scheme: natural}}, model: {name: mlp, hidden: [4]}, algorithm: "
+        "{name: knn-per, neighbours: [10, 5]}, federation: {rounds: 1, clients_per_round: 2}}"
+    )
+    experiment, data = load(tmp_path / "few.yaml"), clients((5, 4))
+    with pytest.raises(ExperimentError, match="client c1: found 4 train examples; allowed: at least 5, the smallest k"):
+        check_clients(experiment, manifest(data).clients)
+    check_clients(experiment, manifest(data, unseen=["c1"]).clients)
+    s = made(neighbours=[7], mixing=[1.0])
+    personal = memorize(MODEL, group(data[1:]), THETA[None], s)[0]["personal"]
+    torch.testing.assert_close(personal.probabilities(data[1].test.x), by_hand(data[1], data[1].test.x, 4, 1.0, 0.5))
 
 
 def test_mixing_is_in_probabilities() -> None:

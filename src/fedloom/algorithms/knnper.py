@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -114,12 +114,22 @@ def memorize(model: FlatModel, group: Group, theta: Tensor, s: KNNPerSettings) -
     return found
 
 
+def unfit(s: Any, examples: int, classes: int) -> str | None:
+    """What is wrong with a client that is to train: it has fewer examples than any k asks for; None: nothing."""
+    least = min(s.neighbours)
+    if examples >= least:
+        return None
+    return f"found {examples} train examples; allowed: at least {least}, the smallest k of algorithm.neighbours"
+
+
 class KNNPerSettings(Averaging):
     """Keys of ``algorithm`` for kNN-Per."""
 
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
     neighbours: list[Annotated[int, Field(ge=1)]] = Field(
-        default=[5, 10], min_length=1, description="k to choose from; a client with fewer examples uses them all"
+        default=[5, 10],
+        min_length=1,
+        description="k to choose from; a client needs examples for the smallest",
     )
     mixing: list[Annotated[float, Field(ge=0, le=1)]] = Field(
         default=[i / 10 for i in range(11)], min_length=1, description="λ to choose from, the share of the neighbours"
@@ -133,5 +143,6 @@ KNNPER = shared_model(
     personalize=memorize,
     steps=lambda s, examples: 0,
     needs_classes=True,
+    unfit=unfit,
     titles={"personal": "kNN-Per", "global": "kNN-Per, shared model"},
 )
