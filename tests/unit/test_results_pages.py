@@ -52,7 +52,7 @@ def test_pages_show_every_figure_that_is_there_and_no_other() -> None:
     shown = {
         name
         for path in [*RESULTS.glob("*.md"), ROOT / "README.md"]
-        for name in re.findall(r"!\[[^]]*\]\((?:docs/results/)?([^)]+)\)", path.read_text(encoding="utf-8"))
+        for name in re.findall(r"!\[[^]]*\]\((?:docs/results/)?([^/)]+)\)", path.read_text(encoding="utf-8"))
     }
     assert shown == {path.name for path in RESULTS.glob("*.svg")}
 
