@@ -48,7 +48,7 @@ from fedloom.transport.newcomer import Models
 from fedloom.transport.spoken import PERSONALIZE, PRECISIONS, SERVICE, Incoming, frames, pieces
 from fedloom.transport.wire import personalization_pb2 as wire
 
-CLIENTS, CLASSES, TILE, DESCRIPTORS = 100, 10, 8, 64
+CLIENTS, CLASSES, DESCRIPTORS = 100, 10, 64
 D = 85_822
 BARE = "/bare.Models/Get"
 PROGRAM = (sys.executable, "-m", "fedloom")
@@ -262,9 +262,8 @@ def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
     v, count, ends = descriptors(size), 0, time.perf_counter() + seconds
     started = time.process_time()
     while time.perf_counter() < ends:
-        for tile in torch.split(v, TILE):
-            server.hypernetwork(server.eta_h, tile)
-            count += TILE
+        server.hypernetwork(server.eta_h, v)
+        count += len(v)
     return 1e3 * (time.process_time() - started) / count
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.models.hypernetwork import TILE, Hypernetwork
+from fedloom.models.hypernetwork import COLUMNS, ROWS, TILE, Hypernetwork, _larger
 
 
 def made(
@@ -124,3 +124,21 @@ def test_rows_in_are_rows_out(c: int) -> None:
     theta, pullback = network.vjp(p, torch.zeros(c, 4, dtype=torch.float64))
     assert theta.shape == network(p, torch.zeros(c, 4, dtype=torch.float64)).shape == (c, 11)
     assert pullback(torch.zeros(c, 11).double(), torch.zeros(c).double()).d_v.shape == (c, 4)
+
+
+def test_a_model_of_several_products_has_the_bits_that_it_has_alone() -> None:
+    network, p = made(d=2 * COLUMNS + 1, dtype=torch.float32)
+    v = torch.randn(85, 4, generator=torch.Generator().manual_seed(1))
+    theta = network(p, v)
+    assert torch.equal(theta, torch.cat([network(p, row[None]) for row in v]))
+    assert torch.equal(theta, network.vjp(p, v)[0])
+    torch.testing.assert_close(theta.double(), plain({k: w.double() for k, w in p.items()}, v.double()))
+
+
+def test_rows_whose_bits_differ_from_a_tiles_are_not_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moody(b: Tensor, h: Tensor, w: Tensor) -> Tensor:
+        products = h[:, :, None] * w
+        return b + (products if len(h) != 32 else products.flip(1)).sum(1)
+
+    monkeypatch.setattr(torch, "addmm", moody)
+    assert _larger.__wrapped__(100, 50, 1) == tuple(rows for rows in ROWS if rows != 32)

@@ -1,8 +1,9 @@
 """Models on request: a durable round of a run, and the server half's side of the conversations about it.
 
 Whoever asks here is a client that the run does not know: the opening of its conversation is the same for all of them,
-and is made once for a round. Their answers come whenever they have them. Those that have come are taken together, in
-tiles of the fixed row count in which server networks run, so that a client's model does not depend on who else asks.
+and is made once for a round. Their answers come whenever they have them. Those that have come are taken together,
+up to 64 of them: server networks run on tiles of a fixed row count, so that a client's model does not depend on who
+else asks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from fedloom.federation.validation import absurd, mismatch, non_finite, specs
 from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, stack
 from fedloom.models.hypernetwork import TILE
 
-__all__ = ["TILE", "About", "NobodyLeft", "ServedRound", "Tile", "served_round"]
+__all__ = ["TILE", "TOGETHER", "About", "NobodyLeft", "ServedRound", "Tile", "served_round"]
+
+TOGETHER = 64
+"""Clients whose answers are taken together, at most: a hypernetwork's weights are read once for all of their tiles."""
 
 
 class NobodyLeft(Exception):
@@ -148,7 +152,7 @@ class Tile:
     Parameters
     ----------
     clients
-        Their ids, at most :data:`TILE`.
+        Their ids.
     answers
         To the opening, one row each.
     say

@@ -24,7 +24,7 @@ import torch
 import fedloom
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import FedloomError
-from fedloom.federation.served import TILE, NobodyLeft, ServedRound, Tile
+from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message, Metrics
 from fedloom.transport.gate import PEER, Gate, Peer, watch_certificate
@@ -124,6 +124,8 @@ class _Prepared:
 
     served: ServedRound
     openings: Mapping[wire.Precision, tuple[torch.dtype, list[Piece]]]
+    together: int = TOGETHER
+    """Clients in a tile, at most: fewer once clients of a tile were seen to wait for each other's answers."""
 
     @property
     def named(self) -> wire.ServedRound:
@@ -439,7 +441,7 @@ class Personalization:
 
     async def _overloaded(self, context: Any, reason: str) -> NoReturn:
         """Refuse at once, and say when the queue will have been worked off."""
-        ahead_ms = 1e3 * self._tile_s * (len(self._queue) / TILE + 1)
+        ahead_ms = 1e3 * self._tile_s * (len(self._queue) / TOGETHER + 1)
         retry_ms = round(min(LATE_MS, max(SOON_MS, ahead_ms)))
         log.warning("refused a client: %s", reason)
         await self._refuse(
@@ -522,7 +524,7 @@ class Personalization:
             self._timer = asyncio.get_running_loop().call_later(linger_s, self._pump)
             return
         seats: list[_Seat] = []
-        while self._queue and len(seats) < TILE and self._queue[0].prepared is first.prepared:
+        while self._queue and len(seats) < first.prepared.together and self._queue[0].prepared is first.prepared:
             seats.append(self._queue.popleft())
             seats[-1].waits = False
         self._busy += 1
@@ -605,11 +607,12 @@ class _Work:
 
     def _say(self, message: Message, awaited: type[Message] | None) -> None:
         said: dict[int, _Said | Exception] = {}
-        broken = non_finite(message) is not None
+        if awaited is not None:
+            self._seats[0].prepared.together = TILE
         for i in sorted(self._here):
             seat = self._seats[i]
             row = message.select([i])
-            if broken and non_finite(row) is not None:
+            if non_finite(row) is not None:  # of one row after another, each of which stays in the cache
                 said[i] = Unusable("the model that follows from what the client sent is not finite")
                 self._here.discard(i)
                 continue
