@@ -25,7 +25,7 @@ INSTEAD = (
 @app.command("ca")
 def ca(
     out: Annotated[Path, typer.Option(help="Folder for ca.crt and ca.key.", metavar="DIR")] = Path("certificates"),
-    days: Annotated[int, typer.Option(help="Valid for so long, 1 to 3650.")] = 365,
+    days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650.")] = 365,
 ) -> None:
     """Make a certificate authority."""
     from fedloom.trust.certificates import make_ca
@@ -36,19 +36,19 @@ def ca(
 
 @app.command("new")
 def new(
-    name: Annotated[str, typer.Argument(help="Of the member, or of the server.", metavar="NAME")],
+    name: Annotated[str, typer.Argument(help="Name of the member or server.", metavar="NAME")],
     ca: Annotated[Path, typer.Option(help="Folder of the CA.", metavar="DIR")] = Path("certificates"),
     out: Annotated[
-        Path | None, typer.Option(help="Folder for NAME.crt and NAME.key; by default the CA's.", metavar="DIR")
+        Path | None, typer.Option(help="Folder for NAME.crt and NAME.key; by default the CA's folder.", metavar="DIR")
     ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="DNS name or IP address under which it is dialled, of a server; repeatable."),
+        typer.Option(help="For a server: DNS name or IP address by which it is reached; repeatable."),
     ] = None,
-    days: Annotated[int, typer.Option(help="Valid for so long, 1 to 3650, and not longer than the CA.")] = 30,
-    replace: Annotated[bool, typer.Option("--replace", help="Take the place of files that are there.")] = False,
+    days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650, not after the CA expires.")] = 30,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace existing files.")] = False,
 ) -> None:
-    """Make the certificate of a member, or of a server (--host)."""
+    """Make a certificate for a member, or for a server (--host)."""
     from fedloom.trust.certificates import make_certificate
 
     _show(make_certificate(name, out or ca, ca, hosts=host or (), days=days, replace=replace))

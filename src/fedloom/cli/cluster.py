@@ -19,7 +19,8 @@ app = typer.Typer(help="Federations on Kubernetes, without Kubeflow.", no_args_i
 
 Name = Annotated[str, typer.Argument(help="The federation: fl-..., or its run id.", metavar="NAME")]
 Namespace = Annotated[
-    str | None, typer.Option("--namespace", "-n", help="By default this pod's, else the kubeconfig's.")
+    str | None,
+    typer.Option("--namespace", "-n", help="Kubernetes namespace; by default this pod's, otherwise the kubeconfig's."),
 ]
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -34,10 +35,10 @@ def submit(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
     ] = None,
     partition: Annotated[
-        str | None, typer.Option(help="Use this partition of this machine, and make none.", metavar="DIR")
+        str | None, typer.Option(help="Use this partition from this machine instead of making one.", metavar="DIR")
     ] = None,
     run_id: Annotated[
-        str | None, typer.Option(help="Tells apart runs of one experiment; by default its name and a digest.")
+        str | None, typer.Option(help="Distinguishes runs of one experiment; by default its name and a digest.")
     ] = None,
     namespace: Namespace = None,
     wait: Annotated[
@@ -96,11 +97,13 @@ def status(
 @app.command("logs")
 def logs(
     name: Name,
-    worker: Annotated[int | None, typer.Option(help="Of this worker, by its index.", min=0, metavar="N")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more, until the pod ends.")] = False,
+    worker: Annotated[
+        int | None, typer.Option(help="Show the log of this worker, by its index.", min=0, metavar="N")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines until the pod ends.")] = False,
     namespace: Namespace = None,
 ) -> None:
-    """Show what the aggregator of a federation has said, or one of its workers."""
+    """Show the log of a federation's aggregator, or of one of its workers."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -111,7 +114,7 @@ def logs(
 
 @app.command("stop")
 def stop(name: Name, namespace: Namespace = None) -> None:
-    """End a federation; what it has published stays, and submitting it again goes on from there."""
+    """Stop a federation; what it has published stays, and submitting it again continues from there."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -129,13 +132,13 @@ def clean(
     older_than: Annotated[
         str | None,
         typer.Option(
-            help="Remove only runs not written to for this long, finished or not, and partitions of none: 30d, 12h.",
+            help="Remove only runs, finished or not, and partitions not written to for this long: 30d, 12h.",
             metavar="TIME",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Remove old runs from a store, their checkpoints, clients' states and results; and partitions no run refers to."""
+    """Remove old runs from a store (checkpoints, clients' states, results), and partitions that no run uses."""
     from fedloom.errors import ExperimentError
     from fedloom.storage import open_store
     from fedloom.storage.retention import (

@@ -23,7 +23,7 @@ def fetch(
         typer.Option(
             "--from",
             metavar="DIR",
-            help="Take the files from here, in place of any stored before: official ones, plain or .gz, or LEAF's.",
+            help="Read the files from this folder and replace stored ones: official files, plain or .gz, or LEAF's.",
         ),
     ] = None,
 ) -> None:
@@ -64,7 +64,7 @@ def list_(
     root: Annotated[Path | None, ROOT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each data set.")] = False,
 ) -> None:
-    """List the data sets: which are here, how large they are, and their licences."""
+    """List the data sets: which are on this machine, their sizes and licences."""
     import json
 
     from rich.filesize import decimal
@@ -132,9 +132,11 @@ def partition(
             help="Copy the partition to this new folder too, or publish it at s3://BUCKET/PREFIX.", metavar="DIR|URL"
         ),
     ] = None,
-    fetch: Annotated[bool, typer.Option("--fetch", help="Fetch the data set first, where it is not here.")] = False,
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="Fetch the data set first if it is not on this machine.")
+    ] = False,
 ) -> None:
-    """Make the partition of an experiment, or fix a damaged one."""
+    """Make the partition of an experiment, or repair a damaged one."""
     import shutil
 
     from fedloom import experiment as experiments

@@ -97,7 +97,9 @@ def options(
     ] = False,
     log_format: Annotated[
         LogFormat,
-        typer.Option(envvar="FEDLOOM_LOG_FORMAT", help="How the log is shown; json: one object a line, and no bars."),
+        typer.Option(
+            envvar="FEDLOOM_LOG_FORMAT", help="Format of the log; json: one object per line, without progress bars."
+        ),
     ] = LogFormat.TEXT,
 ) -> None:
     """Personalized federated learning: one experiment file, on one machine or many."""

@@ -20,7 +20,8 @@ def pack(
     out: Annotated[Path, typer.Option(help="New folder for the client.", metavar="DIR")],
     id_: Annotated[str | None, typer.Option("--id", help="The client's id; by default the name of SOURCE.")] = None,
     experiment: Annotated[
-        str | None, typer.Option(help="The experiment file, whose `data.own` says what to bring.", metavar="FILE")
+        str | None,
+        typer.Option(help="The experiment file; its `data.own` says what a client must bring.", metavar="FILE"),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
@@ -30,11 +31,13 @@ def pack(
         str | None,
         typer.Option(help="Of a table: the column that says train, validation or test.", metavar="COLUMN"),
     ] = None,
-    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="There are no labels.")] = False,
+    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="The data have no labels.")] = False,
     resize: Annotated[bool, typer.Option("--resize", help="Resize images of another size.")] = False,
-    test_fraction: Annotated[float, typer.Option(help="Part of the examples for testing.", metavar="F")] = 0.2,
-    validation_fraction: Annotated[float, typer.Option(help="Part of the rest for validation.", metavar="F")] = 1 / 6,
-    seed: Annotated[int, typer.Option(help="Decides which examples.", min=0)] = 1,
+    test_fraction: Annotated[float, typer.Option(help="Fraction of the examples for testing.", metavar="F")] = 0.2,
+    validation_fraction: Annotated[
+        float, typer.Option(help="Fraction of the remaining examples for validation.", metavar="F")
+    ] = 1 / 6,
+    seed: Annotated[int, typer.Option(help="Seed of the random split.", min=0)] = 1,
 ) -> None:
     """Pack a client's own data: checked, split, and written as a folder that `fedloom worker --data` serves."""
     from fedloom.data.pack import PackSettings

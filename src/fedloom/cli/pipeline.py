@@ -28,7 +28,7 @@ Methods = Annotated[
     typer.Option(
         "--method",
         metavar="KEY=VALUE;...",
-        help="compare_methods: what a method changes in the file; empty for nothing; repeatable.",
+        help="compare_methods: the changes to the file that make one method; may be empty; repeatable.",
     ),
 ]
 Seeds = Annotated[str | None, typer.Option(help="compare_methods: 1,2,3 or 1-3.", metavar="N,N,...")]
@@ -36,11 +36,12 @@ Model = Annotated[
     str | None, typer.Option(help="unseen_clients: the trained model, a run's folder or an artifact's URI.")
 ]
 Which = Annotated[
-    str | None, typer.Option("--checkpoint", help="What is evaluated: last, best or a round.", metavar="last|best|N")
+    str | None,
+    typer.Option("--checkpoint", help="Which checkpoint to evaluate: last, best or a round.", metavar="last|best|N"),
 ]
 Source = Annotated[
     str | None,
-    typer.Option(help="Take the data set's files from here, a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
+    typer.Option(help="Read the data set's files from this folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
 ]
 Host = Annotated[
     str | None,
@@ -49,12 +50,14 @@ Host = Annotated[
 Token = Annotated[
     str | None,
     typer.Option(
-        help="Bearer token, or @FILE, read again when it is needed.", envvar="FEDLOOM_KUBEFLOW_TOKEN", metavar="TOKEN"
+        help="Bearer token, or @FILE, which is read again when needed.",
+        envvar="FEDLOOM_KUBEFLOW_TOKEN",
+        metavar="TOKEN",
     ),
 ]
 InCluster = Annotated[bool, typer.Option("--in-cluster", help="Use the token that Kubeflow gave this pod.")]
 CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust.", envvar="SSL_CERT_FILE", metavar="FILE")]
-Namespace = Annotated[str | None, typer.Option(help="Your profile's namespace, where Kubeflow has many users.")]
+Namespace = Annotated[str | None, typer.Option(help="Your profile's namespace, if Kubeflow has several users.")]
 
 
 @app.command("compile")
@@ -63,7 +66,7 @@ def compile_(
     out: Annotated[Path, typer.Option(help="Folder for NAME.yaml.", metavar="DIR")] = Path(),
     image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
 ) -> None:
-    """Write the YAML of a pipeline, to upload by hand or to keep."""
+    """Write a pipeline as YAML, to upload by hand or to keep."""
     from fedloom.kubeflow import compiling
 
     names = [compiling.check_name(name)] if name else list(compiling.NAMES)
@@ -87,7 +90,7 @@ def local(
     checkpoint: Which = None,
     source: Source = None,
 ) -> None:
-    """Run a pipeline on this machine, with processes in place of pods."""
+    """Run a pipeline on this machine, with processes instead of pods."""
     from fedloom.kubeflow import compiling, local
 
     known = compiling.check_name(name)
@@ -126,13 +129,13 @@ def submit(
     ca_file: CaFile = None,
     namespace: Namespace = None,
     experiment_name: Annotated[
-        str, typer.Option(help="Kubeflow experiment in which the run is shown; made if it is not there.")
+        str, typer.Option(help="Kubeflow experiment that shows the run; made if it does not exist.")
     ] = "fedloom",
     service_account: Annotated[str | None, typer.Option(help="Service account of the run's pods.")] = None,
     pipeline_root: Annotated[str | None, typer.Option(help="Where the run's artifacts go.", metavar="URL")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code is the outcome's.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code tells the outcome.")] = False,
     terminate_on_interrupt: Annotated[
-        bool, typer.Option("--terminate-on-interrupt", help="Ctrl-C while waiting stops the run, too.")
+        bool, typer.Option("--terminate-on-interrupt", help="Ctrl-C while waiting also stops the run.")
     ] = False,
 ) -> None:
     """Upload a pipeline to Kubeflow, start a run and print its link."""
@@ -162,7 +165,7 @@ def wait(
     ca_file: CaFile = None,
     namespace: Namespace = None,
 ) -> None:
-    """Wait for a run on Kubeflow; the exit code is its outcome's."""
+    """Wait for a run on Kubeflow; the exit code tells its outcome."""
     from fedloom.kubeflow.submit import Started
 
     kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
@@ -180,7 +183,7 @@ def stop(
     ca_file: CaFile = None,
     namespace: Namespace = None,
 ) -> None:
-    """Stop a run on Kubeflow; its federations end, and their pods go."""
+    """Stop a run on Kubeflow, its federations and their pods."""
     kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
     kubeflow.check()
     kubeflow.terminate(run)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fedloom.runner.options import RunOptions
 
 ExperimentFile = Annotated[
-    str, typer.Argument(help="The experiment file; also one in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
+    str, typer.Argument(help="The experiment file, or its URL in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
 ]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
@@ -23,29 +23,36 @@ Out = Annotated[
     Path | None, typer.Option(help="The run's folder; by default runs/NAME-ALGORITHM-seedN.", metavar="DIR")
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the last checkpoint of the folder, or the last that is published.")
+    bool,
+    typer.Option("--resume", help="Continue from the last checkpoint of the folder, or from the last one published."),
 ]
 ReplayRun = Annotated[
     Path | None,
-    typer.Option("--replay", metavar="RUN", help="Repeat the journal of a run: same cohorts, same losses, same bits."),
+    typer.Option(
+        "--replay",
+        metavar="RUN",
+        help="Repeat a run by its journal: the same cohorts, the same clients lost, the same numbers.",
+    ),
 ]
 Partition = Annotated[
     str | None,
-    typer.Option(help="Use this partition, and make none: a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
+    typer.Option(help="Use this partition instead of making one: a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
 ]
 OwnFolders = Annotated[
     list[Path] | None,
-    typer.Option("--data", help="With data.own: a packed client, or a folder of some; repeatable.", metavar="DIR"),
+    typer.Option(
+        "--data", help="With data.own: a packed client, or a folder of packed clients; repeatable.", metavar="DIR"
+    ),
 ]
 Observe = Annotated[
     list[Path] | None,
-    typer.Option(help="Likewise, clients that are measured and never train; repeatable.", metavar="DIR"),
+    typer.Option(help="Like --data, for clients that are only measured and never train; repeatable.", metavar="DIR"),
 ]
 Publish = Annotated[
     str | None,
     typer.Option(
-        help="Publish the run there as it goes: s3://BUCKET/PREFIX; by default STORAGE/runs/NAME where `storage` is a "
-        "store.",
+        help="Publish the run there while it runs: s3://BUCKET/PREFIX; by default STORAGE/runs/NAME if `storage` "
+        "is a store.",
         metavar="URL",
     ),
 ]
@@ -54,7 +61,7 @@ Report = Annotated[
     typer.Option(
         "--report/--no-report",
         envvar="FEDLOOM_REPORT",
-        help="Write the report at the end: two seconds, which many small runs save; `fedloom report` writes it later.",
+        help="Write the report at the end, which takes two seconds; `fedloom report` writes it later.",
     ),
 ]
 
@@ -64,7 +71,7 @@ def run(
     set_: Set = None,
     out: Out = None,
     workers: Annotated[
-        int | None, typer.Option(help="Worker processes; 0 trains in this process.", min=0, metavar="N")
+        int | None, typer.Option(help="Number of worker processes; 0 trains in this process.", min=0, metavar="N")
     ] = None,
     resume: Resume = False,
     replay: ReplayRun = None,
@@ -86,7 +93,7 @@ def run(
     ] = 1,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
-    """Run an experiment on this machine; with --seeds or --grid, at every point, and compare."""
+    """Run an experiment on this machine; with --seeds or --grid, run every combination and compare."""
     from fedloom import experiment as experiments
     from fedloom.errors import ExperimentError
     from fedloom.runner.options import RunOptions
@@ -134,24 +141,30 @@ def aggregator(
     publish: Publish = None,
     report: Report = True,
     wait: Annotated[
-        float, typer.Option(help="Seconds until workers must serve every client.", min=0, metavar="S")
+        float, typer.Option(help="Seconds to wait until workers serve every client.", min=0, metavar="S")
     ] = 600.0,
     orphan_after: Annotated[
         float | None,
-        typer.Option(help="Stop (code 8) once nobody has watched the run for so long.", min=0.1, metavar="S"),
+        typer.Option(
+            help="Stop with exit code 8 when nobody has watched the run for this many seconds.", min=0.1, metavar="S"
+        ),
     ] = None,
     finished_grace: Annotated[
-        float, typer.Option(help="Seconds to wait at the end until watchers have been told.", min=0, metavar="S")
+        float, typer.Option(help="Seconds to wait at the end until watchers have heard of it.", min=0, metavar="S")
     ] = 5.0,
     health: Annotated[
         str | None,
-        typer.Option(help="Serve health there too, in plaintext and alone, for probes.", metavar="HOST:PORT"),
+        typer.Option(
+            help="Serve health checks on this address too, and nothing else, in plaintext, for probes.",
+            metavar="HOST:PORT",
+        ),
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(help="Serve metrics there, for Prometheus (docs/metrics.md).", metavar="HOST:PORT")
+        str | None,
+        typer.Option(help="Serve metrics for Prometheus on this address (docs/metrics.md).", metavar="HOST:PORT"),
     ] = None,
     stay: Annotated[
-        bool, typer.Option("--stay", help="When the run is over, serve its end until told to go (SIGTERM).")
+        bool, typer.Option("--stay", help="When the run is over, keep answering watchers until SIGTERM.")
     ] = False,
     tls_certificate: trusted.Certificate = None,
     tls_key: trusted.Key = None,

@@ -17,31 +17,44 @@ def serve(
     run: Annotated[str, typer.Argument(help="The run's folder, or the URL where it is published.", metavar="RUN|URL")],
     listen: Annotated[str, typer.Option(help="Address to serve on.", metavar="HOST:PORT")] = "127.0.0.1:7734",
     follow: Annotated[
-        bool, typer.Option("--follow", help="Take over each newer round of the run as soon as it is durable.")
+        bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as a checkpoint holds it.")
     ] = False,
     checkpoint: Annotated[str, typer.Option(help="last, best or a round.", metavar="last|best|N")] = "last",
     linger: Annotated[
-        float, typer.Option(help="Seconds that a client waits for others to share its tile.", min=0, metavar="S")
+        float,
+        typer.Option(
+            help="Seconds that a client waits for others, so that their models are computed together.",
+            min=0,
+            metavar="S",
+        ),
     ] = 0.003,
     queue: Annotated[
-        int, typer.Option(help="Clients that wait for a tile at most; the next is told when to come back.", min=1)
+        int,
+        typer.Option(
+            help="Most clients that may wait for their model to be computed; the next one is told when to try again.",
+            min=1,
+        ),
     ] = 1024,
-    conversations: Annotated[int, typer.Option(help="Conversations that are open at most.", min=1)] = 4096,
+    conversations: Annotated[int, typer.Option(help="Most conversations that may be open at a time.", min=1)] = 4096,
     deadline: Annotated[
         float, typer.Option(help="Seconds that a client may take to answer.", min=0.1, metavar="S")
     ] = 60.0,
     drain: Annotated[
-        float, typer.Option(help="Seconds that conversations may go on once it is told to stop.", min=0, metavar="S")
+        float, typer.Option(help="Seconds that open conversations may continue after SIGTERM.", min=0, metavar="S")
     ] = 10.0,
     audit: Annotated[
         Path | None, typer.Option(help="The audit log; by default logs/audit.jsonl of the run's folder.")
     ] = None,
     health: Annotated[
         str | None,
-        typer.Option(help="Serve health there too, in plaintext and alone, for probes.", metavar="HOST:PORT"),
+        typer.Option(
+            help="Serve health checks on this address too, and nothing else, in plaintext, for probes.",
+            metavar="HOST:PORT",
+        ),
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(help="Serve metrics there, for Prometheus (docs/metrics.md).", metavar="HOST:PORT")
+        str | None,
+        typer.Option(help="Serve metrics for Prometheus on this address (docs/metrics.md).", metavar="HOST:PORT"),
     ] = None,
     tls_certificate: trusted.Certificate = None,
     tls_key: trusted.Key = None,
@@ -50,7 +63,7 @@ def serve(
     identities: trusted.Identities = None,
     insecure: trusted.InsecureServer = False,
 ) -> None:
-    """Give clients that ask models of their own (`fedloom personalize --from`), until told to stop."""
+    """Hand out models to clients that ask for one (`fedloom personalize --from`), until stopped."""
     from fedloom.federation.folder import RunFolder
     from fedloom.storage import is_url
 

@@ -60,7 +60,9 @@ def status(
     as_json: Json = False,
     follow: Annotated[
         bool | None,
-        typer.Option("--follow/--once", help="Go on until it is over, or show it once; by default a terminal follows."),
+        typer.Option(
+            "--follow/--once", help="Keep showing until the run is over, or show once; by default follow on a terminal."
+        ),
     ] = None,
     tls_ca: trusted.CaOfAggregator = None,
     tls_certificate: trusted.Certificate = None,
@@ -68,7 +70,7 @@ def status(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Show what a federation does: live, or from a run's files, also where no process is alive."""
+    """Show what a federation is doing: live, or from a run's files, even when no process runs."""
     follow = sys.stdout.isatty() and not as_json if follow is None else follow
     with _source(where, tls_ca, tls_certificate, tls_key, token_file, insecure) as source:
         now = source.activity()
@@ -129,7 +131,7 @@ def clients(
 
 
 federation = typer.Typer(
-    help="Control a running federation; for the role admin.", no_args_is_help=True, rich_markup_mode=None
+    help="Control a running federation; needs the role admin.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -142,7 +144,7 @@ def pause(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Have the rounds pause after the one under way, until `resume`; also if the aggregator is started again."""
+    """Pause after the current round, until `resume`; a restarted aggregator stays paused."""
     with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
         changed, now = asked.pause()
     what = "pauses" if changed else "was to pause before:"
@@ -158,7 +160,7 @@ def resume(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Have paused rounds go on."""
+    """Continue a paused federation."""
     with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
         changed, now = asked.resume()
     _say(f"{now.run} goes on after round {now.round}" if changed else f"{now.run} was not paused")
@@ -168,7 +170,7 @@ def resume(
 def stop(
     address: Address,
     now: Annotated[
-        bool, typer.Option("--now", help="Do not wait for the round under way: it runs again on --resume.")
+        bool, typer.Option("--now", help="Do not wait for the current round; it runs again on --resume.")
     ] = False,
     tls_ca: trusted.CaOfAggregator = None,
     tls_certificate: trusted.Certificate = None,
@@ -176,7 +178,7 @@ def stop(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """End the aggregator after the round under way; started again with --resume it goes on."""
+    """Stop the aggregator after the current round; `--resume` continues later."""
     with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
         told = asked.stop(now=now)
     when = "now" if now or told.doing is None else f"after round {told.doing}"

@@ -13,21 +13,24 @@ app = typer.Typer(help="Tokens for workers and watchers of an aggregator.", no_a
 TokensFile = Annotated[
     Path,
     typer.Option(
-        "--tokens", help="The file of hashes, as the aggregator has it.", metavar="FILE", envvar="FEDLOOM_TOKENS"
+        "--tokens", help="The file of token hashes that the aggregator reads.", metavar="FILE", envvar="FEDLOOM_TOKENS"
     ),
 ]
 
 
 @app.command("new")
 def new(
-    name: Annotated[str, typer.Argument(help="Whose it is, as `token` in the table of identities.", metavar="NAME")],
+    name: Annotated[
+        str, typer.Argument(help="The name of the token, as `token` in the table of identities.", metavar="NAME")
+    ],
     tokens: TokensFile = Path("tokens.json"),
-    days: Annotated[float | None, typer.Option(help="Valid for so long; by default for ever.", min=0)] = None,
+    days: Annotated[float | None, typer.Option(help="Days until it expires; by default never.", min=0)] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write it to a new file (0600) instead of showing it.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the token to a new file (mode 0600) instead of showing it.", metavar="FILE"),
     ] = None,
 ) -> None:
-    """Make a token, show it this once, and keep its hash."""
+    """Make a token, show it this one time, and store its hash."""
     from fedloom.trust.files import create
     from fedloom.trust.tokens import add_token, revoke_tokens
 
@@ -59,10 +62,12 @@ def list_(tokens: TokensFile = Path("tokens.json")) -> None:
 
 @app.command("revoke")
 def revoke(
-    which: Annotated[str, typer.Argument(help="Its id, or a name: then all that this name has.", metavar="ID|NAME")],
+    which: Annotated[
+        str, typer.Argument(help="A token's id, or a name: then all tokens of this name.", metavar="ID|NAME")
+    ],
     tokens: TokensFile = Path("tokens.json"),
 ) -> None:
-    """Revoke tokens: an aggregator that reads this file puts out within seconds whoever uses one."""
+    """Revoke tokens: an aggregator that reads this file disconnects their users within seconds."""
     from fedloom.trust.tokens import revoke_tokens
 
     revoked = revoke_tokens(tokens, which)

@@ -11,20 +11,20 @@ Certificate = Annotated[
     Path | None,
     typer.Option(
         "--tls-certificate",
-        help="Our certificate, PEM, with those that vouch for it.",
+        help="Our certificate as PEM, followed by its intermediate certificates.",
         metavar="FILE",
         envvar="FEDLOOM_TLS_CERTIFICATE",
     ),
 ]
 Key = Annotated[
     Path | None,
-    typer.Option("--tls-key", help="The key of our certificate.", metavar="FILE", envvar="FEDLOOM_TLS_KEY"),
+    typer.Option("--tls-key", help="The private key of our certificate.", metavar="FILE", envvar="FEDLOOM_TLS_KEY"),
 ]
 CaOfPeers = Annotated[
     Path | None,
     typer.Option(
         "--tls-ca",
-        help="Ask each peer for a certificate of these authorities (mutual TLS).",
+        help="Require peers to have a certificate signed by these authorities (mutual TLS).",
         metavar="FILE",
         envvar="FEDLOOM_TLS_CA",
     ),
@@ -33,32 +33,37 @@ CaOfAggregator = Annotated[
     Path | None,
     typer.Option(
         "--tls-ca",
-        help="Speak TLS, and believe an aggregator whose certificate is of these authorities.",
+        help="Use TLS, and accept a server whose certificate is signed by these authorities.",
         metavar="FILE",
         envvar="FEDLOOM_TLS_CA",
     ),
 ]
 Tokens = Annotated[
     Path | None,
-    typer.Option(help="Let in who has one of these tokens (`fedloom token`).", metavar="FILE", envvar="FEDLOOM_TOKENS"),
+    typer.Option(
+        help="Accept peers that have one of the tokens in this file (`fedloom token`).",
+        metavar="FILE",
+        envvar="FEDLOOM_TOKENS",
+    ),
 ]
 Identities = Annotated[
     Path | None,
     typer.Option(
-        help="Table of identities: who may do what, for which clients.", metavar="FILE", envvar="FEDLOOM_IDENTITIES"
+        help="Table of identities: who may do what, and for which clients.", metavar="FILE", envvar="FEDLOOM_IDENTITIES"
     ),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="File that holds our token; or the token itself in $FEDLOOM_TOKEN.",
+        help="File with our token; or put the token itself in $FEDLOOM_TOKEN.",
         metavar="FILE",
         envvar="FEDLOOM_TOKEN_FILE",
     ),
 ]
 InsecureServer = Annotated[
-    bool, typer.Option("--insecure", help="Serve other machines though peers are not known, or all is in plaintext.")
+    bool,
+    typer.Option("--insecure", help="Accept connections from other machines without authentication, or in plaintext."),
 ]
 InsecureClient = Annotated[
-    bool, typer.Option("--insecure", help="Send our token in plaintext, where others on the way can read it.")
+    bool, typer.Option("--insecure", help="Send our token in plaintext, where others on the network can read it.")
 ]

@@ -20,14 +20,16 @@ Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
 Other = Annotated[
     str | None,
-    typer.Option("--partition", metavar="DIR|URL", help="Clients of another partition of the same kind of data."),
+    typer.Option(
+        "--partition", metavar="DIR|URL", help="Use the clients of another partition of the same kind of data."
+    ),
 ]
 OwnFolders = Annotated[
     list[Path] | None,
     typer.Option(
         "--data",
         metavar="DIR",
-        help="Of a run with data.own: a packed client, or a folder of some; repeatable.",
+        help="For a run with data.own: a packed client, or a folder of packed clients; repeatable.",
     ),
 ]
 
@@ -39,7 +41,7 @@ def evaluate(
     data: OwnFolders = None,
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
 ) -> None:
-    """Measure a trained model again on every client, or on the clients of another partition."""
+    """Evaluate a trained model again on every client, or on the clients of another partition."""
     from fedloom.federation.folder import RunFolder
 
     RunFolder.open(run)  # before torch is imported
@@ -89,8 +91,8 @@ def personalize(
         str | None,
         typer.Option(
             "--from",
-            help="Make one model, for a client that the run does not know: by a server of models (`fedloom serve`, an "
-            "aggregator), or from a run's folder or URL.",
+            help="Make one model, for a client that took no part in the run: ask a server (`fedloom serve`, or an "
+            "aggregator), or read a run's folder or URL.",
             metavar="HOST:PORT|RUN",
         ),
     ] = None,
@@ -99,10 +101,11 @@ def personalize(
     data: OwnFolders = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
     precision: Annotated[
-        str, typer.Option(help="With --from HOST:PORT, how numbers travel: float32, or bfloat16, half as large.")
+        str,
+        typer.Option(help="With --from HOST:PORT, how numbers are sent: float32, or bfloat16, which is half as large."),
     ] = "float32",
     predictor: Annotated[
-        str, typer.Option(help="With --from, which of the client's predictors: personal, global.")
+        str, typer.Option(help="With --from, which of the client's predictors: personal or global.")
     ] = "personal",
     timeout: Annotated[
         float, typer.Option(help="With --from HOST:PORT, seconds to wait for the model.", min=0.1, metavar="S")
@@ -113,7 +116,7 @@ def personalize(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Give clients, seen or never seen, their own models, and save them."""
+    """Make and save models for clients, whether they took part in training or not."""
     from fedloom.errors import ExperimentError, QuorumError
     from fedloom.federation.folder import RunFolder
 
@@ -204,14 +207,15 @@ def report(
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of finished runs, or folders that hold some.", metavar="RUN...")
+        list[Path],
+        typer.Argument(help="Folders of finished runs, or folders that contain finished runs.", metavar="RUN..."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(help="Write compare.html, .csv, .tex and figures to this folder.", metavar="DIR"),
     ] = None,
 ) -> None:
-    """Show side by side what each client would get; runs that differ in the seed alone are merged."""
+    """Compare runs side by side; runs that differ only in the seed are merged into one row."""
     show_comparison(runs, out)
     if out is not None:
         typer.echo(f"comparison: {out / 'compare.html'}")

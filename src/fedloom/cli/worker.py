@@ -29,31 +29,35 @@ def worker(
     partition: Annotated[
         str | None,
         typer.Option(
-            help="The partition: a folder, or s3://BUCKET/PREFIX, of which each shard is fetched when its "
-            "client is first served.",
+            help="The partition: a folder, or s3://BUCKET/PREFIX, from which a client's data are fetched when it is "
+            "first served.",
             metavar="DIR|URL",
         ),
     ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="In place of --partition: a packed client (`fedloom data pack`), or a folder of some; repeatable.",
+            help="Instead of --partition: a packed client (`fedloom data pack`), or a folder of packed clients; "
+            "repeatable.",
             metavar="DIR",
         ),
     ] = None,
     observe: Annotated[
         list[Path] | None,
-        typer.Option(help="Likewise, clients that are measured and get models, and never train.", metavar="DIR"),
+        typer.Option(help="Like --data, for clients that are measured and get models but never train.", metavar="DIR"),
     ] = None,
     class_counts: Annotated[
         bool,
-        typer.Option("--class-counts", help="Tell the aggregator how many training examples of each class they have."),
+        typer.Option(
+            "--class-counts", help="Tell the aggregator how many training examples of each class the clients have."
+        ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would leave these clients, and send nothing.")
+        bool, typer.Option("--dry-run", help="Show what these clients would send, and send nothing.")
     ] = False,
     experiment: Annotated[
-        str | None, typer.Option(help="With --dry-run: the experiment file; without it, all methods.", metavar="FILE")
+        str | None,
+        typer.Option(help="With --dry-run: the experiment file; without it, every method is shown.", metavar="FILE"),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; by default host and process id.")] = None,
     clients: Annotated[
@@ -61,27 +65,31 @@ def worker(
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(help="Serve the I-th, from 0, of N equal blocks of the partition's clients.", metavar="I/N"),
+        typer.Option(help="Serve block I (from 0) of N equal blocks of the partition's clients.", metavar="I/N"),
     ] = None,
     device: Annotated[Device, typer.Option(help="What to compute on.")] = Device.CPU,
-    threads: Annotated[int, typer.Option(help="Torch threads; the aggregator must use as many.", min=1)] = 1,
+    threads: Annotated[int, typer.Option(help="Torch threads; use the same number on the aggregator.", min=1)] = 1,
     clients_at_once: Annotated[int, typer.Option(help="Clients vectorized together on a GPU.", min=1)] = 1,
     reconnect: Annotated[
         float,
-        typer.Option(help="Seconds to dial an aggregator that is gone; inf: for ever.", min=0, metavar="S|inf"),
+        typer.Option(
+            help="Seconds to keep trying to reach an aggregator that does not answer; inf: for ever.",
+            min=0,
+            metavar="S|inf",
+        ),
     ] = 60.0,
     bandwidth: Annotated[
         str | None,
         typer.Option(
-            help="How much of the line to take each way: 10Mbit/s, or 2Mbit/s,20Mbit/s up and down; by default all.",
+            help="Limit of the network traffic: 10Mbit/s each way, or 2Mbit/s,20Mbit/s up and down; by default none.",
             metavar="RATE[,RATE]",
         ),
     ] = None,
     states: Annotated[
         str | None,
         typer.Option(
-            help="Folder or s3://BUCKET/PREFIX of the clients' states, for methods that keep any: one that all workers "
-            "reach.",
+            help="Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; all workers must reach "
+            "it.",
             metavar="DIR|URL",
         ),
     ] = None,
@@ -91,9 +99,9 @@ def worker(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Leave when standard input ends.")] = False,
+    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when standard input is closed.")] = False,
 ) -> None:
-    """Serve clients, of a partition or with data of their own, until the run is over."""
+    """Serve the clients of a partition, or clients with data of their own, until the run is over."""
     import socket
 
     from fedloom.errors import ExperimentError, InterruptedRun
