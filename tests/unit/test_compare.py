@@ -339,8 +339,44 @@ def test_pairs_are_tested_over_clients_and_corrected(tmp_path: Path) -> None:
 def test_all_seeds_that_both_have_are_paired(tmp_path: Path) -> None:
     folders = [run(tmp_path / f"p{seed}", "pefll", seed=seed) for seed in (1, 2, 3)]
     folders += [run(tmp_path / f"l{seed}", "local", seed=seed) for seed in (2, 3, 4)]
-    pair = next(pair for pair in compare(folders).pairs if pair.group == "seen")
-    assert (pair.seeds, pair.clients) == ((2, 3), 18)
+    found = compare(folders)
+    pair = next(pair for pair in found.pairs if pair.group == "seen")
+    assert (pair.seeds, pair.clients, pair.over) == ((2, 3), 18, "seeds")
+    assert found.tested_over == "seeds"
+
+
+def test_seeds_are_the_observations_where_there_are_several(tmp_path: Path) -> None:
+    """Three seeds of nine clients each, in one of which the methods are as good as each other."""
+    gains = {1: 0.1, 2: 0.05, 3: 0.0}  # of every client
+    base = [0.8, 0.7, 0.8, 0.5, 0.65, 0.7, 0.5, 0.75, 0.8]
+    folders = []
+    for seed, gain in gains.items():
+        folders.append(measured(run(tmp_path / f"a{seed}", "pefll", seed=seed), [value + gain for value in base]))
+        folders.append(measured(run(tmp_path / f"b{seed}", "local", seed=seed), base))
+    found = compare(folders)
+    pair = next(pair for pair in found.pairs if pair.group == "seen")
+    means = list(gains.values())
+    assert pair.mean == pytest.approx(0.05)
+    assert pair.p == pytest.approx(stats.ttest_1samp(means, 0).pvalue)  # 0.23
+    assert pair.interval == pytest.approx(stats.t.interval(0.95, 2, 0.05, stats.sem(means)))
+    assert pair.p_of_seeds == pytest.approx((2 / 2**9, 2 / 2**9, 1))
+    assert (pair.clients, pair.better, pair.worse) == (27, 18, 0)
+    assert found.marks("seen") == ["best", "tied"]  # 18 of 27 clients, none worse, and yet
+    together = [gain for gain in means for _ in base]
+    assert stats.wilcoxon(together, zero_method="pratt").pvalue < 1e-4  # what pseudo-replication would say
+    (line,) = [row for row in csv.DictReader(pairs_as_csv(found).splitlines()) if row["group"] == "seen"]
+    assert (line["test_over"], float(line["mean_difference"])) == ("seeds", pytest.approx(0.05))
+    assert pair.bootstrap is not None
+    assert 0 <= float(line["bootstrap_low"]) <= pair.bootstrap[0] < 0.05 < float(line["bootstrap_high"]) <= 0.1
+    assert float(line["t_low"]) < 0
+    page = write_comparison(found, tmp_path / "page").read_text()
+    assert "each seed is one observation" in page
+    one = compare(folders[:2])
+    assert "under this one training" in write_comparison(one, tmp_path / "one").read_text()
+    assert "under this one training" in as_latex(one)
+    (alone,) = [pair for pair in one.pairs if pair.group == "seen"]
+    assert (alone.over, alone.interval, alone.p) == ("clients", None, pytest.approx(2 / 2**9))
+    assert alone.bootstrap == pytest.approx((0.1, 0.1))
 
 
 def test_clients_of_different_partitions_are_not_paired(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fedloom.evaluation.summary import (
     Evaluation,
     best,
     calibration_document,
+    calibration_of_clients,
     client_rows,
     confusion_document,
     group_statistics,
@@ -31,7 +32,7 @@ from fedloom.evaluation.summary import (
     uncertainties,
     validation_pooled,
 )
-from fedloom.evaluation.uncertainty import BINS
+from fedloom.evaluation.uncertainty import BINS, calibration_errors, group_uncertainty
 from fedloom.words import as_csv
 
 KEYS = {
@@ -308,6 +309,31 @@ def test_uncertainty_is_over_all_examples_of_the_clients_of_each_group_that_answ
     assert uncertainties(alone)["global"] is None
     nobody = altered(e, present=torch.zeros(6, dtype=torch.bool))
     assert uncertainties(nobody) == {"seen": None, "unseen": None, "global": None}
+
+
+def test_the_calibration_error_of_clients_is_each_ones_own() -> None:
+    present = torch.tensor([True, False, True, True, True, True])
+    e = altered(evaluation(6), present=present)
+
+    def alone(i: int, p: int) -> float:
+        bins = e.calibration[i, p].tolist()
+        return sum(abs(right - confidence) for _, confidence, right in bins) / sum(size for size, _, _ in bins)
+
+    for name, rows, p in (("seen", [0, 2, 3], 0), ("unseen", [4, 5], 0), ("global", [0, 2, 3, 4, 5], 1)):
+        each = [alone(i, p) for i in rows]
+        assert calibration_of_clients(e, name) == pytest.approx(sum(each) / len(each))
+        sizes = [float(e.calibration[i, p, :, 0].sum()) for i in rows]
+        together = uncertainties(e)[name]
+        assert together is not None
+        assert together["ece"] <= sum(n * error for n, error in zip(sizes, each, strict=True)) / sum(sizes) + 1e-12
+    # One is as overconfident as another is cautious: together they are calibrated, and neither of them is.
+    two = torch.zeros(2, 15, 3, dtype=torch.float64)
+    two[0, 10], two[1, 10] = torch.tensor([10.0, 7.0, 10.0]).double(), torch.tensor([10.0, 7.0, 4.0]).double()
+    assert calibration_errors(two).tolist() == pytest.approx([0.3, 0.3])
+    together = group_uncertainty(two, torch.tensor([[10.0, 1, 0]] * 2).double())
+    assert together is not None and together["ece"] == pytest.approx(0)  # noqa: PT018
+    nobody = altered(e, present=torch.zeros(6, dtype=torch.bool))
+    assert calibration_of_clients(nobody, "seen") is None
 
 
 def test_the_calibration_document_has_a_row_per_bin() -> None:

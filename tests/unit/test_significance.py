@@ -1,4 +1,4 @@
-"""The paired test against scipy, and Holm's correction by hand."""
+"""The paired tests and intervals against scipy and made-up populations, and Holm's correction by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedloom.reporting.significance import EXACT_UP_TO, holm, signed_rank_test
+from fedloom.reporting.significance import (
+    EXACT_UP_TO,
+    RESAMPLES,
+    hierarchical_bootstrap,
+    holm,
+    signed_rank_test,
+    t_interval,
+    t_test,
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 12, 30, EXACT_UP_TO])
@@ -53,3 +61,66 @@ def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.7, 0.6]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+# Over seeds
+
+
+@pytest.mark.parametrize("n", range(2, 13))
+def test_the_t_test_and_its_interval_are_scipys(n: int) -> None:
+    values = np.random.default_rng(n).normal(0.4, 1, n).tolist()
+    expected = stats.ttest_1samp(values, 0)
+    assert t_test(values) == pytest.approx(expected.pvalue, rel=1e-9)
+    for level in (0.5, 0.95, 0.999):
+        assert t_interval(values, level) == pytest.approx(tuple(expected.confidence_interval(level)), rel=1e-9)
+
+
+def test_a_t_test_by_hand() -> None:
+    # Two seeds: t = 3 with one degree of freedom, whose distribution is Cauchy's: p = 1 - 2 atan(3) / π.
+    assert t_test([1.0, 2.0]) == pytest.approx(1 - 2 * np.arctan(3) / np.pi)
+    assert t_test([0.0, 0.0, 0.0]) == 1.0
+    assert t_test([0.5, 0.5, 0.5]) == 0.0
+    assert t_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
+
+
+def test_the_bootstrap_of_one_seed_is_that_of_its_clients() -> None:
+    values = np.random.default_rng(1).normal(0.3, 1, 200)
+    low, high = hierarchical_bootstrap([values.tolist()])
+    expected = stats.bootstrap((values,), np.mean, n_resamples=9999, method="percentile", rng=1).confidence_interval
+    error = values.std() / np.sqrt(200)
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=0.15 * error)
+
+
+def test_the_bootstrap_draws_seeds_and_then_their_clients() -> None:
+    """Its spread is known: of s seed means drawn with replacement, and of the clients of each that is drawn."""
+    random = np.random.default_rng(2)
+    seeds = [random.normal(mean, 2.0, n).tolist() for mean, n in ((0.0, 20), (1.0, 30), (3.0, 10), (1.5, 40))]
+    means = np.array([np.mean(of_seed) for of_seed in seeds])
+    within = np.mean([np.var(of_seed) / len(of_seed) for of_seed in seeds])
+    spread = np.sqrt((means.var() + within) / len(seeds))
+    low, high = hierarchical_bootstrap(seeds, level=0.6826895)  # one standard deviation, of a normal one
+    assert (high - low) / 2 == pytest.approx(spread, rel=5 / np.sqrt(RESAMPLES))
+    assert (high + low) / 2 == pytest.approx(means.mean(), abs=0.1 * spread)
+    assert hierarchical_bootstrap(seeds) == hierarchical_bootstrap(seeds)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "of_seeds", "of_clients", "by_bootstrap"),
+    [(3, 1.0, 0.5, 0.75), (3, 0.2, 8.0, 0.98), (10, 1.0, 0.5, 0.90)],
+)
+def test_what_the_intervals_cover(seeds: int, of_seeds: float, of_clients: float, by_bootstrap: float) -> None:
+    """Trainings and clients drawn from a population whose mean is 0: as docs/evaluation.md says."""
+    random, times, clients = np.random.default_rng(3), 250, 20
+    student = bootstrap = pooled = 0
+    for _ in range(times):
+        values = random.normal(0, of_seeds, (seeds, 1)) + random.normal(0, of_clients, (seeds, clients))
+        low, high = t_interval(values.mean(1).tolist())
+        student += low <= 0 <= high
+        low, high = hierarchical_bootstrap(values.tolist())
+        bootstrap += low <= 0 <= high
+        pooled += stats.ttest_1samp(values.reshape(-1), 0).pvalue >= 0.05
+    error = 4 * np.sqrt(0.95 * 0.05 / times)
+    assert student / times == pytest.approx(0.95, abs=error)
+    assert bootstrap / times == pytest.approx(by_bootstrap, abs=0.06)
+    if of_seeds > of_clients:
+        assert pooled / times < 0.4  # a test over clients x seeds rejects most of what is nothing

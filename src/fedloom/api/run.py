@@ -339,7 +339,7 @@ class Comparison:
 
     @property
     def pairs(self) -> DataFrame:
-        """A row for each pair of rows: a paired test over clients, with Holm's correction (``pairs.csv``)."""
+        """A row for each pair of rows: a test over seeds, or over the clients of one (``pairs.csv``)."""
         from fedloom.reporting.compare_tables import pairs_as_csv
 
         return of_csv(pairs_as_csv(self._comparison), "Comparison.pairs", dtype={"seeds": str})

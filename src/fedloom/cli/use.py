@@ -228,7 +228,14 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
     from fedloom.cli.tables import print_table
     from fedloom.reporting.compare import compare
     from fedloom.reporting.compare_report import check_out, write_comparison
-    from fedloom.reporting.compare_tables import as_text, choice_headings, choices_as_text, headings, text_title
+    from fedloom.reporting.compare_tables import (
+        as_text,
+        choice_headings,
+        choices_as_text,
+        headings,
+        test_note,
+        text_title,
+    )
 
     if out is not None:
         check_out(out)
@@ -242,7 +249,7 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
         rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in cells] for cells in lines]
         print_table(f"{about}\n{title}" if several else about, headings(comparison), rows)
     if sys.stdout.isatty() and len(comparison.rows) > 1:
-        typer.echo("bold: best; underlined: not told from it by a paired test over clients")
+        typer.echo(f"bold: best; underlined: not told from it by {test_note(comparison)}")
     if comparison.chosen:
         title = f"\nBest on validation ({comparison.scale.words})"
         print_table(title, choice_headings(comparison), choices_as_text(comparison))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.measure import CORRECT, LOSS, READINGS, SPLITS, TOTAL, shapes
-from fedloom.evaluation.uncertainty import calibration_rows, edges, group_uncertainty
+from fedloom.evaluation.uncertainty import calibration_errors, calibration_rows, edges, group_uncertainty
 
 Statistics: TypeAlias = dict[str, Any]
 """Statistics of a group of clients: JSON values, see :func:`group_statistics`."""
@@ -191,6 +191,19 @@ def uncertainties(evaluation: Evaluation) -> dict[str, dict[str, float] | None]:
     return {name: _uncertainty(evaluation, predictor, group) for name, (predictor, group) in wanted.items()}
 
 
+def calibration_of_clients(evaluation: Evaluation, group: str) -> float | None:
+    """Mean over the clients of ``seen``, ``unseen`` or ``global`` of each client's own calibration error."""
+    errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(_predictor_of(group))])
+    wanted = {"seen": evaluation.seen, "unseen": ~evaluation.seen}.get(group, torch.ones_like(evaluation.seen))
+    errors = errors[wanted & evaluation.present]
+    errors = errors[~errors.isnan()]
+    return float(errors.mean()) if len(errors) else None
+
+
+def _predictor_of(group: str) -> str:
+    return "global" if group == "global" else "personal"
+
+
 def _uncertainty(evaluation: Evaluation, predictor: str, group: Tensor) -> dict[str, float] | None:
     """Of one predictor over the clients in ``group`` ``[n]`` bool that answered; None where there are none."""
     if predictor not in evaluation.predictors:
@@ -347,7 +360,10 @@ def summary(
         "clients_per_round": clients_per_round,
         **groups(final, label_mask=label_mask),
         "best": best(history),
-        "uncertainty": uncertainties(final),
+        "uncertainty": {
+            name: None if found is None else {**found, "ece_clients": calibration_of_clients(final, name)}
+            for name, found in uncertainties(final).items()
+        },
         "communication": asdict(communication),
         "duration_s": duration_s,
         "client_steps_per_s": client_steps / training_s if client_steps and training_s > 0 else None,
@@ -360,10 +376,13 @@ def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[
 
     Columns: ``id``, ``seen`` (true, false), ``train``, ``validation``, ``test`` (examples), ``labels`` (classes of the
     train split, separated by spaces), then for each predictor ``<p>_accuracy_unmasked``, ``<p>_loss_unmasked``,
-    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty where there is no such reading; and ``owner``,
-    what its natural owner is called, empty where examples were dealt.
+    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty where there is no such reading; ``<p>_ece``,
+    its own calibration error there (unmasked); and ``owner``, what its natural owner is called, empty where examples
+    were dealt.
     """
     by_id = {entry.id: entry for entry in entries}
+    calibrations = evaluation.calibration.unbind(1)
+    errors = {p: calibration_errors(c).tolist() for p, c in zip(evaluation.predictors, calibrations, strict=True)}
     rows = []
     for i, client in enumerate(evaluation.clients):
         entry = by_id[client]
@@ -382,6 +401,8 @@ def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[
                     f"{correct / total:.6f}" if total and evaluation.classes else ""
                 )
                 row[f"{predictor}_loss_{reading}"] = f"{loss / total:.6f}" if total else ""
+            error = errors[predictor][i]
+            row[f"{predictor}_ece"] = "" if math.isnan(error) else f"{error:.6f}"
         rows.append({**row, "owner": entry.owner or ""})
     return rows
 

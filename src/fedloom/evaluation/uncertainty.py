@@ -86,6 +86,16 @@ def uncertainty_counts(log_p: Tensor, draws: Tensor | None) -> Tensor:
     return torch.stack([total.new_tensor(len(total)), total.sum(), information.clamp(min=0).sum()]).cpu()
 
 
+def calibration_errors(calibration: Tensor) -> Tensor:
+    """The expected calibration error of each client by itself, ``[m, BINS, 3] -> [m]``; NaN without examples.
+
+    Its mean, weighted by examples, is never below that of all examples together, where one client's overconfidence
+    makes up for another's caution. Of few examples a calibrated client has some, too: small bins are off by chance.
+    """
+    off = (calibration[..., RIGHT] - calibration[..., CONFIDENCE]).abs().sum(-1)
+    return off / calibration[..., EXAMPLES].sum(-1)
+
+
 def group_uncertainty(calibration: Tensor, uncertainty: Tensor) -> dict[str, float] | None:
     """Statistics of a group of clients, over all their test examples together.
 

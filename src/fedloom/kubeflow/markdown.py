@@ -46,9 +46,9 @@ def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def comparison(found: Comparison) -> str:
     """Return runs side by side, best in bold, as the pages of ``fedloom compare`` have them."""
-    from fedloom.reporting.compare_tables import as_text, headings, text_title
+    from fedloom.reporting.compare_tables import as_text, headings, test_note, text_title
 
-    parts = [f"{text_title(found)}. Bold: best; italic: not told from it by a paired test over clients.\n"]
+    parts = [f"{text_title(found)}. Bold: best; italic: not told from it by {test_note(found)}.\n"]
     marks = {"best": "**", "tied": "*", "": ""}
     for title, lines in as_text(found).items():
         rows = [[f"{marks[cell.mark]}{cell.text}{marks[cell.mark]}" for cell in line] for line in lines]

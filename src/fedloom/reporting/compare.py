@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fedloom.errors import ExperimentError
 from fedloom.reporting.runs import GROUPS, PREDICTORS, USERS, NewClient, Result, Run, read_run, run_folders_in
-from fedloom.reporting.significance import holm, signed_rank_test
+from fedloom.reporting.significance import hierarchical_bootstrap, holm, signed_rank_test, t_interval, t_test
 
 FEATURED = 8
 """Largest number of rows of a block that are all shown in figures."""
@@ -159,6 +159,9 @@ class Row:
 class Pair:
     """Two rows of a block, client by client; ``first`` and ``second`` are their places in the table, the better first.
 
+    The clients of a seed share one training. With one seed the test is over its clients, and about them under this one
+    training; with several it is over seeds, by one number each.
+
     Attributes
     ----------
     seeds
@@ -167,8 +170,17 @@ class Pair:
         Pairs of values, over all those seeds; where the first is better than the second, and where it is worse.
     median
         Of the differences, first less second; None without pairs.
+    mean
+        Over seeds, of the mean difference over clients.
+    interval
+        95 % interval of that mean, by Student's t over seeds; None with one seed.
+    bootstrap
+        95 % interval of that mean, seeds drawn again, and of each its clients; with one seed clients alone.
+    p_of_seeds
+        Of the signed-rank test over the clients of each seed.
     p, p_holm
-        Of the signed-rank test, plain and corrected over all pairs of this group; None without pairs.
+        With one seed that of its signed-rank test, with several that of a t test over the seeds' mean differences;
+        plain, and corrected over all pairs of this group. None without pairs.
     why
         Why the two cannot be compared; empty where they can.
     """
@@ -181,9 +193,18 @@ class Pair:
     better: int = 0
     worse: int = 0
     median: float | None = None
+    mean: float | None = None
+    interval: tuple[float, float] | None = None
+    bootstrap: tuple[float, float] | None = None
+    p_of_seeds: tuple[float, ...] = ()
     p: float | None = None
     p_holm: float | None = None
     why: str = ""
+
+    @property
+    def over(self) -> str:
+        """What the test is over: ``seeds``, or ``clients`` of one seed."""
+        return "seeds" if len(self.seeds) > 1 else "clients"
 
 
 @dataclass(frozen=True)
@@ -265,6 +286,12 @@ class Comparison:
             corrected = iter(holm([pair.p for pair in tested if pair.p is not None]))
             found += [pair if pair.p is None else replace(pair, p_holm=next(corrected)) for pair in pairs]
         return tuple(found)
+
+    @property
+    def tested_over(self) -> str:
+        """What its tests are over: ``seeds``, ``clients``, or either."""
+        over = {pair.over for pair in self.pairs if pair.p is not None}
+        return " or ".join(sorted(over, reverse=True)) or "clients"
 
     @cached_property
     def chosen(self) -> tuple[Choice, ...]:
@@ -440,21 +467,21 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(mean, math.sqrt(squares / (len(known) - 1)) if len(known) > 1 else None)
 
 
-def differences(first: Row, second: Row, group: str) -> tuple[tuple[int, ...], list[float]]:
-    """Seeds in which two rows have the same partition, and first less second value of each of its clients."""
+def differences(first: Row, second: Row, group: str) -> dict[int, list[float]]:
+    """First less second value of each client, by the seeds in which two rows have the same partition, and clients."""
     others = {(run.seed, run.partition): run.results[second.predictor] for run in second.runs}
-    seeds, found = [], []
+    found: dict[int, list[float]] = {}
     for run, result in zip(first.runs, first.results, strict=True):
         if (run.seed, run.partition) not in others:
             continue
-        seeds.append(run.seed)
         theirs = others[run.seed, run.partition].clients[group]
         for client, (right, examples) in result.clients[group].items():
             if client in theirs:
                 right_2, examples_2 = theirs[client]
                 # One division of whole numbers: differences that are equal are equal floats.
-                found.append((right * examples_2 - right_2 * examples) / (examples * examples_2))
-    return tuple(seeds), found
+                difference = (right * examples_2 - right_2 * examples) / (examples * examples_2)
+                found.setdefault(run.seed, []).append(difference)
+    return found
 
 
 def _edges(chosen: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -474,21 +501,29 @@ def _paired(rows: Sequence[Row], i: int, j: int, group: str) -> Pair:
     for row in (a, b):
         if row.over_seeds(group) is None:
             return Pair(first, second, group, why=f"{row.label} has no result for {group} clients")
-    seeds, found = differences(a, b, group)
-    if not found:
+    by_seed = differences(a, b, group)
+    if not by_seed:
         common = set(a.seeds) & set(b.seeds)
         why = "their partitions differ, though made with the same seed" if common else "they have no seed in common"
         return Pair(first, second, group, why=why)
+    found = [d for of_seed in by_seed.values() for d in of_seed]
+    means = [statistics.fmean(of_seed) for of_seed in by_seed.values()]
+    p_of_seeds = tuple(signed_rank_test(of_seed) for of_seed in by_seed.values())
+    several = len(means) > 1
     return Pair(
         first,
         second,
         group,
-        seeds,
+        tuple(by_seed),
         len(found),
         sum(sign * d > 0 for d in found),
         sum(sign * d < 0 for d in found),
         statistics.median(found),
-        signed_rank_test(found),
+        statistics.fmean(means),
+        t_interval(means) if several else None,
+        hierarchical_bootstrap(list(by_seed.values())),
+        p_of_seeds,
+        t_test(means) if several else p_of_seeds[0],
     )
 
 

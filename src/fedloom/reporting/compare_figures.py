@@ -191,7 +191,11 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]
     for group in GROUPS:
         best = best_of(rows, group)
         if best is not None:
-            lines = {row.label: differences(row, best, group)[1] for row in rows if row is not best}
+            lines = {
+                row.label: [d for of_seed in differences(row, best, group).values() for d in of_seed]
+                for row in rows
+                if row is not best
+            }
             lines = {label: values for label, values in lines.items() if values}
             if lines:
                 found.append((group, best, lines))

@@ -22,6 +22,7 @@ from fedloom.reporting.compare_tables import (
     pairs_as_csv,
     plain,
     rows_as_csv,
+    test_note,
     value_cell,
 )
 from fedloom.reporting.runs import GROUPS, USERS
@@ -36,11 +37,15 @@ PAGE = "compare.html"
 MANY_PAIRS = 15
 """Beyond so many pairs of a group, the page shows those with the best row; ``pairs.csv`` has them all."""
 
-WHAT_THE_TEST_SAYS = (
-    "A small p says that, among clients like these, one method is better more often or by more than chance would have "
-    "it; it does not say that training again would show the same, because the clients of a federation share its "
-    "training, and seeds are few."
-)
+WHAT_THE_TEST_SAYS = {
+    "clients": "There is one seed: a small p says that, of these clients under this one training, one method is better "
+    "more often or by more than chance would have it. It says nothing of what training again would show, because the "
+    "clients of a federation share its training: that takes several seeds.",
+    "seeds": "The clients of a seed share its training, so each seed is one observation: its mean difference. A small "
+    "p says that training again, with other seeds, would show the same; with two or three seeds only large and even "
+    "differences have one.",
+}
+"""By what the test is over."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +262,7 @@ def _results(comparison: Comparison) -> Part:
         text += "User 0: the client that the model is made for; the others show how far it serves them. "
     if len(comparison.rows) > 1:
         text += (
-            "Bold: best of its column. Underlined: the paired test over clients cannot tell it from the best "
+            f"Bold: best of its column. Underlined: not told from the best by {test_note(comparison)} "
             f"({100 * LEVEL:g} %, see “Paired comparison”)."
         )
     above = (("", 2), *((title, len(under)) for title, under in groups))
@@ -365,15 +370,20 @@ def _pairs(comparison: Comparison) -> tuple[Part, ...]:
                 blocks.append((title, tuple(Line(_pair_cells(comparison, pair)) for pair in pairs)))
     tested = {group: sum(p.group == group and p.p is not None for p in comparison.pairs) for group in GROUPS}
     text = (
-        f"{comparison.scale.name.capitalize()} of the first less that of the second, for each client that both have, "
-        "all seeds together. p: two-sided Wilcoxon signed-rank test (equal pairs ranked as Pratt does), with Holm's "
+        f"{comparison.scale.name.capitalize()} of the first less that of the second, for each client that both have. "
+        "Mean: over seeds, of the mean over clients. 95 %: with several seeds Student's interval over them, with one a "
+        "bootstrap over its clients. p: two-sided, with several seeds of a t test over their mean differences, with "
+        "one of Wilcoxon's signed-rank test over its clients (equal pairs ranked as Pratt does), with Holm's "
         f"correction over all pairs tested of a group ({tested['seen']} seen, {tested['unseen']} unseen). "
-        f"{WHAT_THE_TEST_SAYS}"
+        + " ".join(WHAT_THE_TEST_SAYS[over] for over in comparison.tested_over.split(" or "))
         + (f" {left_out} pairs without the best of their group are in pairs.csv." if left_out else "")
     )
     if not any(tested.values()):
         text = "Only rows that were measured on the same clients can be compared client by client."
-    headings = ("first", "second", "pairs", "first better", "equal", "second better", "median difference", "p (Holm)")
+    headings = (
+        *("first", "second", "seeds", "pairs", "first better", "equal", "second better"),
+        *("median", "mean", "95 %", "p (Holm)"),
+    )
     return (Part(table=Table(headings, tuple(blocks), left=2), text=text),)
 
 
@@ -383,11 +393,15 @@ def _pair_cells(comparison: Comparison, pair: Pair) -> tuple[Cell, ...]:
         return (*names, Cell(f"not comparable: {pair.why}", "wide"))
     equal = pair.clients - pair.better - pair.worse
     p = "< 0.001" if pair.p_holm < 0.001 else f"{pair.p_holm:.3f}"
-    counts = (str(n) for n in (pair.clients, pair.better, equal, pair.worse))
+    counts = (str(n) for n in (len(pair.seeds), pair.clients, pair.better, equal, pair.worse))
+    shown, ends = comparison.scale.shown_difference, pair.interval or pair.bootstrap
+    assert pair.mean is not None and ends is not None, "there are pairs"  # noqa: PT018
     return (
         *names,
         *map(Cell, counts),
-        Cell(comparison.scale.shown_difference(pair.median)),
+        Cell(shown(pair.median)),
+        Cell(shown(pair.mean)),
+        Cell(" to ".join(map(shown, ends))),
         Cell(p, "best" if pair.p_holm < LEVEL else ""),
     )
 

@@ -94,6 +94,14 @@ def spread_note(comparison: Comparison) -> str:
     return "± over seeds" if comparison.several_seeds else "± over clients"
 
 
+def test_note(comparison: Comparison) -> str:
+    """What test it is that cannot tell one row from another."""
+    return {
+        "clients": "a paired test over the clients of one seed, which is about these clients under this one training",
+        "seeds": "a paired test over seeds",
+    }.get(comparison.tested_over, "a paired test over seeds, or over the clients where there is one seed")
+
+
 def value_cell(comparison: Comparison, row: Row, group: str) -> str:
     """Mean test value ± its standard deviation: over seeds, or over clients if no row has several."""
     found = row.over_seeds(group)
@@ -183,6 +191,11 @@ def pairs_as_csv(comparison: Comparison) -> str:
                 "median_difference": _text(pair.median),
                 "p": _text(pair.p),
                 "p_holm": _text(pair.p_holm),
+                "test_over": pair.over if pair.p is not None else "",
+                "mean_difference": _text(pair.mean),
+                **_ends("t", pair.interval),
+                **_ends("bootstrap", pair.bootstrap),
+                "p_of_seeds": " ".join(map(_text, pair.p_of_seeds)),
                 "not_comparable": pair.why,
             }
             for pair in comparison.pairs
@@ -260,7 +273,7 @@ def _caption(comparison: Comparison) -> str:
     what = "Test accuracy in percent" if comparison.scale is ACCURACY else "Test loss"
     return (
         f"{what}, mean over clients, {escaped(spread_note(comparison))}. Bold: best; underlined: not "
-        "told from the best by a paired test over clients (Wilcoxon's signed ranks, Holm's correction, "
+        f"told from the best by {escaped(test_note(comparison))} (Holm's correction, "
         rf"{100 * LEVEL:g}\,\%)."
     )
 
@@ -299,6 +312,11 @@ def _first(value: Spread | None) -> float | None:
 
 def _bytes(count: float | None) -> str:
     return human_bytes(None if count is None else round(count))
+
+
+def _ends(name: str, interval: tuple[float, float] | None) -> dict[str, str]:
+    low, high = interval or (None, None)
+    return {f"{name}_low": _text(low), f"{name}_high": _text(high)}
 
 
 def _text(value: object) -> str:

@@ -630,23 +630,44 @@ def _mistakes(
     )
 
 
+def _calibration_of_clients(run: RunFolder) -> dict[str, float | None]:
+    """By group, the mean over clients of each one's own calibration error; nothing of a run that is not finished."""
+    try:
+        found = run.json("summary.json")["uncertainty"]
+        return {key: of.get("ece_clients") for key, of in found.items() if of is not None}
+    except (DataError, KeyError, AttributeError):
+        return {}
+
+
 def _calibration(run: RunFolder) -> Section:
     from fedloom.reporting.uncertainty_figures import reliability
 
     panel = Panel("reliability", reliability(run.json("calibration.json")))
     last, _ = run.last_evaluation() or ({}, 0)
     measured = last.get("uncertainty", {})
+    of_clients = _calibration_of_clients(run)
     rows = tuple(
-        Row(label, (_percent(found["ece"]), f"{found['entropy']:.3f}", f"{found['mutual_information']:.3f}"), key)
+        Row(
+            label,
+            (
+                _percent(found["ece"]),
+                DASH if (own := of_clients.get(key)) is None else _percent(own),
+                f"{found['entropy']:.3f}",
+                f"{found['mutual_information']:.3f}",
+            ),
+            key,
+        )
         for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model"))
         if (found := measured.get(key)) is not None
     )
-    headings = ("", "calibration error, %", "entropy, nats", "mutual information, nats")
+    headings = ("", "calibration error, %", "mean over clients, %", "entropy, nats", "mutual information, nats")
     table = Table("Calibration error and uncertainty", headings, rows)
     text = (
         "Test split, unmasked. Predictions are sorted by their confidence, the highest predicted probability, into "
         "bins; a calibrated model's accuracy equals its confidence (the diagonal). Calibration error: expected "
-        "calibration error (ECE), the mean distance from the diagonal, weighted by examples. Entropy of the "
+        "calibration error (ECE), the mean distance from the diagonal, weighted by examples, of all "
+        "examples together; and of each client by itself, mean over clients, which is higher where one client is as "
+        "overconfident as another is cautious, and where clients have few examples. Entropy of the "
         "prediction, and mutual information of prediction and model; the latter is zero where a client has one model "
         "and not a distribution of models."
     )
