@@ -36,7 +36,7 @@ def mixed_sgd(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) ->
             if decay:
                 gradients = list(torch._foreach_add(gradients, w_i, alpha=decay))
                 slope = list(torch._foreach_add(slope, list(both.values()), alpha=decay))
-            through = [local.each(alpha[:, 0], part) * part for part in slope]  # ∇ of f(v̄) to v
+            through = local.scaled(slope, alpha[:, 0])  # ∇ of f(v̄) to v
             if s.adaptive and not losses:  # line 6: once a round, at its first batch
                 along = local.join(v) - local.join(w)
                 rise = (along * local.join(dict(zip(w, slope, strict=True)))).sum(1, keepdim=True)

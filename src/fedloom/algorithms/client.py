@@ -181,6 +181,12 @@ class Local:
         """One number per client ``[g]``, shaped so that it multiplies a leaf."""
         return values.view(-1, *[1] * (like.dim() - 1)) if self.stacked else values[0]
 
+    def scaled(self, values: list[Tensor], by: Tensor) -> list[Tensor]:
+        """Leaves times one number per client ``[g]``."""
+        if not self.stacked:
+            return list(torch._foreach_mul(values, by[0]))
+        return [self.each(by, value) * value for value in values]
+
     def clip(self, gradients: list[Tensor], largest: float) -> None:
         """Scale each client's gradient, in place, to a norm over all leaves of at most ``largest``."""
         if self.stacked:
@@ -310,6 +316,10 @@ class Local:
         with torch.no_grad():
             if active is None:
                 torch._foreach_add_(w, steps, alpha=-lr)
+                return
+            if not self.stacked:
+                if active:
+                    torch._foreach_sub_(w, torch._foreach_mul(steps, lr))
                 return
             for leaf, step in zip(w, steps, strict=True):
                 # Not by a step of zero: zero times what overflowed is NaN, for a client that is done, too.

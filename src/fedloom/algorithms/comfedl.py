@@ -193,7 +193,7 @@ def compositional_sgd(
         loss = loss.detach()
         factor = s.factor(loss if held is None else held[:, 0].to(loss.dtype), shift)
         with torch.no_grad():
-            u = [local.each(factor, part) * part for part in slope]  # line 12
+            u = local.scaled(list(slope), factor)  # line 12
             u = [part + decay * leaf for part, leaf in zip(u, leaves, strict=True)] if decay else u
         losses.append(reported(loss))
         going = (t < steps) & (left == 0)
