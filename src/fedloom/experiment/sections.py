@@ -41,13 +41,14 @@ class Section(Settings):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-DATASETS = (*sorted(SOURCES), *LOCAL)
-"""What ``data.dataset`` may be."""
+def datasets() -> list[str]:
+    """What ``data.dataset`` may be: what is registered now, and data of one's own."""
+    return [*sorted(SOURCES), *LOCAL]
 
 
 def _known_dataset(name: str) -> str:
-    if name not in DATASETS:
-        raise PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(DATASETS)})
+    if name not in datasets():
+        raise PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(datasets())})
     return name
 
 
@@ -70,7 +71,7 @@ class Data(Section):
 
     dataset: Annotated[str, AfterValidator(_known_dataset)] = Field(
         description="Which data set; folder, table and arrays are one of your own, at `source`.",
-        json_schema_extra={"enum": [*DATASETS]},
+        json_schema_extra={"enum": datasets()},
     )
     source: LocalFiles | None = Field(
         default=None, description="Of a data set of your own: where it lies, and how it is read."
