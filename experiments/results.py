@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pages_baselines
 import pages_comfedl
 import pages_pefll
 import pages_pfedbayes
@@ -34,17 +35,20 @@ class Page:
     """A page: its tables and figures as functions of its runs, and what its compact file has.
 
     ``columns`` are the quantities, all that were measured if empty; runs that match a pattern of ``whole`` keep every
-    evaluation, the others the last and the chosen; ``more`` measures what no run writes down.
+    evaluation, the others the last and the chosen; those of ``searches`` keep the last one's validation accuracy alone,
+    and their folder's name in place of settings; ``more`` measures what no run writes down.
     """
 
     tables: Callable[[Runs], Iterator[str]]
     figures: Mapping[str, Callable[[Runs], Figure]] = field(default_factory=dict)
     columns: Sequence[str] = ()
     whole: Sequence[str] = ()
+    searches: Sequence[str] = ()
     more: Callable[[Path], dict[str, float]] | None = None
 
 
 PAGES = {
+    "baselines": Page(pages_baselines.tables, columns=pages_baselines.COLUMNS, searches=pages_baselines.SEARCHES),
     "comfedl": Page(pages_comfedl.tables, pages_comfedl.FIGURES, pages_comfedl.COLUMNS, pages_comfedl.WHOLE),
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
     "pfedbayes": Page(
@@ -52,7 +56,7 @@ PAGES = {
         pages_pfedbayes.FIGURES,
         pages_pfedbayes.COLUMNS,
         pages_pfedbayes.WHOLE,
-        pages_pfedbayes.measured_too,
+        more=pages_pfedbayes.measured_too,
     ),
     "vowel": Page(pages_small.vowel, columns=pages_small.VOWEL_COLUMNS),
     "wga": Page(pages_small.wga, {"losses": pages_small.losses}, pages_small.WGA_COLUMNS),
@@ -84,9 +88,8 @@ def main() -> None:
         if given.runs is None or not given.runs.is_dir():
             parser.error(f"found no folder {given.runs}; allowed: fold PAGE RUNS, with the folder of finished runs")
         before = read(file) if file.exists() else Runs()
-        file.write_text(
-            written(Runs(before | fold(given.runs, whole=page.whole, more=page.more)), page.columns), encoding="utf-8"
-        )
+        found = fold(given.runs, whole=page.whole, searches=page.searches, more=page.more)
+        file.write_text(written(Runs(before | found), page.columns), encoding="utf-8")
     elif given.what == "tables":
         print("\n\n".join(page.tables(read(file))))
     else:

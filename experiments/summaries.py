@@ -153,13 +153,22 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
-def fold(folder: Path, *, whole: Sequence[str] = (), more: Callable[[Path], dict[str, float]] | None = None) -> Runs:
+def fold(
+    folder: Path,
+    *,
+    whole: Sequence[str] = (),
+    searches: Sequence[str] = (),
+    more: Callable[[Path], dict[str, float]] | None = None,
+) -> Runs:
     """Read all finished runs under a folder, and evaluations of other clients in ``*.json`` files beside them.
 
     Parameters
     ----------
     whole
         Patterns of runs that keep every evaluation; the others keep the last and the chosen.
+    searches
+        Patterns of runs that keep the last evaluation's validation accuracy, and no settings: what they have on test
+        data is nobody's business.
     more
         Measures more about a finished run's folder, for its last line.
     """
@@ -173,9 +182,14 @@ def fold(folder: Path, *, whole: Sequence[str] = (), more: Callable[[Path], dict
             if more is not None and run[-1].left is None:
                 run = (*run[:-1], replace(run[-1], values=run[-1].values | more(path.parent)))
             found[name] = settings, run
-    varied = _varied([settings for settings, _ in found.values()])
+    tables = [name for name in found if not any(fnmatch(name, pattern) for pattern in searches)]
+    varied = _varied([found[name][0] for name in tables])
     runs = Runs()
     for name, (settings, run) in found.items():
+        if any(fnmatch(name, pattern) for pattern in searches):
+            alone = {key: value for key, value in run[-1].values.items() if key == "validation"}
+            runs[name] = (replace(run[-1], values=alone, clients={}),)
+            continue
         kept = {key: value for key, value in settings.items() if key in varied[settings["algorithm.name"]]}
         runs[name] = tuple(replace(line, settings=kept) for line in run)
     for path in sorted(folder.glob("*.json")):  # of `fedloom evaluate`

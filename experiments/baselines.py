@@ -1,0 +1,326 @@
+"""The papers' methods beside their rivals: equally many settings for each method, one chosen, that one tested.
+
+    .venv/bin/python experiments/baselines.py robust          papers/002, Experiment 1: two ways of dealing classes
+    .venv/bin/python experiments/baselines.py adapt           papers/002, Experiment 2
+    .venv/bin/python experiments/baselines.py table-1         papers/003, Table 1; --tests takes some of it
+    .venv/bin/python experiments/baselines.py vowel           every method, speakers as clients
+
+A method's settings run on seed 1. The one of highest validation accuracy in the last round is run on the seeds of the
+test, and looked at there once. Interrupted, it goes on where it was; ``--methods`` takes some of them. Every run is
+what `fedloom run` makes of the regime's file and the overrides that are written down here. Tables and what came out:
+docs/results/baselines.md; its compact file: `python experiments/results.py fold baselines runs/baselines`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from summaries import Evaluation, evaluations
+
+from fedloom.experiment import Point, load
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.options import RunOptions
+from fedloom.runner.sweep import SweepObserver, run_points
+
+ROOT = Path(__file__).parents[1]
+Setting = Mapping[str, object]
+"""Keys below ``algorithm``, in a short form if one value is for several keys, and their values."""
+
+BOTH = {"lr": ("local.lr", "personal.lr")}
+"""One step size for a client's two models."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method in a regime.
+
+    ``algorithm`` is the key of that name (None: the file's), ``grid`` has the values of each axis, ``axes`` the keys
+    of an axis where they are not its name, ``more`` other overrides.
+    """
+
+    algorithm: str | None
+    grid: Mapping[str, Sequence[object]]
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
+
+    def settings(self) -> list[Setting]:
+        """Every point of the grid."""
+        return [dict(zip(self.grid, point, strict=True)) for point in itertools.product(*self.grid.values())]
+
+    def overrides(self, setting: Setting) -> list[str]:
+        """What ``fedloom run --set`` would be given."""
+        keys = [(key, value) for name, value in setting.items() for key in self.axes.get(name, (name,))]
+        algorithm = [] if self.algorithm is None else [f"algorithm={self.algorithm}"]
+        return [*algorithm, *self.more, *(f"algorithm.{key}={value}" for key, value in keys)]
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What methods are compared on: where settings are tried, and the tests, each with its seeds."""
+
+    file: str
+    methods: Mapping[str, Method]
+    search: tuple[str, ...]
+    tests: Mapping[str, tuple[str, ...]]
+    seeds: Sequence[int]
+
+
+def named(setting: Setting) -> str:
+    """A folder's name."""
+    return ",".join(f"{key}={value}" for key, value in setting.items()) or "as-is"
+
+
+# --- papers/002 -------------------------------------------------------------------------------------------------------
+
+TAU = "steps: 5, batch_size: 32, momentum: 0.0, lr: 0.1"
+RATES = (0.01, 0.1, 0.5)
+ROBUST = {
+    "fedavg-examples": Method(
+        f"{{name: fedavg, local: {{{TAU}}}}}", {"local.lr": RATES, "local.momentum": (0.0, 0.5, 0.9)}
+    ),
+    "fedavg-uniform": Method(
+        f"{{name: fedavg, weighting: uniform, local: {{{TAU}}}}}",
+        {"local.lr": RATES, "local.momentum": (0.0, 0.5, 0.9)},
+    ),
+    "comfedl": Method(None, {"local.lr": RATES, "gamma": (0.1, 1, 5)}),
+    "q-fedavg": Method(f"{{name: q-fedavg, local: {{{TAU}}}}}", {"local.lr": RATES, "q": (0.2, 0.5, 2)}),
+    "drfa": Method(f"{{name: drfa, local: {{{TAU}}}}}", {"local.lr": RATES, "gamma": (0.008, 0.08, 0.8)}),
+    "afl": Method(f"{{name: afl, local: {{{TAU}}}}}", {"local.lr": RATES, "weights_lr": (0.01, 0.1, 1)}),
+    "fine-tuning": Method(
+        f"{{name: fedavg, weighting: uniform, local: {{{TAU}}}}}",
+        {"local.lr": RATES, "personalize_steps": (5, 20, 100)},
+    ),
+    "local": Method(
+        f"{{name: local, local: {{{TAU}}}}}",
+        {"local.lr": RATES, "local.steps": (50, 200, 500)},
+        more=("federation.rounds=0",),
+    ),
+}
+
+
+def imbalanced(mix: str) -> Regime:
+    """Experiment 1: one client with 5000 images, nine with 20."""
+    sizes = "scheme: imbalanced, clients: 10, large_size: 5000, small_size: 20, test_per_client: 200"
+    where = f"data.partition={{{sizes}{mix}}}"
+    last, every = "evaluation.every=100", "evaluation.every=20"
+    return Regime("comfedl-robust", ROBUST, (last, where), {"test": (every, where)}, range(2, 9))
+
+
+META = {"local.lr": (0.03, 0.05, 0.1), "inner_lr": (0.01, 0.05)}
+ADAPT = {
+    "one-step": Method(
+        f"{{name: fedavg, weighting: uniform, personalize_steps: 1, local: {{{TAU}}}}}",
+        {"local.lr": (0.01, 0.03, 0.05, 0.1, 0.2, 0.3)},
+    ),
+    "comfedl": Method(None, META, more=("algorithm.losses_on=all",)),
+    "per-fedavg": Method(f"{{name: per-fedavg, weighting: uniform, hessian: exact, local: {{{TAU}}}}}", META),
+    "tr-maml": Method(f"{{name: tr-maml, weights_lr: 0.08, hessian: exact, local: {{{TAU}}}}}", META),
+    "ditto": Method(
+        f"{{name: ditto, weighting: uniform, personalize_steps: 5, local: {{{TAU}}}, personal: {{{TAU}}}}}",
+        {"lr": (0.05, 0.1, 0.2), "proximity": (0.1, 1)},
+        axes=BOTH,
+    ),
+    "fine-tuning": Method(
+        f"{{name: fedavg, weighting: uniform, local: {{{TAU}}}}}",
+        {"local.lr": (0.05, 0.1, 0.2), "personalize_steps": (5, 50)},
+    ),
+    "local": Method(
+        f"{{name: local, local: {{{TAU}}}}}",
+        {"local.lr": (0.03, 0.1, 0.2), "local.steps": (125, 250)},
+        more=("federation.rounds=0",),
+    ),
+}
+
+# --- papers/003 -------------------------------------------------------------------------------------------------------
+
+TEN = "steps: 10, batch_size: 50, momentum: 0.0, lr: 0.1"
+OWN = ("federation.rounds=0",)
+TABLE_1 = {
+    "fedavg": Method(
+        f"{{name: fedavg, weighting: uniform, local: {{{TEN}}}}}",
+        {"local.lr": (0.05, 0.1, 0.2, 0.3), "local.momentum": (0.5, 0.9)},
+    ),
+    "fedprox": Method(
+        f"{{name: fedprox, weighting: uniform, local: {{{TEN}}}}}",
+        {"local.lr": (0.1, 0.2), "local.momentum": (0.5, 0.9), "mu": (0.001, 0.01)},
+    ),
+    "per-fedavg": Method(
+        f"{{name: per-fedavg, weighting: uniform, local: {{{TEN}}}}}",
+        {"local.lr": (0.1, 0.3), "inner_lr": (0.01, 0.1), "personalize_steps": (1, 10)},
+    ),
+    "pfedme": Method(
+        "{name: pfedme, weighting: uniform, steps: 10, batch_size: 50, proximity: 15, personalize_epochs: 10}",
+        {"lr": (0.01, 0.05), "inner_lr": (0.01, 0.02, 0.03, 0.06)},
+    ),
+    "heurfedamp": Method(
+        f"{{name: heurfedamp, local: {{{TEN}}}}}",
+        {"local.lr": (0.03, 0.1), "local.momentum": (0.0, 0.9), "self_weight": (0.1, 0.5)},
+    ),
+    "pfnm": Method(
+        f"{{name: pfnm, local: {{{TEN}}}}}",
+        {"local.lr": (0.1, 0.5), "output": ("classes", "uniform"), "sigma0": (1, 10)},
+    ),
+    "fine-tuning": Method(
+        f"{{name: fedavg, weighting: uniform, local: {{{TEN}}}}}",
+        {"local.lr": (0.1, 0.2), "local.momentum": (0.5, 0.9), "personalize_steps": (20, 200)},
+    ),
+    "local": Method(
+        f"{{name: local, local: {{{TEN}}}}}",
+        {"local.lr": (0.1, 0.3), "local.steps": (300, 1000), "local.momentum": (0.0, 0.9)},
+        more=OWN,
+    ),
+}
+
+BAYES = {"lr_personal": (0.001, 0.003), "lr_global": (0.001, 0.003), "zeta": (1, 10)}
+TABLE_1 |= {
+    "pfedgp": Method("{name: pfedgp}", {"lr": (0.01, 0.03, 0.05, 0.1), "outputscale": (1, 8)}),
+    "pfedbayes": Method(None, BAYES),
+    "pfedbayes-kept": Method(None, BAYES, more=("algorithm.moments=kept",)),
+}
+
+
+def dealt(data: str, size: str) -> tuple[str, ...]:
+    """A partition of Table 1."""
+    train, test = {"small": (50, 950), "medium": (200, 800)}[size]
+    counts = (f"data.partition.train_per_class={train}", f"data.partition.test_per_class={test}")
+    return (f"name=table-1-{data}-{size}", f"data.dataset={data}", *counts)
+
+
+# --- speakers as clients ----------------------------------------------------------------------------------------------
+
+SPEAKER = "epochs: 2, batch_size: 8, lr: 0.1, momentum: 0.0"
+STEP = {"lr": (0.03, 0.1, 0.3, 0.6)}
+
+
+def of_speakers(algorithm: str, *keys: str, more: tuple[str, ...] = ()) -> Method:
+    """A method at four step sizes, which are those of ``keys``."""
+    return Method(algorithm.replace("SGD", f"{{{SPEAKER}}}"), STEP, {"lr": keys or ("local.lr",)}, more)
+
+
+VOWEL = {
+    "local": of_speakers("{name: local, local: {epochs: 150, batch_size: 8, momentum: 0.0}}", more=OWN),
+    "fedavg": of_speakers("{name: fedavg, local: SGD}"),
+    "fine-tuning": of_speakers("{name: fedavg, local: SGD, personalize_steps: 100}"),
+    "per-fedavg": of_speakers("{name: per-fedavg, local: SGD, personalize_steps: 10}", "local.lr", "inner_lr"),
+    "fedrep": of_speakers("{name: fedrep, local: SGD, head: SGD}", "local.lr", "head.lr"),
+    "pfedme": of_speakers("{name: pfedme, steps: 4, batch_size: 8, proximity: 1, inner_steps: 3}", "lr", "inner_lr"),
+    "knn-per": of_speakers("{name: knn-per, scale: 1, local: SGD}"),
+    "pfedhn": of_speakers("{name: pfedhn, local: SGD}"),
+    "pefll": of_speakers(
+        "{name: pefll, local: SGD, embedding: {network: mlp}, descriptor: {evaluate: all, standardize: first}, "
+        "server: {rule: adam, lr: 0.001, clip: 50.0}}"
+    ),
+    "fedprox": of_speakers("{name: fedprox, local: SGD, personalize_steps: 100}"),
+    "ditto": of_speakers("{name: ditto, local: SGD, personal: SGD, personalize_steps: 100}", "local.lr", "personal.lr"),
+    "apfl": of_speakers("{name: apfl, local: SGD, personalize_steps: 100}"),
+    "scaffold": of_speakers("{name: scaffold, local: SGD, personalize_steps: 100}"),
+    "fedadam": of_speakers("{name: fedadam, local: SGD, personalize_steps: 100}"),
+    "fedper": of_speakers("{name: fedper, local: SGD}"),
+    "fedbabu": of_speakers("{name: fedbabu, local: SGD, personalize_epochs: 50}"),
+    "lg-fedavg": of_speakers("{name: lg-fedavg, local: SGD}"),
+    "fedrod": of_speakers("{name: fedrod, local: SGD}"),
+}
+
+REGIMES = {
+    "robust-two-classes": imbalanced(", classes_per_client: 2"),
+    "robust-iid": imbalanced(""),
+    "adapt": Regime(
+        "comfedl-damaml",
+        ADAPT,
+        ("federation.rounds=25", "evaluation.every=25"),
+        {"test": ("evaluation.every=10",)},
+        (2, 3, 4),
+    ),
+    "table-1": Regime(
+        "pfedbayes-fashion-mnist",
+        TABLE_1,
+        ("federation.rounds=25", "evaluation.every=25", *dealt("mnist", "small")),
+        {
+            f"{data}-{size}": ("federation.rounds=100", "evaluation.every=50", *dealt(data, size))
+            for data in ("fashion-mnist", "mnist")
+            for size in ("small", "medium")
+        },
+        (1, 2, 3),
+    ),
+    "vowel": Regime("vowel", VOWEL, ("evaluation.every=150",), {"test": ("evaluation.every=30",)}, range(2, 7)),
+}
+PARTS = {"robust": ("robust-two-classes", "robust-iid"), "adapt": ("adapt",)}
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, file: str, points: Mapping[str, Sequence[str]], parallel: int) -> None:
+    """Make runs, or go on with them, by their names and overrides; what leaves the finite range is a result, too."""
+    experiments = [
+        Point(name, tuple(those), load(ROOT / "experiments" / f"{file}.yaml", those)) for name, those in points.items()
+    ]
+    options = RunOptions(resume=True, report=False, signals=True)
+    for name, error in run_points(experiments, folder, options, Tells(), parallel=parallel).items():
+        print(f"{folder / name}: {error}", flush=True)
+
+
+class Tells(SweepObserver):
+    """Says what begins."""
+
+    def begins(self, number: int, points: int, point: Point) -> RunObserver:
+        """A run."""
+        print(f"{number} of {points}: {point.name}", flush=True)
+        return RunObserver()
+
+
+def tried(folder: Path, method: Method) -> list[tuple[Setting, Evaluation | None]]:
+    """The last evaluation of every setting; None of one that left the finite range or was not run."""
+    found: list[tuple[Setting, Evaluation | None]] = []
+    for setting in method.settings():
+        path = folder / named(setting)
+        line = evaluations(path, "")[1][-1:] if (path / "experiment.yaml").exists() else ()
+        found.append((setting, line[0] if line and line[0].left is None else None))
+    return found
+
+
+def chosen(folder: Path, method: Method) -> Setting:
+    """The setting of highest validation accuracy in the last round, the first on ties."""
+    there = [(setting, line) for setting, line in tried(folder, method) if line is not None]
+    return max(there, key=lambda both: both[1]["validation"])[0]
+
+
+def main() -> None:
+    """Search and test."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*PARTS, *REGIMES])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "baselines", help="where runs lie")
+    parser.add_argument("--methods", help="some of them, with commas between")
+    parser.add_argument("--tests", help="some of the tests, with commas between; none: the search alone")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, each a process")
+    given = parser.parse_args()
+    common = ("runtime.workers=0",)
+    for name in PARTS.get(given.part, (given.part,)):
+        regime, runs = REGIMES[name], given.runs / name
+        methods = given.methods.split(",") if given.methods else list(regime.methods)
+        for method in methods:
+            about = regime.methods[method]
+            points = {
+                named(setting): (*common, "seed=1", *regime.search, *about.overrides(setting))
+                for setting in about.settings()
+            }
+            print(name, "search", method, flush=True)
+            run(runs / "search" / method, regime.file, points, given.parallel)
+        tests = given.tests.split(",") if given.tests else list(regime.tests)
+        for test, method in itertools.product([] if tests == ["none"] else tests, methods):
+            about = regime.methods[method]
+            those = about.overrides(chosen(runs / "search" / method, about))
+            points = {f"seed={seed}": (*common, f"seed={seed}", *regime.tests[test], *those) for seed in regime.seeds}
+            print(name, test, method, flush=True)
+            run(runs / test / method, regime.file, points, given.parallel)
+
+
+if __name__ == "__main__":
+    main()

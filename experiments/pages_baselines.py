@@ -1,0 +1,194 @@
+"""Tables of docs/results/baselines.md: for every regime of baselines.py that is there as a whole."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from baselines import REGIMES, Method, Setting, named
+from summaries import Evaluation, Runs, last, spread, table
+
+COLUMNS = (
+    "validation", "seen", "seen_mean", "seen_worst", "unseen_mean", "global", "global_mean", "global_worst",
+    "global_seen_mean", "global_unseen_mean",
+)  # fmt: skip
+SEARCHES = ("*/search/*/*",)
+
+TITLES = {
+    "afl": "AFL",
+    "apfl": "APFL",
+    "comfedl": "ComFedL",
+    "ditto": "Ditto",
+    "drfa": "DRFA",
+    "fedadam": "FedAdam + fine-tuning",
+    "fedavg": "FedAvg",
+    "fedavg-examples": "FedAvg, by n_i",
+    "fedavg-uniform": "FedAvg, uniform",
+    "fedbabu": "FedBABU",
+    "fedper": "FedPer",
+    "fedprox": "FedProx",
+    "fedrep": "FedRep",
+    "fedrod": "FedRoD",
+    "fine-tuning": "FedAvg + fine-tuning",
+    "heurfedamp": "HeurFedAMP",
+    "knn-per": "kNN-Per",
+    "lg-fedavg": "LG-FedAvg",
+    "local": "Local",
+    "one-step": "FedAvg + 1 step",
+    "pefll": "PeFLL",
+    "per-fedavg": "Per-FedAvg",
+    "pfedbayes": "pFedBayes",
+    "pfedbayes-kept": "pFedBayes, moments kept",
+    "pfedgp": "pFedGP",
+    "pfedhn": "pFedHN",
+    "pfedme": "pFedMe",
+    "pfnm": "BNFed (PFNM)",
+    "q-fedavg": "q-FedAvg",
+    "scaffold": "SCAFFOLD + fine-tuning",
+    "tr-maml": "TR-MAML",
+}
+OTHERWISE = {
+    ("adapt", "comfedl"): "ComFedL-DAMAML",
+    ("vowel", "fedprox"): "FedProx + fine-tuning",
+}
+"""Titles that differ in a regime."""
+
+T = {3: 4.303, 5: 2.776, 7: 2.447}
+"""Student's t at 97.5 %, by the number of seeds."""
+
+GLOBAL_ALONE = ("fedavg", "fedprox", "pfnm")
+"""Methods of Table 1 whose clients have no model of their own."""
+
+PAPER: dict[str, dict[str, tuple[float | None, float | None]]] = {  # papers/003, Table 1: PM, GM
+    "fashion-mnist-small": {
+        "fedavg": (None, 81.51), "fedprox": (None, 81.53), "pfnm": (None, 66.54), "per-fedavg": (79.79, None),
+        "pfedme": (88.63, 81.06), "heurfedamp": (86.38, None), "pfedgp": (86.99, None), "pfedbayes": (89.05, 80.17),
+    },
+    "mnist-small": {
+        "fedavg": (None, 87.38), "fedprox": (None, 87.65), "pfnm": (None, 78.70), "per-fedavg": (89.29, None),
+        "pfedme": (92.88, 87.35), "heurfedamp": (90.89, None), "pfedgp": (85.96, None), "pfedbayes": (94.13, 90.44),
+    },
+}  # fmt: skip
+
+
+def tables(runs: Runs) -> Iterator[str]:
+    """All of them, as the page has them."""
+    for mix in ("two-classes", "iid"):
+        yield from _means_and_worst(runs, f"robust-{mix}", "fedavg-uniform")
+    yield from _means_and_worst(runs, "adapt", "one-step")
+    yield from _table_1(runs)
+    yield from _vowel(runs)
+
+
+def title(regime: str, method: str) -> str:
+    """What the page calls a method."""
+    return OTHERWISE.get((regime, method), TITLES[method])
+
+
+def of_seeds(runs: Runs, regime: str, test: str, method: str) -> list[Evaluation]:
+    """The last evaluation of each seed."""
+    return [last(runs[f"{regime}/{test}/{method}/seed={seed}"]) for seed in REGIMES[regime].seeds]
+
+
+def whole(runs: Runs, regime: str, test: str) -> bool:
+    """Whether every method was tested on every seed."""
+    about = REGIMES[regime]
+    return all(f"{regime}/{test}/{method}/seed={seed}" in runs for method in about.methods for seed in about.seeds)
+
+
+def searched(runs: Runs, regime: str, method: str) -> list[tuple[Setting, Evaluation | None]]:
+    """Every setting of a search, and its last evaluation; None if it left the finite range."""
+    found = []
+    for setting in REGIMES[regime].methods[method].settings():
+        run = runs.get(f"{regime}/search/{method}/{named(setting)}")
+        found.append((setting, None if run is None or run[-1].left is not None else run[-1]))
+    return found
+
+
+def chosen(runs: Runs, regime: str, method: str) -> Setting:
+    """The setting that validation chose."""
+    there = [(setting, line) for setting, line in searched(runs, regime, method) if line is not None]
+    return max(there, key=lambda both: both[1]["validation"])[0]
+
+
+def _search(runs: Runs, regime: str) -> str:
+    rows = []
+    for name, method in REGIMES[regime].methods.items():
+        best = chosen(runs, regime, name)
+        cells = []
+        for setting, line in searched(runs, regime, name):
+            value = "left" if line is None else f"{line['validation']:.1f}"
+            cell = f"{_values(setting)}: {value}"
+            cells.append(f"**{cell}**" if setting == best else cell)
+        rows.append((title(regime, name), _keys(method), "; ".join(cells)))
+    return table(("method", "keys", "settings, and validation accuracy"), rows, left=3)
+
+
+def _keys(method: Method) -> str:
+    return ", ".join(f"`{key}`" for key in method.grid)
+
+
+def _values(setting: Setting) -> str:
+    return ", ".join(f"{value}" for value in setting.values())
+
+
+def _means_and_worst(runs: Runs, regime: str, beside: str) -> Iterator[str]:
+    if not whole(runs, regime, "test"):
+        return
+    rows = []
+    other = of_seeds(runs, regime, "test", beside)
+    for name in REGIMES[regime].methods:
+        lines = of_seeds(runs, regime, "test", name)
+        cells = [spread([line[of] for line in lines]) for of in ("seen_mean", "seen_worst")]
+        shared = "global_mean" in lines[0].values
+        cells.append(spread([line["global_mean"] for line in lines]) if shared else "–")
+        gains = [interval(lines, other, of) if name != beside else "" for of in ("seen_mean", "seen_worst")]
+        rows.append((title(regime, name), _values(chosen(runs, regime, name)), *cells, *gains))
+    less = f"less {title(regime, beside)}"
+    header = ("method", "setting", "mean", "worst client", "shared model, mean", f"mean, {less}", f"worst, {less}")
+    yield table(header, rows, left=2)
+    yield _search(runs, regime)
+
+
+def interval(lines: Sequence[Evaluation], other: Sequence[Evaluation], of: str) -> str:
+    """Difference to another method, mean over seeds and the 95 % interval of Student's t over them."""
+    gains = [a[of] - b[of] for a, b in zip(lines, other, strict=True)]
+    mean, width = statistics.fmean(gains), T[len(gains)] * statistics.stdev(gains) / len(gains) ** 0.5
+    return f"{mean:+.1f} ({mean - width:+.1f} to {mean + width:+.1f})".replace("-", "−")
+
+
+def _table_1(runs: Runs) -> Iterator[str]:
+    tests = [test for test in REGIMES["table-1"].tests if whole(runs, "table-1", test)]
+    for test in tests:
+        rows = []
+        for name in REGIMES["table-1"].methods:
+            lines, paper = of_seeds(runs, "table-1", test, name), PAPER.get(test, {}).get(name, (None, None))
+            own = "–" if name in GLOBAL_ALONE else spread([line["seen"] for line in lines])
+            shared = spread([line["global"] for line in lines]) if "global" in lines[0].values else "–"
+            setting = _values(chosen(runs, "table-1", name))
+            rows.append((TITLES[name], setting, *(_paper(value) for value in paper), own, shared))
+        yield table(("method", "setting", "paper, PM", "GM", "PM", "GM"), rows, left=2)
+    if tests:
+        yield _search(runs, "table-1")
+
+
+def _paper(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _vowel(runs: Runs) -> Iterator[str]:
+    if not whole(runs, "vowel", "test"):
+        return
+    rows: list[tuple[float, Sequence[str]]] = []
+    for name in REGIMES["vowel"].methods:
+        lines = of_seeds(runs, "vowel", "test", name)
+        cells = [
+            spread([line[of] for line in lines]) if of in lines[0].values else "–"
+            for of in ("seen_mean", "seen_worst", "unseen_mean", "global_seen_mean", "global_unseen_mean")
+        ]
+        best = statistics.fmean(line["seen_mean"] for line in lines)
+        rows.append((best, (title("vowel", name), _values(chosen(runs, "vowel", name)), *cells)))
+    rows.sort(key=lambda both: -both[0])
+    header = ("method", "step size", "seen", "worst seen", "unseen", "shared model: seen", "unseen")
+    yield table(header, [row for _, row in rows], left=1)
+    yield _search(runs, "vowel")
