@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import logging
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import tiny_data
+import typer.main
 from s3_support import S3Server, serving, weed
 
 from fedloom.data import sources
@@ -20,6 +22,8 @@ from fedloom.data.folders import data_root
 from fedloom.data.sources.base import Source
 from fedloom.errors import DataError
 from fedloom.storage import Store, open_store
+
+typer.main.get_command = functools.cache(typer.main.get_command)  # for each command line that runs in this process
 
 hypothesis.settings.register_profile("tests", deadline=None)  # time decides no test
 hypothesis.settings.load_profile("tests")
@@ -52,6 +56,15 @@ def fedloom(
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # ours and our processes': two that fight over a core are slower
     os.environ.setdefault(name, "1")
+os.environ["FEDLOOM_REPORT"] = "0"  # it takes longer than such a run: tests that look at one ask for it
+
+
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made and not rendered: for tests of a page's words, of whose time matplotlib takes four fifths."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from forked import Popen, children, cmdline, run
 
 from fedloom.federation.folder import RunFolder
 
-# A report takes longer than such a run: tests that look at one ask for it.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200", "FEDLOOM_REPORT": "0"}
 WAIT_S = 240.0  # generous: a test machine may be busy with other things
 FEDLOOM = (sys.executable, "-m", "fedloom")

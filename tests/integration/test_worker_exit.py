@@ -22,14 +22,14 @@ def partition(path: Path) -> Path:
     return next(Path(word) for word in said.split() if (Path(word) / "partition.json").is_file())
 
 
-def test_a_worker_that_is_refused_says_so_while_its_parent_lives(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_worker_that_is_refused_says_so_while_its_parent_lives(fresh_root: Path, tmp_path: Path) -> None:
     """A process of its own: how an interpreter ends is the point."""
     aggregator = make_aggregator()  # of a method that no worker has
     address = aggregator.start("127.0.0.1:0")
     command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", address, "--until-eof"]
     try:
         process = subprocess.Popen(
-            [*command, "--partition", str(partition(small_run[0]))],
+            [*command, "--partition", str(partition(experiment(tmp_path, fresh_root)))],
             env=ENVIRONMENT,
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,

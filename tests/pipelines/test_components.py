@@ -23,7 +23,7 @@ from fedloom.data.manifest import read_manifest
 from fedloom.kubeflow import catalog
 from fedloom.storage import open_store
 
-pytestmark = [pytest.mark.data, pytest.mark.xdist_group("pipelines")]
+pytestmark = [pytest.mark.data, pytest.mark.xdist_group("components")]
 
 COMPONENTS = Path(__file__).parents[2] / "components"
 NAMES = sorted(path.parent.name for path in COMPONENTS.glob("*/component.py"))
@@ -71,7 +71,9 @@ def chain(folder: Path, experiment: dict[str, Any], overrides: list[str] = []) -
 def made(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     tree = json.loads(json.dumps(EXPERIMENT))
     tree["data"]["root"] = str(fresh_root)
-    return chain(tmp_path_factory.mktemp("chain"), tree, ["federation.rounds=2"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDLOOM_REPORT", "1")
+        return chain(tmp_path_factory.mktemp("chain"), tree, ["federation.rounds=2"])
 
 
 def test_every_component_is_thin_documented_and_asks_for_no_package() -> None:
@@ -176,7 +178,7 @@ def test_partition_is_whole_and_repeatable(made: Chain, tmp_path: Path) -> None:
 
 def test_partition_that_cannot_be_dealt(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(made.plan.data)
-    data["partition"]["clients"] = 100_000
+    data["partition"] |= {"classes_per_client": 11, "shares": None}
     with pytest.raises(SystemExit) as ended:
         body("partition")(json.dumps(data), made.files, artifact(dsl.Dataset, tmp_path / "shards"))
     assert ended.value.code == 2
@@ -286,6 +288,7 @@ def test_report_and_compare(made: Chain, tmp_path: Path) -> None:
         body("compare")([made.model, second], page, table, artifact(dsl.Artifact, tmp_path / "again"))
 
 
+@pytest.mark.exhaustive  # a federation of its own
 def test_data_without_classes(tmp_path: Path) -> None:
     tree = yaml.safe_load((Path(__file__).parents[2] / "experiments" / "wga-quadratic.yaml").read_text())
     one = chain(tmp_path, tree, ["federation.rounds=2", "runtime.workers=0"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from forked import Popen
 from kfp_api import Fault, KubeflowApi, serving
 from run_processes import EXPERIMENT, FEDLOOM, WAIT_S, until
 from typer.testing import CliRunner, Result
@@ -21,6 +22,8 @@ from fedloom.cli.main import app
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError, RefusedError, StorageError
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.api import Kubeflow, access
+
+pytestmark = pytest.mark.xdist_group("components")
 
 CLUSTER = {"image": "fedloom/worker:0.1.0", "workers": 3, "gpu": None, "node_selector": {"pool": "gpu"}}
 STORE = ("--set", "storage=s3://bucket/fedloom")
@@ -221,7 +224,14 @@ def test_an_answer_that_was_lost_is_asked_for_again(api: KubeflowApi, fedloom: C
 @pytest.mark.parametrize(
     "request_", ["POST /pipelines", "POST /pipelines/upload_version", "POST /experiments", "POST /runs"]
 )
-@pytest.mark.parametrize("fault", [{"status": 500}, {"drop": "before"}, {"drop": "after"}])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param({"status": 500}, marks=pytest.mark.exhaustive),
+        pytest.param({"drop": "before"}, marks=pytest.mark.exhaustive),
+        {"drop": "after"},
+    ],
+)
 def test_what_fails_on_the_way_leaves_nothing(
     api: KubeflowApi, fedloom: Callable[..., Result], request_: str, fault: dict[str, Any]
 ) -> None:
@@ -265,7 +275,7 @@ def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subp
     command = [*FEDLOOM, "pipeline", "submit", "personalized_federation", str(files[0]), "--cluster", str(files[1])]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return subprocess.Popen(
+    return Popen(
         [*command, *STORE, "--host", api.host, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

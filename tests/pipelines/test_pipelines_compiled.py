@@ -18,6 +18,8 @@ from fedloom.errors import ExperimentError
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.image import IMAGE, component_image
 
+pytestmark = pytest.mark.xdist_group("components")
+
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 FIX = "fedloom pipeline compile --out pipelines"
 

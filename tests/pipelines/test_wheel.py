@@ -12,6 +12,8 @@ import pytest
 
 from fedloom.kubeflow import catalog, compiling
 
+pytestmark = pytest.mark.xdist_group("components")
+
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
 

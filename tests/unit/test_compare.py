@@ -34,6 +34,8 @@ from fedloom.reporting.compare_tables import (
     rows_as_csv,
 )
 
+pytestmark = pytest.mark.xdist_group("compare")
+
 
 def experiment(algorithm: str, seed: int, name: str, clients: int = 12, **more: Any) -> str:
     rounds = 0 if algorithm == "local" else 2

@@ -24,6 +24,8 @@ from fedloom.reporting.compare import LOSS, Spread, compare
 from fedloom.reporting.compare_report import write_comparison
 from fedloom.reporting.compare_tables import as_latex, as_text, block_title, headings, rows_as_csv
 
+pytestmark = pytest.mark.xdist_group("losses")
+
 
 def tree(root: Path, **algorithm: Any) -> dict[str, Any]:
     return {

@@ -26,6 +26,8 @@ FIGURES = [
     "descriptors.svg", "learning-curve.svg", "partition.svg", "reliability.svg", "time-rounds.svg", "time-total.svg",
     "training-loss.svg",
 ]  # fmt: skip
+pytestmark = pytest.mark.xdist_group("report")
+UNRENDERED = pytest.mark.usefixtures("unrendered")
 
 
 def titles(page: str) -> list[str]:
@@ -69,6 +71,7 @@ def test_a_whole_run(pefll: Path) -> None:
     assert page.count("<figure") == len(FIGURES)
 
 
+@UNRENDERED
 def test_the_head_says_how_good_and_at_what_cost(tmp_path: Path) -> None:
     cost = {"personal": {"client_steps": 20.0, "payload_up": 104, "payload_down": 708_016}}
     run = write_run(tmp_path / "r", n=20, unseen=5, rounds=(0, 40), new_client=cost)
@@ -159,6 +162,7 @@ def test_clients_before_and_after(tmp_path: Path) -> None:
     assert re.findall(r"<td>([+-][\d.]+)</td>", changed) == ["-40.0", "+0.0", "+5.0", "+10.0", "+40.0", "+70.0"]
 
 
+@UNRENDERED
 def test_the_page_is_called_after_method_data_set_and_seed(small: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", algorithm="own-method", seed=7, n=6, unseen=2, rounds=(0, 1))
     for run, title in ((small, "PeFLL on fashion-mnist, seed 1"), (other, "own-method on fashion-mnist, seed 7")):
@@ -172,6 +176,7 @@ def test_the_page_is_called_after_method_data_set_and_seed(small: Path, tmp_path
 
 
 @pytest.mark.parametrize("n", [8, 40])
+@UNRENDERED
 def test_clients_are_named_with_their_owners_and_how_many_classes(tmp_path: Path, n: int) -> None:
     owners = [f"Hospital <{i}>" for i in range(n)]
     run = write_run(tmp_path / "r", n=n, unseen=2, rounds=(0, 1), owners=owners, ensemble=True)
@@ -211,6 +216,7 @@ def test_training_loss_is_that_of_every_round(small: Path) -> None:
     assert not (small / "figures" / "training-loss.svg").exists()
 
 
+@UNRENDERED
 def test_what_the_method_adds_is_shown_whatever_it_is_called(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", algorithm="own-method", n=6, unseen=2, rounds=(0, 1))
     summary = json.loads((run / "summary.json").read_text())
@@ -281,6 +287,7 @@ def test_signs_that_cannot_be_seen_or_mean_something_elsewhere(tmp_path: Path) -
     assert "<td>␣ → ⏎</td>" in page
 
 
+@UNRENDERED
 def test_data_without_labels(small: Path) -> None:
     manifest = json.loads((small / "partition.json").read_text())
     for client in manifest["clients"]:
@@ -325,6 +332,7 @@ def test_the_same_files_give_the_same_bytes(pefll: Path) -> None:
     assert [path.read_bytes() for path in written] == first
 
 
+@UNRENDERED
 def test_a_method_with_a_global_model_and_a_mask(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "r", algorithm="fedavg", predictors=("personal", "global"), label_mask=True, rounds=(0, 2)
@@ -368,12 +376,14 @@ def test_clients_whose_models_are_distributions(tmp_path: Path) -> None:
     }
 
 
+@UNRENDERED
 def test_descriptors_without_unseen_clients(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", n=5, unseen=0, rounds=(0,))
     assert json.loads((run / "descriptors.json").read_text())["spearman"] == [None]
     assert left_out(write_report(run).read_text()) == {}
 
 
+@UNRENDERED
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "stopped")
     (run / "summary.json").unlink()
@@ -386,6 +396,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert left_out(page) == {}
 
 
+@UNRENDERED
 def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text("name: x\n")
     page = write_report(tmp_path).read_text()
@@ -411,6 +422,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
         ("summary.json", set()),
     ],
 )
+@UNRENDERED
 def test_a_broken_file_costs_its_sections_only(small: Path, file: str, sections: set[str]) -> None:
     (small / file).write_text('{"round": 1, "phases": 3, "map": {}')
     page = write_report(small).read_text()
@@ -420,6 +432,7 @@ def test_a_broken_file_costs_its_sections_only(small: Path, file: str, sections:
 
 
 @pytest.mark.parametrize("content", ["", '{"round": 1, "phases": 3, "map": {}}', "[]", "\x00\xff"])
+@UNRENDERED
 def test_a_report_of_nothing_but_broken_files(small: Path, content: str) -> None:
     for file in small.iterdir():
         if file.is_file():
@@ -432,6 +445,7 @@ def test_a_report_of_nothing_but_broken_files(small: Path, content: str) -> None
     assert "not finished" in page
 
 
+@UNRENDERED
 def test_a_line_of_metrics_from_elsewhere(small: Path) -> None:
     run = small
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -441,6 +455,7 @@ def test_a_line_of_metrics_from_elsewhere(small: Path) -> None:
     assert "not what FedLoom writes (KeyError" in found["Results"]
 
 
+@UNRENDERED
 def test_names_are_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", n=6, unseen=2, rounds=(0, 1), experiment="name: <script>alert(1)</script>\n")
     assert "<script>" not in write_report(run).read_text()
@@ -453,6 +468,7 @@ def test_no_run_at_all(tmp_path: Path) -> None:
         write_report(tmp_path / "nowhere")
 
 
+@UNRENDERED
 def test_a_report_that_cannot_be_written(small: Path) -> None:
     run = small
     (run / "report.html").mkdir()

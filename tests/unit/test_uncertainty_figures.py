@@ -164,7 +164,7 @@ def test_a_run_keeps_them_and_a_resumed_one_the_same(tiny_root: Path, tmp_path: 
     }  # fmt: skip
     file, whole, copy = tmp_path / "tiny.yaml", tmp_path / "whole", tmp_path / "copy"
     file.write_text(yaml.safe_dump(tree))
-    done = CliRunner().invoke(app, ["run", str(file), "--out", str(whole)])
+    done = CliRunner().invoke(app, ["run", str(file), "--out", str(whole), "--report"])
     assert done.exit_code == 0, (done.output, done.exception)
     document = json.loads((whole / "uncertainty.json").read_text())
     assert [one["round"] for one in document["rounds"]] == [0, 1, 4]
