@@ -26,6 +26,7 @@ from fedloom.evaluation.summary import (
     confusion_document,
     group_statistics,
     groups,
+    late,
     left_out,
     metrics_line,
     summary,
@@ -232,6 +233,7 @@ def test_summary_has_the_keys_of_the_design() -> None:
         "unseen",
         "global",
         "best",
+        "last_evaluations",
         "uncertainty",
         "communication",
         "duration_s",
@@ -239,12 +241,44 @@ def test_summary_has_the_keys_of_the_design() -> None:
         "pefll",
     ]
     assert found["client_steps_per_s"] == 300
+    assert found["last_evaluations"] is None
     assert found["best"]["round"] == 3
     assert found["best"]["seen"] == found["seen"]
     assert found["communication"] == {"payload_up": 1000, "payload_down": 2000, "wire_up": None, "wire_down": None}
     untrained = summary(e, [], **(arguments | {"client_steps": 0, "training_s": 0.0}))
     assert untrained["client_steps_per_s"] is None
     assert untrained["best"] is None
+
+
+def test_the_last_evaluations_are_summed_up() -> None:
+    rounds = {0: 0.1, 50: 0.5, 100: 0.875, 150: 0.625}
+    lines: list[dict[str, Any]] = [
+        {
+            "round": t,
+            "seen": {"accuracy_mean": value, "accuracy_pooled": value / 2, "loss_mean": 1.0},
+            "unseen": None if t == 50 else {"accuracy_mean": value, "accuracy_pooled": value, "loss_mean": 1.0},
+            "global": None,
+        }
+        for t, value in rounds.items()
+    ]
+    found = late(lines)
+    assert found is not None
+    assert (found["evaluations"], found["rounds"]) == (3, [50, 150])  # not what was before training
+    assert found["seen"] == {
+        "accuracy_mean": {"mean": pytest.approx(2 / 3), "lowest": 0.5, "highest": 0.875},
+        "accuracy_pooled": {"mean": pytest.approx(1 / 3), "lowest": 0.25, "highest": 0.4375},
+    }
+    assert found["unseen"] is found["global"] is None
+    alone = late(lines[:1])
+    assert alone is not None
+    assert alone["seen"]["accuracy_mean"] == {"mean": 0.1, "lowest": 0.1, "highest": 0.1}
+    losses = [
+        {**one, "seen": {"accuracy_mean": None, "accuracy_pooled": None, "loss_mean": t}} for t, one in enumerate(lines)
+    ]
+    of_losses = late(losses)
+    assert of_losses is not None
+    assert of_losses["seen"] == {"loss_mean": {"mean": 2.0, "lowest": 1, "highest": 3}}
+    assert late([]) is None
 
 
 def entry(id: str, seen: bool) -> ClientEntry:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Task
+from fedloom.algorithms.client import batches
 from fedloom.algorithms.optimizers import AdamAscent
 from fedloom.algorithms.pefll import (
     PEFLL,
@@ -28,6 +29,7 @@ from fedloom.algorithms.pefll import (
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
+from fedloom.federation.randomness import generator
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
@@ -379,6 +381,35 @@ def test_prediction_is_algorithm_1(tmp_path: Path) -> None:
         torch.testing.assert_close(predictor.tensors()["theta"], theta, rtol=0, atol=1e-12)
         expected = problem.model.logits(theta, c.test.x).softmax(1)
         torch.testing.assert_close(predictor.probabilities(c.test.x), expected, rtol=0, atol=1e-12)
+
+
+def test_a_client_may_go_on_from_the_model_that_it_is_handed(tmp_path: Path) -> None:
+    """By torch's SGD on its own batches; training and the state are as without."""
+    data, problem, steps = clients(SIZES), task(), 5
+    local = {"steps": 1, "batch_size": 3, "lr": 0.1, "momentum": 0.9}
+    runs = {
+        k: federation(tmp_path / str(k), PEFLL, literal(local=local, personalize_steps=k), problem, data, unseen=["c2"])
+        for k in (0, steps)
+    }
+    for run in runs.values():
+        run.run()
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].state.values(), runs[steps].state.values(), strict=True))
+    for c in data:
+        handed = runs[0].predictors[1, c.id]["personal"].tensors()["theta"]
+        theta = handed.clone().requires_grad_()
+        sgd = torch.optim.SGD([theta], lr=0.1, momentum=0.9)
+        for index in batches(len(c.train), 3, steps, generator(7, "evaluate/fine-tune", c.id, 1)):
+            assert c.train.y is not None
+            loss = F.cross_entropy(problem.model.logits(theta, c.train.x[index]), c.train.y[index])
+            (theta.grad,) = torch.autograd.grad(loss + 0.02 * theta.square().sum(), [theta])
+            sgd.step()
+        found = runs[steps].predictors[1, c.id]["personal"].tensors()["theta"]
+        torch.testing.assert_close(found, theta.detach(), rtol=0, atol=1e-10)
+        assert not torch.equal(found, handed)
+    half = PeFLLClient(literal(personalize_steps=steps), problem)
+    assert half.personalization_steps("personal", 9) == steps
+    assert PEFLL.titles(literal()) == {"personal": "PeFLL"}
+    assert PEFLL.titles(literal(personalize_steps=1)) == {"personal": "PeFLL + fine-tuning"}
 
 
 def test_evaluation_leaves_no_trace_in_training(tmp_path: Path) -> None:

@@ -166,7 +166,15 @@ class PeFLLClient(base.ClientHalf):
         how = self.settings.descriptor.evaluate
         v, _ = self._describe(clients, opening.eta_v, how, "evaluation-descriptor", graph=False)
         model: PersonalizedModel = yield Descriptor(v)
-        return predictors_of(self.task.model, personal=model.theta)
+        theta, steps = model.theta, self.settings.personalize_steps
+        if steps:  # not the paper's: the client goes on by itself
+            sgd = self.settings.local.lasting(steps=steps)
+            theta = train(self.task.model, clients, theta, sgd, purpose="fine-tune").theta
+        return predictors_of(self.task.model, personal=theta)
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """``personalize_steps``."""
+        return self.settings.personalize_steps
 
     def _describe(
         self, clients: Group, eta_v: Tensor, how: str, purpose: str, *, graph: bool = True
@@ -254,6 +262,11 @@ class PeFLLSettings(Settings):
     embedding: EmbeddingSettings = Field(default=EmbeddingSettings(), description="the embedding network η_v")
     hypernetwork: HypernetworkSettings = Field(default=HypernetworkSettings(), description="the hypernetwork η_h")
     server: ServerUpdate = Field(default=ServerUpdate(), description="lines 17-18")
+    personalize_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps of local SGD that a client makes on the model it is handed (the paper: none)",
+    )
 
     def descriptor_size(self, clients: int) -> int:
         """l for n clients."""
@@ -331,5 +344,5 @@ PEFLL = base.Algorithm(
     ),
     labelled=lambda settings: settings.embedding.labels,
     needs_each_update=lambda settings: True,  # line 12
-    titles=lambda settings: {"personal": "PeFLL"},
+    titles=lambda settings: {"personal": "PeFLL + fine-tuning" if settings.personalize_steps else "PeFLL"},
 )

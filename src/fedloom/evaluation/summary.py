@@ -301,6 +301,43 @@ def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {key: chosen[key] for key in ("round", "seen", "unseen", "global")}
 
 
+LATE = 8
+"""Evaluations at the end of training that are summed up."""
+
+
+def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """``last_evaluations`` of ``summary.json``: what evaluations at the end of training say together.
+
+    One evaluation, and more so the highest of some, says little where accuracy goes up and down from one to the next.
+
+    Parameters
+    ----------
+    lines
+        The last :data:`LATE` lines of ``metrics.jsonl``, or fewer, ascending. What comes before training is left out
+        unless there is nothing else.
+
+    Returns
+    -------
+    dict or None
+        ``evaluations``, how many; ``rounds``, the first and the last; and for ``seen``, ``unseen`` and ``global``, by
+        ``accuracy_mean`` and ``accuracy_pooled`` (without classes ``loss_mean``), {``mean``, ``lowest``, ``highest``};
+        None for a group that some line lacks. None without lines.
+    """
+    lines = [line for line in lines if line["round"]] or list(lines)
+    if not lines:
+        return None
+    found: dict[str, Any] = {"evaluations": len(lines), "rounds": [lines[0]["round"], lines[-1]["round"]]}
+    for group in ("seen", "unseen", "global"):
+        of_group = [line[group] for line in lines if line[group] is not None]
+        found[group] = {} if len(of_group) == len(lines) else None
+        for key in ("accuracy_mean", "accuracy_pooled", "loss_mean") if found[group] is not None else ():
+            values = [one[key] for one in of_group if one.get(key) is not None]
+            if len(values) == len(lines) and (key != "loss_mean" or not found[group]):
+                mean = math.fsum(values) / len(values)
+                found[group][key] = {"mean": mean, "lowest": min(values), "highest": max(values)}
+    return found
+
+
 def line_score(line: Mapping[str, Any]) -> float | None:
     """:func:`validation_score` of a line of ``metrics.jsonl``."""
     loss = line.get("validation_loss")
@@ -312,6 +349,7 @@ def summary(
     final: Evaluation,
     history: Iterable[Mapping[str, Any]],
     *,
+    last: Sequence[Mapping[str, Any]] = (),
     label_mask: bool,
     name: str,
     algorithm: str,
@@ -335,6 +373,8 @@ def summary(
         Evaluation of the last round.
     history
         Lines of ``metrics.jsonl``, that of the best round among them.
+    last
+        Its last :data:`LATE` lines.
     rounds
         Rounds trained.
     client_steps, training_s
@@ -360,6 +400,7 @@ def summary(
         "clients_per_round": clients_per_round,
         **groups(final, label_mask=label_mask),
         "best": best(history),
+        "last_evaluations": late(last),
         "uncertainty": {
             name: None if found is None else {**found, "ece_clients": calibration_of_clients(final, name)}
             for name, found in uncertainties(final).items()

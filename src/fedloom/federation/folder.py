@@ -252,6 +252,18 @@ class RunFolder:
                 return line.object, line.end
         return None
 
+    def last_evaluations(self, most: int, upto: int) -> list[dict[str, Any]]:
+        """Return the objects of the last rounds of ``metrics.jsonl`` up to this one, ascending; of two, the later."""
+        found: list[dict[str, Any]] = []
+        for line in self.backwards(METRICS):
+            if line.whole and line.object is not None and _is_evaluation(line.object):
+                round = line.object["round"]
+                if round <= upto and (not found or round < found[-1]["round"]):
+                    found.append(line.object)
+            if len(found) == most:
+                break
+        return found[::-1]
+
     def evaluation_of(self, round: int) -> dict[str, Any] | None:
         """Return the object of ``metrics.jsonl`` of one round; None if there is none."""
         of_round = (line.object for line in self.backwards(METRICS, f'{{"round": {round},'))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.errors import DataError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.summary import (
+    LATE,
     Evaluation,
     calibration_document,
     client_rows,
@@ -117,6 +118,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     result = summary(
         final,
         [] if best is None else [best],
+        last=folder.last_evaluations(LATE, run.round),
         label_mask=e.evaluation.label_mask,
         name=e.name,
         algorithm=e.algorithm.name,
