@@ -72,7 +72,7 @@ site: setup ## build the documentation as a site, in build/site; a warning is an
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/benchmarks.md)
-	@for name in local_training aggregator_overhead registered_clients serving scale resume flower; do \
+	@for name in local_training module_model aggregator_overhead registered_clients serving scale resume flower; do \
 		echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit; echo; \
 	done
 

@@ -144,5 +144,6 @@ KNNPER = shared_model(
     steps=lambda s, examples: 0,
     needs_classes=True,
     unfit=unfit,
+    needs_features=True,
     titles={"personal": "kNN-Per", "global": "kNN-Per, shared model"},
 )

@@ -232,6 +232,7 @@ def shared_model(
     shared: Literal["all", "body", "head"] = "all",
     whole: bool = False,
     needs_head: bool = False,
+    needs_features: bool = False,
     stateful: bool = False,
     needs_classes: bool = False,
     update: type[Update] = Update,
@@ -260,6 +261,8 @@ def shared_model(
         ``personalize`` get θ ``[g, d]``, and the former returns the shared part.
     needs_head
         A model of one layer is refused; so it is wherever a part is shared.
+    needs_features
+        A model without a last layer that has features is refused.
     stateful
         Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
     update
@@ -281,7 +284,12 @@ def shared_model(
             if (needs_head or shared != "all") and not task.model.layout.head:
                 raise ExperimentError(
                     f"model.name: found a model of one layer, with {name}, which needs a last layer and others before "
-                    "it; allowed: a model with more layers"
+                    "it; allowed: a model with more layers, whose outputs are those of a linear one"
+                )
+            if needs_features and not task.model.has_features:
+                raise ExperimentError(
+                    f"model.name: found a model whose outputs are not those of one linear layer, with {name}, which "
+                    "needs what goes into that; allowed: a model whose are"
                 )
             self._part = part_of(task.model.layout, shared) if whole else slice(None)  # of what is sent
 

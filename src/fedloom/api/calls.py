@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from fedloom.api.run import Comparison, Run, Sweep
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fedloom.experiment import Experiment, Point
     from fedloom.runner.observer import RunObserver
     from fedloom.runner.options import RunOptions
@@ -59,7 +61,8 @@ def run(
         Show how it goes, on a terminal or in a notebook; or who is told instead.
     overrides
         Keys of the experiment, with two underscores for each dot: ``seed=2``, ``federation__rounds=10``. A mapping
-        replaces what the key has.
+        replaces what the key has. ``data`` may be a :class:`fedloom.Federated`, and ``model`` an ``nn.Module``, from
+        which training starts, in this process.
 
     Returns
     -------
@@ -83,7 +86,7 @@ def run(
     from fedloom import experiment as experiments
 
     options = _options(out, resume, partition, packed, observe, publish, report, replay)
-    return carry_out(experiments.of(experiment, **overrides), options, progress)
+    return carry_out(experiments.of(experiment, **with_module(overrides)), options, progress)
 
 
 def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunObserver = True) -> Run:
@@ -155,7 +158,7 @@ def sweep(
     asked = seeds if seeds is None or isinstance(seeds, str) else ",".join(map(str, seeds))
     if asked is None and not axes:
         raise ExperimentError("sweep: found neither grid nor seeds; allowed: one of them, or both")
-    e = experiments.of(experiment, **overrides)
+    e = experiments.of(experiment, **with_module(overrides))
     points = experiments.points(e, (), asked, axes)
     options = _options(out, resume, partition, packed, observe, publish, report, None)
     return carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
@@ -175,8 +178,13 @@ def carry_out_sweep(
     return Sweep(folder, done, failures)
 
 
-def load(where: str | Path) -> Run:
+def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
     """Return a run, finished or not, from its folder or from the URL where it is published.
+
+    Parameters
+    ----------
+    model
+        The module that the run's clients trained, where another process had it in memory.
 
     Raises
     ------
@@ -185,7 +193,12 @@ def load(where: str | Path) -> Run:
     StorageError, RefusedError
         If the store of a URL cannot be used.
     """
-    return Run(where)
+    run = Run(where)
+    if model is not None:
+        from fedloom.models.module import remember
+
+        remember(model, run.factory)
+    return run
 
 
 def compare(runs: Iterable[Run | Sweep | str | Path]) -> Comparison:
@@ -207,6 +220,16 @@ def compare(runs: Iterable[Run | Sweep | str | Path]) -> Comparison:
     for one in [runs] if isinstance(runs, Sweep | str | Path) else runs:
         folders += [one] if isinstance(one, str | Path) else [one.folder]
     return Comparison(folders)
+
+
+def with_module(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides in which a model that is an ``nn.Module`` is named; only this process has it, which then does all."""
+    if isinstance(overrides.get("model"), Mapping | str | None) or hasattr(overrides["model"], "model_dump"):
+        return dict(overrides)
+    from fedloom.models.module import remember
+
+    section = {"name": "module", "factory": remember(overrides["model"])}
+    return {"runtime__workers": 0, **overrides, "model": section}
 
 
 def _options(

@@ -77,6 +77,15 @@ class Run:
         return experiments.load(self.folder / "experiment.yaml")
 
     @property
+    def factory(self) -> str | None:
+        """What makes the clients' model, where that is a module of the user's own."""
+        from fedloom.experiment.yaml_reader import parse
+
+        found, _ = parse(self._folder.text("experiment.yaml"), "experiment.yaml")
+        factory = found["model"].get("factory")
+        return None if factory is None else str(factory)
+
+    @property
     def finished(self) -> bool:
         """Whether it has come to its end and has a summary."""
         return self._folder.read("summary.json") is not None

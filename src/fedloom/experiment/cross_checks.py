@@ -7,6 +7,8 @@ from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
 from fedloom.experiment.validation_errors import Mistake
+from fedloom.models.module import MEMORY
+from fedloom.models.registry import ModuleSettings
 
 
 def impossible_combinations(experiment: Experiment) -> list[Mistake]:
@@ -83,6 +85,8 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
         refuse(
             "evaluation.label_mask", f"found true; allowed: false, because {algorithm.name} uses no labels as it is set"
         )
+    if isinstance(experiment.model, ModuleSettings) and experiment.model.factory.startswith(MEMORY) and runtime.workers:
+        refuse("runtime.workers", f"found {runtime.workers} with a module in memory; allowed: 0, or a model.factory")
     if runtime.device == "cpu" and runtime.clients_at_once > 1:
         refuse("runtime.clients_at_once", f"found {runtime.clients_at_once}; allowed: 1 with device: cpu")
     return found

@@ -15,6 +15,7 @@ from fedloom.experiment.cross_checks import impossible_combinations
 from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
 from fedloom.experiment.validation_errors import KeyPath, explain, listing, shown
+from fedloom.models.module import check_sent_factory
 
 
 def validated(
@@ -77,6 +78,9 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
         raise ExperimentError(f"{source}: found {shown(value)}; allowed: a mapping with the key data")
     if "own" not in value["data"]:
         value["data"]["root"] = root
+    model = value.get("model")
+    if isinstance(model, dict) and isinstance(model.get("factory"), str):
+        check_sent_factory(model["factory"])
     value["runtime"] = (runtime or Runtime()).model_dump(mode="json")
     # A data set of one's own is where the aggregator is, which has looked at the whole.
     return validated(value, source, {}, combined=value["data"].get("dataset") not in LOCAL)

@@ -26,9 +26,13 @@ def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bo
 
 @dataclass(frozen=True)
 class Layout:
-    """Names the slices of θ: ``entries`` are (name, shape) in the order in which they lie in the vector."""
+    """Names the slices of θ: ``entries`` are (name, shape) in the order in which they lie in the vector.
+
+    ``headless`` if the last entries are not those of a last linear layer.
+    """
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
+    headless: bool = False
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -68,7 +72,7 @@ class Layout:
     @cached_property
     def head(self) -> tuple[str, ...]:
         """Names of the last linear layer, which are the last entries; empty if there is nothing before it."""
-        last = self.entries[-1][0].rpartition(".")[0]
+        last = "" if self.headless else self.entries[-1][0].rpartition(".")[0]
         names = tuple(name for name, _ in self.entries if last and name.rpartition(".")[0] == last)
         return names if len(names) < len(self.entries) else ()
 
@@ -122,6 +126,9 @@ class FlatModel(FlatNetwork):
 
     needs_labels: ClassVar[bool] = True
     """Whether its loss is about labels."""
+
+    has_features: bool = True
+    """Whether there is a penultimate representation."""
 
     @abstractmethod
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
+from fedloom.models.module import ModuleModel, factory_of
 from fedloom.models.precision import bfloat16
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
@@ -208,6 +209,45 @@ class QuadraticSettings(ModelChoice):
         return Quadratic(input_shape[0], self.curvature)
 
 
+class ModuleSettings(ModelChoice):
+    """Any ``nn.Module``."""
+
+    name: Literal["module"] = Field(default="module", description="a module of torch of your own (docs/models.md)")
+    factory: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[\w.-]+$",
+        description="`package.module:function` that makes it; it is called with `input_shape` and `classes` if it has "
+        "such parameters",
+    )
+    head: str | None = Field(
+        default=None,
+        min_length=1,
+        description="name of the linear layer whose outputs are the logits; null is the last one, if it is so",
+    )
+    initial: Literal["module", "drawn"] = Field(
+        default="module",
+        description="where training starts: as the module is made, with torch seeded; or drawn as other networks are",
+    )
+    takes = ("pixels", "features", "tokens")
+
+    def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
+        """Make the module, and try it on inputs.
+
+        Raises
+        ------
+        ExperimentError
+            If it cannot be made, or flattened: the layer, what was found and what is allowed.
+        """
+        if not classes:
+            raise ExperimentError(f"model.name: found {self.name!r} for data with no classes; allowed: quadratic")
+        make = factory_of(self.factory, input_shape, classes)
+        model = ModuleModel(make, input_shape, classes, kind, self.head, self.initial)
+        return bfloat16(model) if self.precision == "bfloat16" else model
+
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """Make the module for pixels."""
+        return self.build(input_shape, classes)
+
+
 MODELS: tuple[ModelChoice, ...] = (
     LeNetSettings(),
     ResNet20Settings(),
@@ -224,5 +264,5 @@ MODELS: tuple[ModelChoice, ...] = (
 if TYPE_CHECKING:
     ModelSettings: TypeAlias = ModelChoice
 else:
-    ModelSettings = functools.reduce(operator.or_, [type(choice) for choice in MODELS])
+    ModelSettings = functools.reduce(operator.or_, [*(type(choice) for choice in MODELS), ModuleSettings])
     """The settings of any model, told apart by ``name``."""

@@ -224,10 +224,12 @@ def run_experiment(
                 elif options.listen is None:
                     where = options.partition or str(dataset.folder)
                     whose = options.serves or ["--partition", where]
-                    workers = partial(Workers, e.runtime, whose, assemble.states_of(folder), folder.logs, token)
+                    factory = getattr(e.model, "factory", None)
+                    states = assemble.states_of(folder)
+                    workers = partial(Workers, e.runtime, whose, states, folder.logs, token, factory)
                 else:
-                    states = assemble.states_of(folder) if stateful and url is not None else None
-                    observer.waiting_for_workers(at.address, options.partition or str(dataset.folder), states)
+                    kept_at = assemble.states_of(folder) if stateful and url is not None else None
+                    observer.waiting_for_workers(at.address, options.partition or str(dataset.folder), kept_at)
                 hands = with_workers(at, parts, workers, stop_request, options.wait_s, options.orphan_after_s)
             signals = stop_request.signals() if options.signals else nullcontext()
             with _logs_kept(published), signals, hands:

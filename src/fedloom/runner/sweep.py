@@ -11,6 +11,7 @@ from pathlib import Path
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError
 from fedloom.experiment import Experiment, Point
 from fedloom.federation.folder import RunFolder
+from fedloom.models.module import MEMORY
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.resume import check_folder, finished
@@ -116,6 +117,11 @@ def run_points(
     observer = observer or SweepObserver()
     if parallel < 1:
         raise ExperimentError(f"--parallel: found {parallel}; allowed: 1 or more")
+    if parallel > 1 and any(str(getattr(p.experiment.model, "factory", "")).startswith(MEMORY) for p in points):
+        raise ExperimentError(
+            f"--parallel: found {parallel} with a module in memory; allowed: 1, or a model.factory that every "
+            "process can import"
+        )
     if (folder / "experiment.yaml").exists():
         raise ExperimentError(f"--out: found {folder}, which is a run; allowed: a sweep's folder, or a new one")
     if not options.resume and folder.is_dir() and any(folder.iterdir()):

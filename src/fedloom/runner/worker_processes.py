@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError, RefusedError, WorkerLostError
+from fedloom.models.module import FACTORIES
 from fedloom.storage.folder import open_to_append, read_file, storing
 from fedloom.trust.options import FILES, TOKEN
 
@@ -50,6 +51,8 @@ class Workers:
         Lets them in; it is in their environment, which no other user of the machine can read.
     address
         The aggregator's.
+    factory
+        Makes the clients' model, where that is a module of the user's own: these workers may call it.
     on_failure
         Called once, in another thread, when a worker is lost for good; ``failure`` says why.
     """
@@ -61,6 +64,7 @@ class Workers:
         states: str,
         logs: Path,
         token: SecretStr,
+        factory: str | None,
         address: str,
         on_failure: Callable[[], None],
     ) -> None:
@@ -69,6 +73,8 @@ class Workers:
         others = {*FILES.values(), TOKEN}  # what the environment says of another aggregator is not for ours
         self._environment = {name: value for name, value in os.environ.items() if name not in others}
         self._environment[TOKEN] = token.get_secret_value()
+        if factory is not None:
+            self._environment[FACTORIES] = factory
         self._serves = serves
         self._logs = logs
         self._states = states
