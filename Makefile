@@ -10,7 +10,7 @@ PYTEST_ARGS ?= -n 3 --dist loadgroup
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-cluster test-all lint format protos docs site bench faults cuda clean images kind-up kind-test kind-down
+.PHONY: help setup run test test-cluster test-all lint style format protos docs site bench faults cuda clean images kind-up kind-test kind-down
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,19 +39,31 @@ run: setup ## train PeFLL, FedAvg and Local on Fashion-MNIST and compare what ea
 # One thread per process: the tests run in several, and two that fight over a core are slower than one.
 test test-cluster test-all: export OMP_NUM_THREADS = 1
 test test-cluster test-all: export MKL_NUM_THREADS = 1
-test: lint ## lint, then the tests that need no cluster (what is exhaustive is sampled): minutes
-	@$(BIN)/python -m pytest -m "not cluster and not exhaustive" $(PYTEST_ARGS)
+test: style ## lint, and the tests that need no cluster (what is exhaustive is sampled): minutes
+	$(call tested,-m "not cluster and not exhaustive")
 
 test-cluster: setup ## federations as pods (on a stand-in, or on a cluster: docs/e2e.md), pipelines from end to end
 	@$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
 
-test-all: lint ## lint, then every test; what CI runs
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-all: style ## lint, and every test; what CI runs
+	$(call tested,)
 
-lint: setup ## ruff, mypy --strict, buf
+# Style is checked first, in two seconds. Types take half a minute of one core: they are checked beside the tests, and
+# what is wrong with them is told at the end.
+define tested
+@types=$$(mktemp); $(BIN)/mypy --no-error-summary >$$types 2>&1 & mypy=$$!; \
+trap 'kill $$mypy 2>/dev/null; rm -f $$types; exit 130' INT TERM; \
+$(BIN)/python -m pytest $(1) $(PYTEST_ARGS); code=$$?; \
+wait $$mypy || { cat $$types >&2; code=1; }; \
+rm -f $$types; exit $$code
+endef
+
+lint: style ## ruff, mypy --strict, buf
+	@$(BIN)/mypy --no-error-summary
+
+style: setup
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/buf lint
 
 format: setup ## let ruff fix what it can

@@ -18,8 +18,9 @@ PROBE = "probe"
 THOROUGH = ("pefll", "fedrep")
 """Three exchanges and a server that puts work off; one exchange and clients that keep a state."""
 
-WHOLE = ("comfedl", "fedrep", "pefll", "pfedbayes", "wga")
-"""Methods that `make test` takes through the whole kit: each has halves, state or conversations of its own kind.
+WHOLE = ("fedrep", "pefll", PROBE, "wga")
+"""Methods that `make test` takes through the whole kit: clients that keep states; three exchanges and a server that
+puts work off; one that was written for the kit, with two conversations in a round; gradients in place of models.
 
 The others share these parts; of them `make test` runs what is in ``OWN``, and `make test-all` everything.
 """
@@ -57,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     own = chosen is not None or metafunc.function.__name__ in OWN
 
     def param(name: str) -> Any:
-        first_tier = own or name == PROBE or _method(name) in WHOLE
+        first_tier = own or name in WHOLE
         return pytest.param(name, marks=() if first_tier else pytest.mark.exhaustive)
 
     for fixture, values in every.items():

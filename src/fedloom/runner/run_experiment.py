@@ -29,7 +29,7 @@ from fedloom.federation.roster import Presence, ReplayedRoster, Roster
 from fedloom.logs import lines_about
 from fedloom.runner import assemble, results
 from fedloom.runner.distributed import serving, with_workers
-from fedloom.runner.log_file import logged_to
+from fedloom.runner.log_file import log_kept
 from fedloom.runner.observer import Observers, RunObserver
 from fedloom.runner.open_federation import (
     Leg,
@@ -134,6 +134,7 @@ def run_experiment(
     store = None if url is None else _place(url, options.resume)
     incarnation = uuid.uuid4().hex
     with ExitStack() as held:
+        keep_log = held.enter_context(log_kept(alone=True))
         published = None
         if store is not None:
             published = Published(folder, store, incarnation)
@@ -149,7 +150,7 @@ def run_experiment(
             if store is None or not options.resume:
                 held.enter_context(folder.held())
             folder.make(e.resolved_yaml())
-            held.enter_context(logged_to(folder.logs / "aggregator.jsonl", alone=True))
+            keep_log(folder.logs / "aggregator.jsonl")
             if not is_open or is_known(parts.manifest):
                 folder.write("partition.json", parts.manifest.to_json())
             folder.write_json("environment.json", assemble.fingerprint(e))

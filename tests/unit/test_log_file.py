@@ -1,0 +1,38 @@
+"""The log of a process as a file of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from fedloom.errors import StorageError
+from fedloom.runner.log_file import log_kept
+
+log = logging.getLogger("fedloom.transport")
+
+
+def test_what_is_said_before_the_file_is_known_is_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "aggregator.jsonl"
+    logger = logging.getLogger("fedloom")
+    handlers = [*logger.handlers]
+    with caplog.at_level(logging.INFO, "fedloom"):
+        with log_kept(alone=True) as keep:
+            log.info("worker %s joined", "early", extra={"worker": "early"})
+            log.error("something was wrong")
+            keep(file)
+            log.info("worker late joined")
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+        log.info("after it")
+    assert [line["message"] for line in lines] == ["worker early joined", "something was wrong", "worker late joined"]
+    assert lines[0]["worker"] == "early"
+    assert len(file.read_text().splitlines()) == 3
+    assert caplog.messages == ["worker early joined", "something was wrong", "after it"]  # once alone, alone
+    assert (logger.handlers, logger.propagate) == (handlers, True)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with log_kept() as keep, pytest.raises(StorageError):
+        keep(tmp_path)
