@@ -92,6 +92,25 @@ def test_the_head_says_how_good_and_at_what_cost(tmp_path: Path) -> None:
         assert fact in head
 
 
+@UNRENDERED
+def test_the_last_evaluations_stand_beside_the_last(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", n=20, unseen=5, rounds=(0, 40))
+    assert "Mean of the last" not in write_report(run).read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    late = {"accuracy_mean": {"mean": 0.851, "lowest": 0.8304, "highest": 0.8671}}
+    summary["last_evaluations"] = {
+        "evaluations": 8,
+        "rounds": [4125, 5000],
+        "seen": late,
+        "unseen": late,
+        "global": None,
+    }
+    (run / "summary.json").write_text(json.dumps(summary))
+    page = write_report(run).read_text()
+    assert "last 8 evaluations, rounds 4125 to 5000" in page
+    assert "unseen clients 85.1 (83.0 to 86.7)" in page
+
+
 def test_a_point_of_the_map_tells_its_class_mix_and_leads_to_its_confusion(small: Path) -> None:
     table = (small / "confusion.csv").read_text().replace("client-0003,", "client-9999,", 1)
     (small / "confusion.csv").write_text(f"{table}client-0005,3,7,123\n")

@@ -383,7 +383,30 @@ def _results(run: RunFolder) -> Section:
         "accuracy of seen clients (data without classes: the lowest validation loss), the earliest on ties; test data "
         "play no part in choosing it."
     )
-    return Section("Results", blocks=tuple(blocks), text=text)
+    return Section("Results", blocks=tuple(blocks), text=" ".join([text, *_late(run)]))
+
+
+def _late(run: RunFolder) -> list[str]:
+    """What the last evaluations say together, of a run that is finished and has several."""
+    try:
+        found = run.json("summary.json")["last_evaluations"]
+        if found["evaluations"] < 2:
+            return []
+        first, last = found["rounds"]
+        said = []
+        for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
+            over = (found[key] or {}).get("accuracy_mean")
+            if over is not None:
+                mean, *ends = (_percent(over[name]) for name in ("mean", "lowest", "highest"))
+                said.append(f"{label} {mean} ({' to '.join(ends)})")
+    except (DataError, KeyError, TypeError, ValueError):  # an older run, or one that goes on
+        return []
+    if not said:
+        return []
+    return [
+        f"Mean of the last {found['evaluations']} evaluations, rounds {first} to {last} (lowest to highest), in "
+        f"percent: {'; '.join(said)}. The highest of several evaluations would be a choice made on test data."
+    ]
 
 
 def _best(run: RunFolder) -> Mapping[str, Any] | None:
