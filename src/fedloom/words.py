@@ -45,13 +45,13 @@ def parsed_json(text: str | bytes) -> Any:
     try:
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
-        raise ValueError("lists and objects inside one another, too deep") from None
+        raise ValueError("lists and objects nested too deeply") from None
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"found {text}, no finite number")
+        raise ValueError(f"found {text}, not a finite number")
     return value
 
 

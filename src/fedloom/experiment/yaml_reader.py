@@ -80,7 +80,7 @@ def parse(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
         if depth > DEEPEST:
             raise RecursionError
         if values > MOST:
-            raise ExperimentError(f"{source}: found over {MOST:,} values, those that aliases repeat included")
+            raise ExperimentError(f"{source}: found more than {MOST:,} values, counting those repeated by aliases")
         _locate(node, (), origins, twice, set())
         value = None if twice else json.loads(json.dumps(loader.construct_document(node), default=str))
     except yaml.YAMLError as error:

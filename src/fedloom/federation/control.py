@@ -39,7 +39,7 @@ def read_pause(folder: RunFolder) -> Pause | None:
             return None
         case {"version": 1, "paused": {"by": str(by), "since": int() | float() as since}}:
             return Pause(by, since)
-    raise DataError(f"{folder.path / NAME}: found what is no record of a pause", hint="remove it: the run then goes on")
+    raise DataError(f"{folder.path / NAME}: not a record of a pause", hint="remove it; then the run continues")
 
 
 class Control:

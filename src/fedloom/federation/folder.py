@@ -313,7 +313,7 @@ class RunFolder:
         try:
             rows = [row for row in reader if None not in row and None not in row.values()]
         except csv.Error as error:
-            raise DataError(f"{self.path / 'clients.csv'}: is no table ({error})") from error
+            raise DataError(f"{self.path / 'clients.csv'}: not a CSV table ({error})") from error
         if not rows or "seen" not in rows[0]:
             raise DataError(f"{self.path / 'clients.csv'}: has no clients")
         return rows

@@ -345,7 +345,9 @@ def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
         if line.object is not None:
             yield attempt_of(line.object, folder), line
         elif line.whole:
-            raise DataError(f"{folder.path / NAME}: damaged, found a line at byte {line.start} that is no JSON object")
+            raise DataError(
+                f"{folder.path / NAME}: damaged, found a line at byte {line.start} that is not a JSON object"
+            )
 
 
 def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
@@ -367,7 +369,7 @@ def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
         numbers += [statistics["client_steps"], *statistics.values()]
         numbers += [number for number in (attempt.wire_up, attempt.wire_down) if number is not None]
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            raise ValueError("a number that is none")
+            raise ValueError("a value that is not a number")
         if not all(isinstance(client, str) for record in conversations for client in record.clients):
             raise ValueError("a client without a name")
         if not all(isinstance(told["id"], str) and isinstance(told["observer"], bool) for told in attempt.joined):

@@ -208,7 +208,7 @@ class Loop:
         with self.monitor.during("paused", f"paused by {pause.by} since {since}"):
             self._control.wait(self.stop)
         self._check_stop()
-        _log.info("going on after round %d", self.round)
+        _log.info("continuing after round %d", self.round)
         self.checkpoints.again(self.round)
         seconds = time.monotonic() - started + attempt.paused.get("seconds", 0.0)
         attempt.paused = {"by": pause.by, "seconds": seconds}

@@ -243,7 +243,7 @@ class Published:
         if record is None:
             return False
         self._last, self._blobs = record, _by_digest(record)
-        log.info("took up round %d of %s", record.round, self._store.url)
+        log.info("resuming round %d of %s", record.round, self._store.url)
         return True
 
     def publish(self, round: int) -> None:

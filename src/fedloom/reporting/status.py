@@ -153,7 +153,7 @@ class RunFiles:
             if not line.whole:
                 return  # it is being written
             if line.object is None:
-                raise DataError(f"{path}: damaged, found a line at byte {line.start} that is no JSON object")
+                raise DataError(f"{path}: damaged, found a line at byte {line.start} that is not a JSON object")
             self._take(attempt_of(line.object, self._folder))
             self._end = line.end
 

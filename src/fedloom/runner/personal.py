@@ -293,7 +293,9 @@ def _made(client: _Client, predictors: dict[str, Predictor], asked: Asked, answe
 def _from_run(where: str, asked: Asked) -> PersonalModel:
     """A client's own model from a run's checkpoint: the conversation is held in this process, as in an evaluation."""
     if asked.precision != "float32":
-        raise ExperimentError(f"--precision: found {asked.precision} with a run's folder, where nothing travels")
+        raise ExperimentError(
+            f"--precision: found {asked.precision} with a run's folder; allowed: float32, or a server"
+        )
     with run_folder(where) as (folder, _):
         known = DurableRounds(folder, asked.checkpoint)
         trained = known.parts

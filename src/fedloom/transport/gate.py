@@ -189,7 +189,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._access.check(peer.admitted, peer.action)
         except Denied as denied:
             if not denied.again:
-                log.warning("put out %s: %s", peer.identity.name, denied)
+                log.warning("disconnected %s: %s", peer.identity.name, denied)
                 told = {"identity": peer.identity.name, "host": peer.host, "call": peer.call}
                 _write(self._audit, "revoked", **told, reason=str(denied))
             status = grpc.StatusCode.UNAVAILABLE if denied.again else grpc.StatusCode.UNAUTHENTICATED
@@ -212,7 +212,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     await context.abort(*peer.ended.result())
                 return task.result()
             except FedloomError as error:  # the audit log: whom nobody would know of is not let in
-                log.error("%s was not let in: %s", peer.identity.name, error)
+                log.error("%s was not admitted: %s", peer.identity.name, error)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the aggregator cannot write its audit log")
             finally:
                 self._peers.discard(peer)

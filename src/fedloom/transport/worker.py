@@ -624,7 +624,7 @@ class _Connection:
         """Return when there is something else to show: it takes a new channel, on which conversations go on."""
         while await asyncio.to_thread(lambda: self._credentials.current) == self._shown:
             await asyncio.sleep(CHANGED_S)
-        log.info("dialling again, with what the files hold now")
+        log.info("reconnecting with the current content of the files")
 
     def _failed(self, code: grpc.StatusCode, details: str | None) -> Exception | None:
         """What to make of a call that failed for who we are, or who they are; None if for something else."""

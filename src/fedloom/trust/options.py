@@ -254,7 +254,7 @@ class Protection:
                 "both, 127.0.0.1, or --insecure",
                 hint="`fedloom certificates` makes certificates for trials (docs/security.md)",
             )
-        log.warning("other machines reach this aggregator, without %s (--insecure)", " and ".join(lacking))
+        log.warning("other machines can reach this aggregator without %s (--insecure)", " and ".join(lacking))
 
 
 def _together(certificate: Path | None, key: Path | None) -> None:
