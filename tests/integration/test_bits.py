@@ -12,7 +12,12 @@ pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pyte
 
 
 def test_workers_change_no_bit(fresh_root: Path, tmp_path: Path) -> None:
-    path = experiment(tmp_path, fresh_root, model={"name": "lenet"}, federation={"rounds": 3, "checkpoint_every_s": 30})
+    path = experiment(
+        tmp_path,
+        fresh_root,
+        model={"name": "lenet"},
+        federation={"rounds": 2, "clients_per_round": 4, "checkpoint_every_s": 30},
+    )
     for workers in (0, 1, 2):
         fedloom("run", path, "--workers", workers, "--no-report", "--out", tmp_path / str(workers))
     for workers in (1, 2):

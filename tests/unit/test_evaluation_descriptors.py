@@ -199,7 +199,7 @@ def test_a_resumed_run_keeps_the_maps_of_one_that_was_never_stopped() -> None:
     assert documents(stopped, [v[r] for r in stopped]) == documents(rounds, v)
 
 
-@pytest.mark.parametrize("every", [1, 7, 100])
+@pytest.mark.parametrize("every", [1, *(pytest.param(every, marks=pytest.mark.exhaustive) for every in (7, 100))])
 def test_the_curve_of_a_long_run_is_thinned_out_evenly(every: int) -> None:
     def grown(evaluated: Iterable[int]) -> list[int]:
         rounds: list[int] = []

@@ -303,13 +303,14 @@ def test_files_that_are_no_experiment(write: Write, text: str, expected: str) ->
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[" * 100_000, "allowed: 50 deep"),
-        ("{a: " * 100_000, "allowed: 50 deep"),
+        ("[" * 10_000, "allowed: 50 deep"),
+        ("{a: " * 10_000, "allowed: 50 deep"),
         ("a: " + "[" * 5_000 + "]" * 5_000, "allowed: 50 deep"),
         ("".join(f"k{i}: &k{i} [{'x' if i == 0 else f'*k{i - 1}'}]\n" for i in range(5_000)), "allowed: 50 deep"),
         ("k0: &k0 x\n" + "".join(f"k{i}: &k{i} [{f'*k{i - 1}, ' * 9}]\n" for i in range(1, 30)), "100,000 values"),
         ("#" * 2**20 + "\n", "found 1,048,577 characters; allowed: at most 1,048,576"),
     ],
+    ids=["lists", "mappings", "closed", "chain", "laughs", "long"],
 )  # fmt: skip
 def test_bombs_are_answered_with_a_sentence(write: Write, text: str, expected: str) -> None:
     assert expected in refusal(write(text))
