@@ -56,7 +56,7 @@ def test_a_run_is_tables(run: fedloom.Run) -> None:
     assert list(history.index) == [0, 1, 2]
     last = history.loc[2]
     assert last["unseen.accuracy_mean"] == run.summary["unseen"]["accuracy_mean"]
-    assert last["train_loss"] > 0
+    assert last["train.loss"] > 0
     clients = run.clients
     assert len(clients) == 15
     assert clients["seen"].dtype == bool

@@ -41,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "transport": {"trust", "models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
     "reporting": {"data", "evaluation", "experiment", "federation"},
     "runner": {*PARTS, "reporting"},
+    "trackers": {"experiment", "federation", "runner"},
     "api": {"models", "data", "storage", "federation", "experiment", "reporting", "runner"},
     "cluster": PARTS,
     "kubeflow": {*PARTS, "reporting", "runner", "cluster"},

@@ -31,6 +31,7 @@ def run(
     observe: Iterable[str | Path] = (),
     publish: str | None = None,
     report: bool = True,
+    track: Iterable[str] = (),
     progress: bool | RunObserver = True,
     **overrides: Any,
 ) -> Run:
@@ -57,6 +58,8 @@ def run(
         URL of a store to publish the run at as it goes.
     report
         Write the report at the end: two seconds, which many small runs save; :meth:`Run.report` writes it later.
+    track
+        Trackers beside those of the experiment: ``["tensorboard"]`` (docs/tracking.md).
     progress
         Show how it goes, on a terminal or in a notebook; or who is told instead.
     overrides
@@ -85,7 +88,7 @@ def run(
     """
     from fedloom import experiment as experiments
 
-    options = _options(out, resume, partition, packed, observe, publish, report, replay)
+    options = _options(out, resume, partition, packed, observe, publish, report, track, replay)
     return carry_out(experiments.of(experiment, **with_module(overrides)), options, progress)
 
 
@@ -115,6 +118,7 @@ def sweep(
     observe: Iterable[str | Path] = (),
     publish: str | None = None,
     report: bool = True,
+    track: Iterable[str] = (),
     progress: bool = True,
     **overrides: Any,
 ) -> Sweep:
@@ -122,7 +126,7 @@ def sweep(
 
     Parameters
     ----------
-    experiment, partition, packed, observe, publish, report, overrides
+    experiment, partition, packed, observe, publish, report, track, overrides
         As of :func:`run`.
     grid
         Values by key, with dots or two underscores: ``{"algorithm.local.lr": [0.01, 0.1]}``; the runs are the product.
@@ -160,7 +164,7 @@ def sweep(
         raise ExperimentError("sweep: found neither grid nor seeds; allowed: one of them, or both")
     e = experiments.of(experiment, **with_module(overrides))
     points = experiments.points(e, (), asked, axes)
-    options = _options(out, resume, partition, packed, observe, publish, report, None)
+    options = _options(out, resume, partition, packed, observe, publish, report, track, None)
     return carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
 
 
@@ -240,6 +244,7 @@ def _options(
     observe: Iterable[str | Path],
     publish: str | None,
     report: bool,
+    track: Iterable[str],
     replay: str | Path | None,
 ) -> RunOptions:
     from fedloom.runner.options import RunOptions
@@ -253,6 +258,7 @@ def _options(
         observe=tuple(map(Path, observe)),
         publish=publish,
         report=report,
+        track=tuple(track),
         signals=True,
     )
 

@@ -109,9 +109,7 @@ class Run:
 
     @property
     def history(self) -> DataFrame:
-        """The evaluated rounds: a row each, by round; columns such as ``seen.accuracy_mean`` (``metrics.jsonl``).
-
-        ``train_loss`` is the training loss of that round, where the method has one.
+        """The evaluated rounds: a row each, by round; columns such as ``seen.accuracy_mean`` and ``train.loss``.
 
         Raises
         ------
@@ -119,9 +117,7 @@ class Run:
             If pandas is not installed.
         """
         lines = {line["round"]: line for line in self._folder.evaluations()}  # after a resume, the later line
-        losses = self._folder.training_loss()
-        rows = [{"round": t, "train_loss": losses.get(t), **lines[t]} for t in sorted(lines)]
-        frame = of_lines(rows, "Run.history")
+        frame = of_lines([lines[t] for t in sorted(lines)], "Run.history")
         return frame.set_index("round") if len(frame) else frame
 
     @property

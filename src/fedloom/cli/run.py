@@ -66,6 +66,12 @@ Report = Annotated[
 ]
 
 
+Track = Annotated[
+    list[str] | None,
+    typer.Option(help="Send the numbers there, too: csv, tensorboard, mlflow, wandb; repeatable.", metavar="NAME"),
+]
+
+
 def run(
     experiment: ExperimentFile,
     set_: Set = None,
@@ -80,6 +86,7 @@ def run(
     observe: Observe = None,
     publish: Publish = None,
     report: Report = True,
+    track: Track = None,
     seeds: Annotated[str | None, typer.Option(help="Run once with each seed: 1,2,3 or 1-3.", metavar="N,N,...")] = None,
     grid: Annotated[
         list[str] | None,
@@ -109,6 +116,7 @@ def run(
         publish=publish,
         signals=True,
         report=report,
+        track=tuple(track or ()),
     )
     if until_eof:
         from fedloom.cli.eof import terminate_at_eof
@@ -140,6 +148,7 @@ def aggregator(
     partition: Partition = None,
     publish: Publish = None,
     report: Report = True,
+    track: Track = None,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait until workers serve every client.", min=0, metavar="S")
     ] = 600.0,
@@ -198,6 +207,7 @@ def aggregator(
         stay=stay,
         signals=True,
         report=report,
+        track=tuple(track or ()),
     )
     _run(experiments.load(experiment, set_ or ()), options)
 

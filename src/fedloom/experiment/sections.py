@@ -293,6 +293,12 @@ class Experiment(Section):
         "in ./runs are published as they go (docs/storage.md). Null is ./runs.",
     )
 
+    tracking: tuple[str, ...] = Field(
+        default=(),
+        description="Where the run's numbers go beside its folder: csv, tensorboard, mlflow, wandb, or what packages "
+        "add by the entry point fedloom.observers (docs/tracking.md). It changes none of them.",
+    )
+
     @property
     def runs(self) -> Path:
         """The folder in which the run's own folder is made."""
@@ -303,11 +309,12 @@ class Experiment(Section):
         return as_yaml_document(self.model_dump(mode="json"))
 
     def shared_json(self) -> str:
-        """Return what the aggregator sends to workers: all but ``runtime``, ``storage`` and where data lie.
+        """Return what the aggregator sends to workers: all but ``runtime``, ``storage``, ``tracking``, where data lie.
 
         Equal experiments give equal text.
         """
         shared = self.model_dump(
-            mode="json", exclude={"runtime": True, "storage": True, "data": {"root": True, "source": True}}
+            mode="json",
+            exclude={"runtime": True, "storage": True, "tracking": True, "data": {"root": True, "source": True}},
         )
         return json.dumps(shared, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

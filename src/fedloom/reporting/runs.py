@@ -22,7 +22,7 @@ GROUPS = ("seen", "unseen")
 USERS = "users"
 """A third group, of methods that make one model for some clients: those clients (WGA with ``users: one``)."""
 PREDICTORS = ("global", "personal")
-APART = ("name", "seed", "runtime.", "storage", "data.root")
+APART = ("name", "seed", "runtime.", "storage", "tracking", "data.root")
 """Keys of an experiment that do not tell one setting from another: how they begin."""
 SECTIONS = ("name", "seed", "data", "model", "algorithm", "federation")
 """Keys that the experiment of a run has."""

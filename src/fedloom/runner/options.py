@@ -47,6 +47,8 @@ class RunOptions:
         Seconds to wait at the end until watchers have been told.
     signals
         SIGINT and SIGTERM stop the run after the round at hand; a second one, at once.
+    track
+        Trackers beside those of the experiment.
     report
         Write the report at the end; else ``fedloom report`` can, later.
     """
@@ -69,6 +71,7 @@ class RunOptions:
     finished_grace_s: float = 5.0
     signals: bool = False
     report: bool = True
+    track: tuple[str, ...] = ()
 
     @property
     def serves(self) -> list[str]:

@@ -18,6 +18,7 @@ from fedloom.runner.open_federation import check_begun_open, check_changes
 FREE_ON_RESUME = (
     ("runtime",),
     ("storage",),
+    ("tracking",),
     ("data", "root"),
     ("federation", "rounds"),
     ("federation", "deadline_s"),

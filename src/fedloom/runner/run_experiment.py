@@ -45,6 +45,7 @@ from fedloom.runner.options import RunOptions
 from fedloom.runner.resume import check_folder, check_partition, check_states, finished
 from fedloom.runner.serve import DurableRounds
 from fedloom.runner.stop_request import StopRequest
+from fedloom.runner.tracking import Tracked, find_trackers
 from fedloom.runner.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
@@ -96,8 +97,10 @@ def run_experiment(
         Of the class of what went wrong (docs/exit-codes.md).
     """
     started = time.perf_counter()
-    e, options, observer = experiment, options or RunOptions(), observer or RunObserver()
+    e, options = experiment, options or RunOptions()
     folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
+    trackers = find_trackers(dict.fromkeys((*e.tracking, *options.track)))
+    observer = Tracked(observer or RunObserver(), trackers, folder.path)
     own = own_of(e)
     is_open = own is not None and options.listen is not None
     resume = check_folder(folder, e, options.resume, is_open=is_open)

@@ -152,6 +152,8 @@ def _arguments(options: RunOptions) -> list[str]:
     found += ["--resume"] * options.resume
     for option, value in (("--partition", options.partition), ("--publish", options.publish)):
         found += [] if value is None else [option, value]
+    for name in options.track:
+        found += ["--track", name]
     return [*found, *options.serves]
 
 

@@ -1,0 +1,175 @@
+"""What a tracker is told, and how it is kept from a run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fedloom.errors import ExperimentError
+from fedloom.plugins import entries
+from fedloom.runner.observer import RunObserver
+
+if TYPE_CHECKING:
+    from fedloom.experiment import Experiment
+    from fedloom.federation.journal import Attempt
+
+GROUP = "fedloom.observers"
+
+log = logging.getLogger("fedloom.run")
+
+Tracker: TypeAlias = Callable[[Path], RunObserver]
+"""Makes the observer of a run, which is told how it goes; it is called with the run's folder."""
+
+
+def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
+    """Return trackers by their names.
+
+    Raises
+    ------
+    ExperimentError
+        If there is none of a name, or what it needs is not installed.
+    """
+    known = {point.name: point for point in entries(GROUP)}
+    found: dict[str, Tracker] = {}
+    for name in names:
+        if name not in known:
+            raise ExperimentError(f"tracking: found {name!r}; allowed: {', '.join(known)}")
+        try:
+            found[name] = known[name].load()
+        except ImportError as error:
+            missing = (error.name or str(error)).partition(".")[0]
+            hint = f"pip install 'fedloom[{name}]'" if known[name].value.startswith("fedloom.") else None
+            raise ExperimentError(
+                f"tracking: found {name}, which needs the package {missing}, which is not installed", hint=hint
+            ) from error
+        except Exception as error:
+            raise ExperimentError(
+                f"tracking: {name} = {known[name].value} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+    return found
+
+
+class Tracked(RunObserver):
+    """Tells an observer and the trackers; a tracker that fails is left out from then on, and the run goes on.
+
+    Parameters
+    ----------
+    observer
+        Is told first, and of trackers that fail.
+    trackers
+        By name. They are made once the run has a folder, and then told that it has started.
+    folder
+        The run's.
+    """
+
+    def __init__(self, observer: RunObserver, trackers: Mapping[str, Tracker], folder: Path) -> None:
+        self._observer = observer
+        self._waiting = dict(trackers)
+        self._trackers: dict[str, RunObserver] = {}
+        self._folder = folder
+        self._begun: tuple[Experiment, int, str] | None = None
+
+    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+        """Tell the observer; the trackers, later."""
+        self._begun = experiment, clients, where
+        self._observer.started(experiment, clients, where)
+
+    def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
+        """Tell the observer."""
+        self._observer.waiting_for_workers(address, partition, states)
+
+    def stopping(self, *, after_round: bool) -> None:
+        """Tell the observer."""
+        self._observer.stopping(after_round=after_round)
+
+    def notice(self, text: str) -> None:
+        """Tell the observer."""
+        self._observer.notice(text)
+
+    def resumed(self, round: int) -> None:
+        """Tell all."""
+        self._observer.resumed(round)
+        self._tell(lambda tracker: tracker.resumed(round))
+
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """Tell all."""
+        self._observer.round_done(attempt, rounds)
+        self._tell(lambda tracker: tracker.round_done(attempt, rounds))
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        """Tell all."""
+        self._observer.attempt_failed(attempt, attempts)
+        self._tell(lambda tracker: tracker.attempt_failed(attempt, attempts))
+
+    def evaluating(self, round: int, done: int, clients: int) -> None:
+        """Tell all."""
+        self._observer.evaluating(round, done, clients)
+        self._tell(lambda tracker: tracker.evaluating(round, done, clients))
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Tell all; trackers get copies."""
+        self._observer.evaluated(line)
+        self._tell(lambda tracker: tracker.evaluated(copy.deepcopy(line)))
+
+    def ended(self) -> None:
+        """Tell all that have been told that it started."""
+        self._waiting.clear()
+        self._tell(lambda tracker: tracker.ended())
+        self._observer.ended()
+
+    def _tell(self, call: Callable[[RunObserver], None]) -> None:
+        for name, make in list(self._waiting.items()):
+            del self._waiting[name]
+            self._safely(name, lambda name=name, make=make: self._begin(name, make))  # type: ignore[misc]
+        for name, tracker in list(self._trackers.items()):
+            self._safely(name, lambda tracker=tracker: call(tracker))  # type: ignore[misc]
+
+    def _begin(self, name: str, make: Tracker) -> None:
+        tracker = make(self._folder)
+        if self._begun is not None:
+            tracker.started(*self._begun)
+        self._trackers[name] = tracker
+
+    def _safely(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._trackers.pop(name, None)
+            log.warning("tracker %s failed", name, exc_info=error)
+            said = (str(error).splitlines() or [""])[0]
+            self._observer.notice(f"tracking: {name} failed, and is told no more ({type(error).__name__}: {said})")
+
+
+def of_attempt(attempt: Any) -> dict[str, float]:
+    """Numbers of a round: ``train/loss`` and other statistics, seconds, bytes."""
+    found = {f"train/{name}": float(value) for name, value in attempt.statistics.items()}
+    found["round/seconds"] = attempt.seconds
+    found |= {f"round/{name}_s": seconds for name, seconds in attempt.phases.items()}
+    for name in ("payload_up", "payload_down", "wire_up", "wire_down"):
+        if (value := getattr(attempt, name)) is not None:
+            found[f"round/{name}"] = float(value)
+    return found
+
+
+def of_line(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers of an evaluation, as ``seen/accuracy_mean``, but those of the round's training."""
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if name == "train" and not prefix:
+            continue
+        if isinstance(value, Mapping):
+            found |= of_line(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and (prefix or name != "round"):
+            found[f"{prefix}{name}" if prefix else f"evaluation/{name}"] = float(value)
+    return found
+
+
+def of_settings(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted key."""
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        found |= of_settings(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {f"{prefix}{name}": item}
+    return found

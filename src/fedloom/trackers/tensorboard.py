@@ -1,0 +1,66 @@
+"""TensorBoard: ``tensorboard --logdir runs`` shows all runs below a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.tracking import of_attempt, of_line
+
+if TYPE_CHECKING:
+    from fedloom.experiment import Experiment
+    from fedloom.federation.journal import Attempt
+
+
+class TensorBoard(RunObserver):
+    """Writes to ``tensorboard/`` in the run's folder; rounds that run again after a resume replace those of before.
+
+    Parameters
+    ----------
+    folder
+        The run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "tensorboard"
+        self._writer: Any = None
+
+    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+        """Note the experiment, where it is not noted yet."""
+        if not self._folder.exists():
+            text = experiment.resolved_yaml().replace("\n", "\n    ")
+            self._open(None).add_text("experiment", f"    {text}", 0)
+
+    def resumed(self, round: int) -> None:
+        """Have what comes after this round hidden."""
+        self.ended()
+        self._open(round + 1)
+
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """Write the numbers of a round."""
+        self._add(attempt.round, of_attempt(attempt))
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Write the numbers of an evaluation."""
+        self._add(line["round"], of_line(line))
+        self._writer.flush()
+
+    def ended(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self, purge_step: int | None) -> Any:
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+        return self._writer
+
+    def _add(self, round: int, numbers: Mapping[str, float]) -> None:
+        writer = self._open(None)
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, round)

@@ -1,0 +1,146 @@
+"""Trackers: they hear every number, change none, and a run does not stop for them."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts import tells
+from test_local_data import TASK, people
+
+import fedloom
+from fedloom.errors import ExperimentError, InterruptedRun
+from fedloom.experiment import load, of
+from fedloom.plugins import _entries
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.tracking import find_trackers
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> dict[str, Any]:
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", unseen_fraction=0.25)
+    rounds = {"rounds": 3, "clients_per_round": 2, "checkpoint_every_s": 0}
+    return {**TASK, "data": data, "federation": rounds, "evaluation": {"every": 1}}
+
+
+def numbers(path: Path) -> dict[tuple[int, str], float]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {(int(row["round"]), row["name"]): float(row["value"]) for row in rows}
+    assert len(found) == len(rows)  # no number twice
+    return found
+
+
+class Notices(RunObserver):
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.said: list[str] = []
+        self._stop_after = stop_after
+
+    def notice(self, text: str) -> None:
+        self.said.append(text)
+
+    def round_done(self, attempt: Any, rounds: int | None) -> None:
+        if attempt.round == self._stop_after:
+            os.kill(os.getpid(), 2)
+
+
+def test_they_hear_every_number_and_change_none(task: dict[str, Any], tmp_path: Path) -> None:
+    alone = fedloom.run(task, out=tmp_path / "alone", report=False, progress=False)
+    names = ["csv", "tensorboard"]
+    tracked = fedloom.run(task, out=tmp_path / "tracked", report=False, progress=False, tracking=names)
+    assert (tracked.folder / "clients.csv").read_bytes() == (alone.folder / "clients.csv").read_bytes()
+    assert tracked.experiment.shared_json() == alone.experiment.shared_json()
+    comparison = fedloom.compare([alone, tracked])
+    assert "tracking" not in comparison.table.columns
+    found = numbers(tracked.folder / "tracking.csv")
+    assert found[3, "unseen/accuracy_mean"] == tracked.summary["unseen"]["accuracy_mean"]
+    assert found[2, "train/loss"] == tracked.history.loc[2, "train.loss"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tracked.folder / "tensorboard"))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("unseen/accuracy_mean")}
+    assert shown == pytest.approx({t: found[t, "unseen/accuracy_mean"] for t in range(4)}, abs=1e-6)
+
+
+def test_a_resumed_run_has_each_number_once(task: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InterruptedRun):
+        fedloom.run(task, out=tmp_path / "run", report=False, progress=Notices(stop_after=2), track=["csv"])
+    run = fedloom.run(
+        task, out=tmp_path / "run", report=False, progress=False, resume=True, tracking=["csv", "tensorboard"]
+    )
+    found = numbers(run.folder / "tracking.csv")
+    assert {t for t, name in found if name == "train/loss"} == {1, 2, 3}
+
+
+class Breaks(RunObserver):
+    def __init__(self, folder: Path) -> None:
+        pass
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        line.clear()
+        raise OSError("disk of the tracker is full\nand more")
+
+
+class BreaksAtOnce(Breaks):
+    def __init__(self, folder: Path) -> None:
+        raise RuntimeError("nobody at home")
+
+
+@pytest.fixture
+def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    about = site / "extra_trackers-0.1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: extra-trackers\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text(
+        "[fedloom.observers]\nbreaks = test_tracking:Breaks\natonce = test_tracking:BreaksAtOnce\n"
+        "absent = not_installed_at_all.part:Thing\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setitem(sys.modules, "test_tracking", sys.modules[__name__])
+    _entries.cache_clear()
+
+
+@pytest.mark.usefixtures("plugged")
+def test_a_tracker_that_fails_does_not_stop_a_run(task: dict[str, Any], tmp_path: Path) -> None:
+    seen = Notices()
+    names = ["breaks", "atonce", "csv"]
+    run = fedloom.run(task, out=tmp_path / "run", report=False, progress=seen, tracking=names)
+    assert run.finished
+    assert len(run.history) == 4
+    assert len(numbers(run.folder / "tracking.csv"))
+    said = [text for text in seen.said if "failed" in text]
+    assert len(said) == 2
+    assert tells(said[0], "tracking", "atonce", "RuntimeError", "nobody at home")
+    assert tells(said[1], "tracking", "breaks", "OSError", "disk of the tracker is full")
+
+
+@pytest.mark.usefixtures("plugged")
+def test_one_that_is_not_there_is_named_before_anything_runs(task: dict[str, Any], tmp_path: Path) -> None:
+    for name, said in (("nothing", ("nothing", "csv", "tensorboard")), ("absent", ("absent", "not_installed_at_all"))):
+        with pytest.raises(ExperimentError) as refused:
+            fedloom.run(task, out=tmp_path / "run", progress=False, track=[name])
+        assert tells(str(refused.value), "tracking", *said)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_what_to_install_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, f"fedloom.trackers.{name}", raising=False)
+    with pytest.raises(ExperimentError) as refused:
+        find_trackers([name])
+    assert tells(str(refused.value), name, "not installed", f"fedloom[{name}]")
+
+
+def test_the_experiment_says_which(task: dict[str, Any], tmp_path: Path) -> None:
+    e = of(task, tracking=["csv"])
+    (tmp_path / "e.yaml").write_text(e.resolved_yaml())
+    assert load(tmp_path / "e.yaml").tracking == ("csv",)
+    with pytest.raises(ExperimentError, match="tracking"):
+        of(task, tracking="csv")
