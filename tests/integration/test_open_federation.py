@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from facts import tells
-from run_processes import ended, fedloom, final, rounds, started, until
+from run_processes import WAIT_S, ended, fedloom, final, rounds, started, until
 from s3_support import S3Server
 
 from fedloom.data.manifest import Normalization
@@ -191,12 +191,15 @@ def test_a_replay_evaluates_before_other_settings_what_the_run_did(tmp_path: Pat
 
 def test_below_min_clients_it_waits_and_says_so_until_it_is_told_to_stop(federation: Federation) -> None:
     aggregator = federation.aggregator()
+    assert aggregator.stdout is not None
+    said = next(line for line in aggregator.stdout if "federation.min_clients" in line)
+    assert tells(said, "waiting", "0 clients", "federation.min_clients", 2)
     alone = federation.worker(0, name="alone", observes=(1, 2))  # observers do not count
     log = federation.run / "logs" / "aggregator.jsonl"
     until(lambda: log.exists() and "worker alone" in log.read_text(), "the worker joins")
     aggregator.send_signal(signal.SIGTERM)
-    said = ended(aggregator, 130)
-    assert tells(said, "waiting", "0 clients", "federation.min_clients", 2)
+    said = aggregator.stdout.read()
+    assert aggregator.wait(WAIT_S) == 130, said
     assert "Traceback" not in said
     assert federation.lines() == []
     kill(alone)
