@@ -46,7 +46,7 @@ def submit(
     ] = False,
     out: Annotated[Path | None, typer.Option(help="With --wait: becomes the run's folder.", metavar="DIR")] = None,
 ) -> None:
-    """Start a federation, or find the one that was started with the same experiment and run id."""
+    """Start a federation. One with the same experiment and run id is found again."""
     from fedloom import experiment as experiments
     from fedloom.cluster import federate
     from fedloom.cluster.settings import ClusterSettings, TaskConfig
@@ -82,7 +82,7 @@ def status(
     name: Annotated[str | None, typer.Argument(help="Only this federation: fl-..., or its run id.")] = None,
     namespace: Namespace = None,
 ) -> None:
-    """Show the federations of a namespace: how far each is, or why it does not start."""
+    """Show the federations of a namespace. Says how far each is, or why it does not start."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -103,7 +103,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines until the pod ends.")] = False,
     namespace: Namespace = None,
 ) -> None:
-    """Show the log of a federation's aggregator, or of one of its workers."""
+    """Show the log of a federation. It is that of the aggregator, or of one of its workers."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -114,7 +114,7 @@ def logs(
 
 @app.command("stop")
 def stop(name: Name, namespace: Namespace = None) -> None:
-    """Stop a federation; what it has published stays, and submitting it again continues from there."""
+    """Stop a federation. What it has published stays, and submitting it again continues from there."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -138,7 +138,7 @@ def clean(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Remove old runs from a store (checkpoints, clients' states, results), and partitions that no run uses."""
+    """Remove old runs from a store. Checkpoints, clients' states and results go, and partitions that no run uses."""
     from fedloom.errors import ExperimentError
     from fedloom.storage import open_store
     from fedloom.storage.retention import (

@@ -27,7 +27,7 @@ def fetch(
         ),
     ] = None,
 ) -> None:
-    """Fetch a data set, check it, and store it where experiments find it."""
+    """Fetch a data set. It is checked and stored where experiments find it."""
     from fedloom.data import sources
 
     source = sources.find(name)
@@ -64,7 +64,7 @@ def list_(
     root: Annotated[Path | None, ROOT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each data set.")] = False,
 ) -> None:
-    """List the data sets: which are on this machine, their sizes and licences."""
+    """List the data sets. Shows which are on this machine, their sizes and licences."""
     import json
 
     from rich.filesize import decimal
@@ -136,7 +136,7 @@ def partition(
         bool, typer.Option("--fetch", help="Fetch the data set first if it is not on this machine.")
     ] = False,
 ) -> None:
-    """Make the partition of an experiment, or repair a damaged one."""
+    """Make or repair an experiment's partition."""
     import shutil
 
     from fedloom import experiment as experiments

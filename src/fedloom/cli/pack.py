@@ -39,7 +39,7 @@ def pack(
     ] = 1 / 6,
     seed: Annotated[int, typer.Option(help="Seed of the random split.", min=0)] = 1,
 ) -> None:
-    """Pack a client's own data: checked, split, and written as a folder that `fedloom worker --data` serves."""
+    """Pack a client's own data. They are checked, split, and written to a folder for `fedloom worker --data`."""
     from fedloom.data.pack import PackSettings
     from fedloom.data.pack import pack as pack_client
     from fedloom.data.pack.examples import Request

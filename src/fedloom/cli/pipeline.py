@@ -66,7 +66,7 @@ def compile_(
     out: Annotated[Path, typer.Option(help="Folder for NAME.yaml.", metavar="DIR")] = Path(),
     image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
 ) -> None:
-    """Write a pipeline as YAML, to upload by hand or to keep."""
+    """Write a pipeline as YAML. It can be uploaded by hand, or kept."""
     from fedloom.kubeflow import compiling
 
     names = [compiling.check_name(name)] if name else list(compiling.NAMES)
@@ -90,7 +90,7 @@ def local(
     checkpoint: Which = None,
     source: Source = None,
 ) -> None:
-    """Run a pipeline on this machine, with processes instead of pods."""
+    """Run a pipeline on this machine. Processes take the place of pods."""
     from fedloom.kubeflow import compiling, local
 
     known = compiling.check_name(name)
@@ -138,7 +138,7 @@ def submit(
         bool, typer.Option("--terminate-on-interrupt", help="Ctrl-C while waiting also stops the run.")
     ] = False,
 ) -> None:
-    """Upload a pipeline to Kubeflow, start a run and print its link."""
+    """Run a pipeline on Kubeflow. It is uploaded and started, and its link is printed."""
     from fedloom.kubeflow import compiling, submit
 
     known = compiling.check_name(name)

@@ -100,7 +100,7 @@ def run(
     ] = 1,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
-    """Run an experiment on this machine; with --seeds or --grid, run every combination and compare."""
+    """Run an experiment on this machine. With --seeds or --grid, run every combination and compare."""
     from fedloom import experiment as experiments
     from fedloom.errors import ExperimentError
     from fedloom.runner.options import RunOptions
@@ -182,7 +182,7 @@ def aggregator(
     identities: trusted.Identities = None,
     insecure: trusted.InsecureServer = False,
 ) -> None:
-    """Run an experiment's rounds with workers that connect (`fedloom worker`)."""
+    """Run rounds with workers that connect. Workers are started with `fedloom worker`."""
     from fedloom import experiment as experiments
     from fedloom.runner.options import RunOptions
     from fedloom.transport.address import split_address

@@ -17,7 +17,7 @@ def runs(
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each run.")] = False,
 ) -> None:
-    """List runs: method, data set, progress, and mean test accuracy over clients."""
+    """List runs and how far they are. Shows method, data set, and mean test accuracy over clients."""
     import dataclasses
     import json
 

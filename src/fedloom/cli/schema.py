@@ -11,7 +11,7 @@ import typer
 def schema(
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
 ) -> None:
-    """Print the JSON schema of an experiment file, for editors and other tools."""
+    """Print the JSON schema of experiment files. Editors and other tools complete and check keys with it."""
     import json
 
     from fedloom.experiment import json_schema

@@ -63,7 +63,7 @@ def serve(
     identities: trusted.Identities = None,
     insecure: trusted.InsecureServer = False,
 ) -> None:
-    """Hand out models to clients that ask for one (`fedloom personalize --from`), until stopped."""
+    """Hand out models to clients that ask. They ask with `fedloom personalize --from`."""
     from fedloom.federation.folder import RunFolder
     from fedloom.storage import is_url
 

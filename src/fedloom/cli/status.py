@@ -70,7 +70,7 @@ def status(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Show what a federation is doing: live, or from a run's files, even when no process runs."""
+    """Show what a federation is doing. Asks an aggregator, or reads a run's files, even when no process runs."""
     follow = sys.stdout.isatty() and not as_json if follow is None else follow
     with _source(where, tls_ca, tls_certificate, tls_key, token_file, insecure) as source:
         now = source.activity()
@@ -144,7 +144,7 @@ def pause(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Pause after the current round, until `resume`; a restarted aggregator stays paused."""
+    """Pause after the current round. It lasts until `resume`; a restarted aggregator stays paused."""
     with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
         changed, now = asked.pause()
     what = "pauses" if changed else "was to pause before:"
@@ -178,7 +178,7 @@ def stop(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Stop the aggregator after the current round; `--resume` continues later."""
+    """Stop after the current round. Starting the aggregator with `--resume` continues later."""
     with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
         told = asked.stop(now=now)
     when = "now" if now or told.doing is None else f"after round {told.doing}"

@@ -30,7 +30,7 @@ def new(
         typer.Option(help="Write the token to a new file (mode 0600) instead of showing it.", metavar="FILE"),
     ] = None,
 ) -> None:
-    """Make a token, show it this one time, and store its hash."""
+    """Make a token. It is shown this one time, and its hash is stored."""
     from fedloom.trust.files import create
     from fedloom.trust.tokens import add_token, revoke_tokens
 
@@ -67,7 +67,7 @@ def revoke(
     ],
     tokens: TokensFile = Path("tokens.json"),
 ) -> None:
-    """Revoke tokens: an aggregator that reads this file disconnects their users within seconds."""
+    """Revoke tokens. An aggregator that reads this file disconnects their users within seconds."""
     from fedloom.trust.tokens import revoke_tokens
 
     revoked = revoke_tokens(tokens, which)

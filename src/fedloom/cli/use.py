@@ -41,7 +41,7 @@ def evaluate(
     data: OwnFolders = None,
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
 ) -> None:
-    """Evaluate a trained model again on every client, or on the clients of another partition."""
+    """Evaluate a trained model again. Its clients are all of the run, or those of another partition."""
     from fedloom.federation.folder import RunFolder
 
     RunFolder.open(run)  # before torch is imported
@@ -116,7 +116,7 @@ def personalize(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Make and save models for clients, whether they took part in training or not."""
+    """Make and save models for clients. They need not have taken part in the training."""
     from fedloom.errors import ExperimentError, QuorumError
     from fedloom.federation.folder import RunFolder
 
@@ -215,7 +215,7 @@ def compare(
         typer.Option(help="Write compare.html, .csv, .tex and figures to this folder.", metavar="DIR"),
     ] = None,
 ) -> None:
-    """Compare runs side by side; runs that differ only in the seed are merged into one row."""
+    """Compare runs side by side. Runs that differ only in the seed are merged into one row."""
     show_comparison(runs, out)
     if out is not None:
         typer.echo(f"comparison: {out / 'compare.html'}")

@@ -101,7 +101,7 @@ def worker(
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
     until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when standard input is closed.")] = False,
 ) -> None:
-    """Serve the clients of a partition, or clients with data of their own, until the run is over."""
+    """Serve clients to an aggregator. They are those of a partition, or have data of their own."""
     import socket
 
     from fedloom.errors import ExperimentError, InterruptedRun
