@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -474,11 +475,14 @@ def confusion_table(evaluation: Evaluation) -> str:
     A line ``id,class,predicted,examples`` for each pair of classes that occurs, in the order of the evaluation; classes
     by number. Clients that did not answer, or have no test examples with labels, have no lines.
     """
-    confusion = evaluation.confusion[:, evaluation.predictors.index("personal")]
-    places = (confusion * evaluation.present[:, None, None]).nonzero()
-    counts = confusion[places.unbind(1)].tolist()
-    lines = (f"{evaluation.clients[i]},{j},{k},{n}" for (i, j, k), n in zip(places.tolist(), counts, strict=True))
-    return "\n".join(["id,class,predicted,examples", *lines, ""])
+    text, p = io.StringIO(), evaluation.predictors.index("personal")
+    text.write("id,class,predicted,examples\n")
+    for client, found, present in zip(evaluation.clients, evaluation.confusion[:, p], evaluation.present, strict=True):
+        if present:
+            places = found.nonzero()
+            for (j, k), n in zip(places.tolist(), found[places.unbind(1)].tolist(), strict=True):
+                text.write(f"{client},{j},{k},{n}\n")
+    return text.getvalue()
 
 
 def calibration_document(evaluation: Evaluation) -> dict[str, Any]:
