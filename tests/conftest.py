@@ -25,8 +25,13 @@ from fedloom.storage import Store, open_store
 
 typer.main.get_command = functools.cache(typer.main.get_command)  # for each command line that runs in this process
 
-hypothesis.settings.register_profile("tests", deadline=None)  # time decides no test
-hypothesis.settings.load_profile("tests")
+hypothesis.settings.register_profile("exhaustive", deadline=None)  # time decides no test
+hypothesis.settings.register_profile("first tier", deadline=None, max_examples=25)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Try a quarter of the examples of a property where what is exhaustive is left out."""
+    hypothesis.settings.load_profile("first tier" if "not exhaustive" in config.option.markexpr else "exhaustive")
 
 
 @pytest.fixture

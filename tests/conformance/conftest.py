@@ -26,7 +26,7 @@ The others share these parts; of them `make test` runs what is in ``OWN``, and `
 """
 
 OWN = (
-    "test_one_survivor_of_each_exchange",
+    "test_one_survivor_of_an_exchange_that_is_drawn",
     "test_killed_at_one_exchange_of_each_kind_and_resumed",
     "test_clients_never_seen_get_predictors",
     "test_evaluation_changes_nothing_and_repeats_itself",

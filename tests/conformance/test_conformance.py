@@ -101,6 +101,17 @@ def test_one_survivor_of_each_exchange(tiny: Federation, trained: str) -> None:
             assert_finite(loop)
 
 
+def test_one_survivor_of_an_exchange_that_is_drawn(tiny: Federation, sampled: str) -> None:
+    draw = random.Random(sampled)
+    exchange = draw.choice(tiny.exchanges())
+    survivor = draw.choice(exchange.rows)
+    lose = lambda call, row: training(call) and exchange.same(call) and row != survivor  # noqa: E731
+    loop = tiny.loop("survivor", Faulty(tiny.carrier("survivor"), lose))
+    loop.run()
+    assert loop.round == ROUNDS
+    assert_finite(loop)
+
+
 def test_an_attempt_that_loses_everybody_changes_nothing_and_is_made_again(tiny: Federation, trained: str) -> None:
     for exchange in tiny.exchanges():
         name = f"everybody-{exchange.conversation}-{exchange.exchange}"

@@ -51,6 +51,7 @@ def peak_memory(path: Path, out: Path) -> int:
 @pytest.mark.data
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 @pytest.mark.xdist_group("runs")
 def test_ten_times_the_clients_take_no_more_memory(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.experiment import load

@@ -51,6 +51,7 @@ def test_a_wheel_holds_fedloom_components_and_pipelines_once(installed: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pipelines_compile_from_a_wheel_as_from_a_checkout(installed: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedloom", "pipeline", "compile", "unseen_clients", "--out"]
     for name, path in (("wheel", str(installed)), ("checkout", str(ROOT / "src"))):
