@@ -85,6 +85,9 @@ def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> Persona
         ``personal``, or another that the method gives a client.
     precision
         ``float32``, or ``bfloat16``: half the bytes, rounded.
+    epsilon, delta, clip
+        (ε, δ)-differential privacy of what is told of the data, with each example's embedding shortened to norm C
+        (docs/serving.md); without ``epsilon`` as the run was trained.
     tls_ca, tls_certificate, tls_key, token_file, token, insecure
         What a server is dialled with; without, as the environment says (docs/security.md).
     timeout_s

@@ -16,6 +16,7 @@ from fedloom.data.sources.vowel import CLASS_NAMES, FEATURES, read
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load, loads
 from fedloom.runner import trained
+from fedloom.runner.client_models import personalize
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 
@@ -109,7 +110,7 @@ def test_clients_of_their_own_are_measured_and_get_models(packed: Path, experime
     new = trained.evaluate(tmp_path / "a", data=[packed / "s4"]).statistics
     assert new["seen"] is None
     assert new["unseen"]["clients"] == 1
-    made = trained.personalize(tmp_path / "a", tmp_path / "models", data=[packed])
+    made = personalize(tmp_path / "a", tmp_path / "models", data=[packed])
     assert (list(made.saved), made.lost) == ([f"speaker-{i}" for i in range(5)], {})
     with pytest.raises(ExperimentError) as caught:
         trained.evaluate(tmp_path / "a")

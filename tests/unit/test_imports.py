@@ -40,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     "trust": {"data", "storage", "experiment"},
     "transport": {"trust", "models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
     "reporting": {"data", "evaluation", "experiment", "federation"},
-    "runner": {*PARTS, "reporting"},
+    "runner": {*PARTS, "theory", "reporting"},
     "trackers": {"experiment", "federation", "runner"},
     "api": {"models", "data", "storage", "federation", "experiment", "reporting", "runner"},
     "cluster": PARTS,

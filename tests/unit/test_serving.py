@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import queue
 import re
 import socket
@@ -22,6 +23,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from run_processes import WAIT_S, started
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vowel_runs import on_vowels
@@ -34,12 +36,14 @@ from fedloom.algorithms.recipe import Update
 from fedloom.cli.use import personalize
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
+from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import vocabulary
 from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import serving as aggregator_serving
 from fedloom.runner.personal import Asked, Speaking, _client_of, personal_model
 from fedloom.runner.run_experiment import _models
-from fedloom.runner.serve import serve
+from fedloom.runner.serve import DurableRounds, serve
+from fedloom.theory.privacy import gaussian_epsilon
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.personalization import ServingLimits
 from fedloom.transport.spoken import PERSONALIZE, RETRY, SERVICE, frames, pieces
@@ -399,6 +403,60 @@ def test_bad_data_are_a_sentence(run: Path, bad: dict[str, Any], said: str) -> N
         fedloom.personalize(str(run), **{"x": torch.zeros(5, 9), "y": torch.zeros(5, dtype=torch.int64), **bad})
 
 
+KNOWN_ONLY = """
+import dataclasses
+from fedloom.algorithms.fedavg import FEDAVG
+
+
+def server(*given):
+    half = FEDAVG.server(*given)
+    shared = half.personalize
+
+    def personalize(cohort):
+        for client in cohort.clients:
+            half.task.roster.index(client)
+        return shared(cohort)
+
+    half.personalize = personalize
+    return half
+
+
+METHOD = dataclasses.replace(FEDAVG, name="known-only", server=server)
+"""
+
+
+@pytest.fixture
+def known_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A method of another package that has models for the clients it was trained with, and for nobody else."""
+    about = tmp_path / "site" / "known_only-0.1.dist-info"
+    about.mkdir(parents=True)
+    (tmp_path / "site" / "known_only.py").write_text(KNOWN_ONLY)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: known-only\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[fedloom.algorithms]\nknown-only = known_only:METHOD\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return {"name": "known-only", "local": {"steps": 1}}
+
+
+def test_a_method_without_models_for_newcomers_says_so_and_training_goes_on(
+    tmp_path: Path, known_only: dict[str, Any]
+) -> None:
+    loop = on_vowels(tmp_path, known_only)
+    run, (x, y) = tmp_path / "run", examples(1)
+    e, audit = experiments.load(run / "experiment.yaml"), Audit()
+    parts, models = make_parts(e, loop.manifest), _models(loop.folder, e, audit)
+    with aggregator_serving(
+        parts, "127.0.0.1:0", Protection(), audit, "one", 0.1, print, lingers=False, resumed=False, models=models
+    ) as at:
+        loop.run()
+        assert loop.round == 1
+        for _ in range(2):
+            with pytest.raises(DataError, match="known-only has no model for a client that it does not know"):
+                fedloom.personalize(at.address, x, y, timeout_s=WAIT_S)
+    for refused in (lambda: served(run).__enter__(), lambda: fedloom.personalize(str(run), x, y)):
+        with pytest.raises(ExperimentError, match="known-only has no model for a client that it does not know"):
+            refused()
+
+
 def test_labels_where_none_are_wanted_are_refused(tmp_path: Path) -> None:
     on_vowels(tmp_path, METHODS["pefll without labels"]).run()
     with pytest.raises(DataError, match="y: found labels; allowed: none"):
@@ -408,6 +466,93 @@ def test_labels_where_none_are_wanted_are_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_missing_is_said_before_anybody_is_dialled(tmp_path: Path) -> None:
     with pytest.raises(DataError):  # a QuorumError, where nobody listens
         fedloom.personalize("127.0.0.1:1", data=tmp_path / "nowhere", timeout_s=5)
+
+
+def promised(model: Any) -> tuple[float, float, float, int]:
+    promise = model.card.privacy
+    return promise.epsilon, promise.delta, promise.clip, promise.examples
+
+
+def test_what_the_server_learns_is_private_if_the_client_says_so(run: Path, tmp_path: Path) -> None:
+    x, y = examples(1)
+    how: dict[str, Any] = {"client": "eve", "epsilon": 1.0, "clip": 0.5}
+    with served(run) as at:
+        plain, private, again = (fedloom.personalize(at, x, y, **more) for more in ({"client": "eve"}, how, how))
+        assert plain.card.privacy is None
+        assert promised(private) == (pytest.approx(1.0), 1e-5, 0.5, 20)
+        assert private.card.privacy.noise_multiplier == pytest.approx(3.7306, rel=1e-4)  # type: ignore[union-attr]
+        assert not same(private, again)  # nothing but the client's own system decides the noise
+        off = fedloom.personalize(at, x, y, client="eve", epsilon=math.inf)
+        assert same(off, plain)
+        assert off.card == plain.card
+        assert promised(fedloom.personalize(at, x[:1], y[:1], **how))[3] == 1
+    local = fedloom.personalize(str(run), x, y, **how, delta=1e-7)
+    assert promised(local) == (pytest.approx(1.0), 1e-7, 0.5, 20)
+    local.save(tmp_path / "m.safetensors")
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        told = json.loads(file.metadata()["fedloom"])["privacy"]
+    assert (told["epsilon"], told["mechanism"], told["neighbours"]) == (pytest.approx(1.0), "gaussian", "replace one")
+
+
+def test_a_private_descriptor_is_told_once(tmp_path: Path) -> None:
+    on_vowels(tmp_path, PEFLL, rounds=2).run()
+    run, (x, y) = tmp_path / "run", examples(1)
+    client = _client_of(DurableRounds(RunFolder(run)).about, Asked(x, y, epsilon=1.0, clip=0.5))
+    speaking = Speaking(client.parts, client.data, once=True)
+    found = [DurableRounds(RunFolder(run), str(round))(None) for round in (0, 2)]
+    openings = [one.opening for one in found if one is not None]
+    first, second = (speaking.speak(0, 0, openings[0]) for _ in "ab")
+    assert isinstance(first, Descriptor)
+    assert isinstance(second, Descriptor)
+    assert torch.equal(first.v, second.v)  # a conversation that broke: the same again tells no more
+    with pytest.raises(QuorumError, match="another round"):
+        speaking.speak(2, 0, openings[1])
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        at = f"127.0.0.1:{chosen.getsockname()[1]}"
+    with served(run, listen=at, checkpoint="0"):
+        fedloom.personalize(at, x, y)
+    with served(run, listen=at, checkpoint="2"):  # what is remembered of round 0 is not answered first
+        assert fedloom.personalize(at, x, y, epsilon=1.0, clip=0.5).card.round == 2
+
+
+def test_a_run_that_was_trained_with_privacy_keeps_its_promise_to_newcomers(tmp_path: Path) -> None:
+    privacy = {"clip": 0.25, "noise_multiplier": 2.0, "delta": 1e-6}
+    on_vowels(tmp_path, {**PEFLL, "descriptor": {"train": "all", "evaluate": "all", "privacy": privacy}}).run()
+    run, (x, y) = tmp_path / "run", examples(1)
+    with served(run) as at:
+        models = [fedloom.personalize(at, x, y) for _ in "ab"]
+        stronger = fedloom.personalize(at, x, y, epsilon=0.1)
+    assert not same(*models)
+    assert promised(models[0]) == (pytest.approx(gaussian_epsilon(2.0, 1e-6)), 1e-6, 0.25, 20)
+    assert promised(stronger) == (pytest.approx(0.1), 1e-5, 0.25, 20)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"epsilon": 0.0, "clip": 1.0}, "--epsilon: found 0.0; allowed: a number above 0"),
+        ({"epsilon": -1.0, "clip": 1.0}, "--epsilon: found -1.0"),
+        ({"epsilon": math.nan, "clip": 1.0}, "--epsilon: found nan"),
+        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.0}, "--delta: found 0.0; allowed: a number between 0 and 1"),
+        ({"epsilon": 1.0, "clip": 1.0, "delta": 1.0}, "--delta: found 1.0"),
+        ({"epsilon": 1.0, "clip": 0.0}, "--clip: found 0.0; allowed: a number above 0"),
+        ({"epsilon": 1.0, "clip": math.inf}, "--clip: found inf"),
+        ({"epsilon": 1.0}, "--clip: found none, and the run was trained without"),
+        ({"delta": 1e-5}, "--delta: found 1e-05 without --epsilon"),
+        ({"clip": 1.0}, "--clip: found 1.0 without --epsilon"),
+    ],
+)
+def test_what_is_no_privacy_is_refused(run: Path, how: dict[str, float], said: str) -> None:
+    with pytest.raises(ExperimentError, match=re.escape(said)):
+        fedloom.personalize(str(run), *examples(1), **how)
+
+
+def test_privacy_of_a_method_without_a_descriptor_is_refused(tmp_path: Path) -> None:
+    on_vowels(tmp_path, METHODS["fedavg"]).run()
+    for where in (served(tmp_path / "run"), contextlib.nullcontext(str(tmp_path / "run"))):
+        with where as at, pytest.raises(ExperimentError, match=r"fedavg, which has no descriptor.*allowed with: pefll"):
+            fedloom.personalize(at, *examples(1), epsilon=1.0, clip=1.0)
 
 
 def test_options_that_do_not_fit_are_refused(run: Path) -> None:
@@ -509,6 +654,8 @@ def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Pat
         ({"out": tmp_path / "m.bin"}, "allowed: a file that ends in"),
         ({"data": []}, "--data: found 0 with --from"),
         ({"clients": "a"}, "--clients: found with --from"),
+        ({"epsilon": 0.0}, "--epsilon: found 0.0"),
+        ({"run": run, "from_": None, "epsilon": 1.0}, "found with RUN"),
         ({"run": run}, "found both"),
         ({"from_": None}, "found neither"),
         ({"from_": "nowhere"}, "allowed: HOST:PORT"),

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from vowel_runs import loop, on_vowels
 
+from fedloom import load
 from fedloom.cli.use import evaluate, personalize
 from fedloom.data.partition import partition
 from fedloom.data.schemes import MeansScheme
@@ -95,3 +98,30 @@ def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path: Path, file: str, alg
     resumed.resume()
     with pytest.raises(DataError, match=rf"{file}: is not JSON"):
         resumed.run()
+
+
+def test_models_of_a_runs_clients_are_files_that_need_no_fedloom(tmp_path: Path) -> None:
+    on_vowels(tmp_path, PEFLL).run()
+    run = tmp_path / "run"
+    personalize(tmp_path / "models", run)
+    expected = load(run).models()
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {
+        f"{client}.{end}" for client in expected for end in ("safetensors", "md")
+    }
+    for client, model in expected.items():
+        weights = load_file(tmp_path / "models" / f"{client}.safetensors")
+        assert weights.keys() == model.state_dict().keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+        network = torch.nn.Sequential()
+        network.fc1, network.fc2 = torch.nn.Linear(9, 4), torch.nn.Linear(4, 11)
+        network.load_state_dict(weights)
+    with pytest.raises(ExperimentError, match="predictor: found 'global'; allowed: personal"):
+        personalize(tmp_path / "others", run, predictor="global")
+    assert not (tmp_path / "others").exists()
+
+
+def test_models_of_data_without_classes_are_saved_too(run: Path, tmp_path: Path) -> None:
+    personalize(tmp_path / "models", run, clients="client-0001")
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"client-0001.safetensors", "client-0001.md"}
+    assert [tuple(t.shape) for t in load_file(tmp_path / "models" / "client-0001.safetensors").values()] == [(2,)]
+    assert "no classes" in (tmp_path / "models" / "client-0001.md").read_text()

@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import shake_256
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,6 +158,9 @@ class Group:
         What each client kept in the last round that counted it; None for a client that no round has counted.
     may_keep
         False in conversations that change no state.
+    secret
+        32 random bytes that the aggregator does not know: the key of noise that has to hide something from it. None in
+        a simulation, where that noise, too, comes from ``generator``.
     """
 
     def __init__(
@@ -165,11 +170,13 @@ class Group:
         states: Sequence[dict[str, Tensor] | None] | None = None,
         *,
         may_keep: bool = True,
+        secret: bytes | None = None,
     ) -> None:
         self.clients = tuple(clients)
         self._generator = generator
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
         self._may_keep = may_keep
+        self._secret = secret
         self.kept: dict[int, dict[str, Tensor]] = {}  # by position, what it keeps of this conversation
         self.lost: dict[int, str] = {}  # by position, why it is lost
 
@@ -180,6 +187,22 @@ class Group:
     def generator(self, i: int, purpose: str) -> torch.Generator:
         """Random numbers of the i-th client for a purpose."""
         return self._generator(self.clients[i].id, purpose)
+
+    def noise(self, i: int, purpose: str, about: bytes, size: int) -> Tensor:
+        """Standard normal numbers ``[size]``, float64, that hide something of the i-th client from the server.
+
+        With a secret they are a pseudorandom function (SHAKE-256) of it, the client, the purpose, and ``about``: all
+        that decides what they are added to. Asked the same again, a client so answers the same, which tells nothing
+        more; asked anything else, its noise is independent.
+        """
+        if self._secret is None:
+            return torch.randn(size, dtype=torch.float64, generator=self.generator(i, purpose))
+        parts = (self._secret, self.clients[i].id.encode(), purpose.encode(), about)
+        key = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        words = np.frombuffer(shake_256(key).digest(8 * size), dtype="<u8")
+        uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53  # in (0, 1), both ends excluded
+        numbers: Tensor = torch.special.ndtri(torch.from_numpy(uniform))
+        return numbers
 
     @property
     def new(self) -> list[int]:
@@ -274,6 +297,28 @@ def conversation(method: F) -> F:
 
 
 @dataclass(frozen=True)
+class Privacy:
+    """What the Gaussian mechanism promises of one message of a client (``fedloom.theory.privacy``).
+
+    Attributes
+    ----------
+    covers
+        The messages, by class; whatever else a client says is not covered.
+    clip
+        C: the largest ℓ2 norm of what one example adds to a sum over n examples, of which the mean is sent.
+    noise_multiplier
+        z: noise of deviation z·2C/n on each coordinate, 2C/n being what replacing one example can change.
+    delta
+        δ of the (ε, δ) that is told.
+    """
+
+    covers: tuple[str, ...]
+    clip: float
+    noise_multiplier: float
+    delta: float
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """A method: what the registry (entry point ``fedloom.algorithms``) finds."""
 
@@ -293,6 +338,11 @@ class Algorithm:
     unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None
     # (key, text): what to change where it must know all clients beforehand, so that they cannot come and go.
     closed: Callable[[Any], tuple[str, str] | None] = lambda settings: None
+    # What of a client's messages is differentially private, as it is set; None: nothing.
+    privacy: Callable[[Any], Privacy | None] = lambda settings: None
+    # (settings, C or None for theirs, noise multiplier, δ): the settings by which a client that has just come tells
+    # nothing more than that. None: a method that has no such answer.
+    private: Callable[[Any, float | None, float, float], Any] | None = None
 
 
 def available() -> tuple[str, ...]:

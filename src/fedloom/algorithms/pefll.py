@@ -10,6 +10,7 @@ standardization, clipping, the descriptor from all data, no ReLU before the hype
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from typing import Any, Literal, Self
 
 import torch
@@ -21,13 +22,14 @@ from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, co
 from fedloom.algorithms.client import LocalSGD, batches, examples, train
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
 from fedloom.algorithms.recipe import Update
-from fedloom.errors import DataError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
 from fedloom.models.flat import vjp
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import predictors_of
 from fedloom.settings import Settings
+from fedloom.theory.privacy import on_grid
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +184,10 @@ class PeFLLClient(base.ClientHalf):
         """Descriptors ``[g, l]``, and the pullback ``[g, l] -> [g, |η_v|]``, one row per client."""
         layout = self.embedding.layout
         weights = [layout.leaves(eta_v, requires_grad=graph) for _ in clients.clients]
-        v = [self.embedding.describe(w, *self._visible(clients, i, how, purpose)) for i, w in enumerate(weights)]
+        private = self.settings.descriptor.privacy
+        clip = None if private is None else private.clip
+        visible = [self._visible(clients, i, how, purpose) for i in range(len(clients))]
+        v = [self.embedding.describe(w, x, y, clip) for w, (x, y) in zip(weights, visible, strict=True)]
 
         def pullback(d_v: Tensor) -> Tensor:
             gradients = [vjp(v_i, list(w.values()), d) for w, v_i, d in zip(weights, v, d_v, strict=True)]
@@ -190,7 +195,30 @@ class PeFLLClient(base.ClientHalf):
                 [layout.join(dict(zip(w, g, strict=True))) for w, g in zip(weights, gradients, strict=True)]
             )
 
-        return torch.stack([v_i.detach() for v_i in v]), pullback
+        told = [v_i.detach() for v_i in v]
+        if private is not None and private.noise_multiplier:
+            for i, (x, y) in enumerate(visible):
+                told[i] = self._noisy(clients, i, f"{purpose}-noise", told[i], private, eta_v, x, y)
+        return torch.stack(told).to(eta_v.dtype), pullback
+
+    @staticmethod
+    def _noisy(
+        clients: Group,
+        i: int,
+        purpose: str,
+        v: Tensor,
+        private: DescriptorPrivacy,
+        eta_v: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+    ) -> Tensor:
+        """v ``[l]`` of examples x, y with Gaussian noise of z times the 2C/n by which replacing one can move it."""
+        about = sha256(repr(private).encode())
+        for tensor in (eta_v, x, *(() if y is None else (y,))):
+            about.update(tensor.contiguous().cpu().numpy().data)
+        deviation = private.noise_multiplier * 2 * private.clip / len(x)
+        noise = clients.noise(i, purpose, about.digest(), len(v)).to(v.device)
+        return on_grid(v + deviation * noise, deviation)
 
     def _visible(self, clients: Group, i: int, how: str, purpose: str) -> tuple[Tensor, Tensor | None]:
         """What φ may see of a client: its inputs, and its labels unless it is the unlabelled variant."""
@@ -210,6 +238,16 @@ class PeFLLClient(base.ClientHalf):
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
+class DescriptorPrivacy(Settings):
+    """A descriptor that is differentially private: embeddings clipped, Gaussian noise added to their mean."""
+
+    clip: float = Field(gt=0, description="C: largest ℓ2 norm of an example's embedding; longer ones are shortened")
+    noise_multiplier: float = Field(
+        ge=0, description="z: noise of deviation z·2C/n on each coordinate, n being the client's training examples"
+    )
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of the (ε, δ) that summary.json tells")
+
+
 class DescriptorSettings(Settings):
     """How a client is described."""
 
@@ -220,6 +258,18 @@ class DescriptorSettings(Settings):
     standardize: Literal["none", "first"] = Field(
         default="none", description="first: by mean and deviation of the first round's first one (official code)"
     )
+    privacy: DescriptorPrivacy | None = Field(
+        default=None, description="descriptors leave a client clipped and with noise (docs/algorithms/pefll.md)"
+    )
+
+    @model_validator(mode="after")
+    def _of_all_data(self) -> Self:
+        if self.privacy is not None and "batch" in (self.train, self.evaluate):
+            raise ValueError(
+                f"privacy: found with train: {self.train} and evaluate: {self.evaluate}; allowed: with all for both, "
+                "since the noise is that of a mean over all of a client's examples"
+            )
+        return self
 
 
 class HypernetworkSettings(Settings):
@@ -281,6 +331,34 @@ class PeFLLSettings(Settings):
         """Lines 17 and 18 for one of the two networks."""
         s = self.server
         return ShrinkAndAdd(self.local.lr, decay) if s.rule == "paper" else AdamAscent(s.lr, decay, s.decay == "l2")
+
+
+def promised(settings: PeFLLSettings) -> base.Privacy | None:
+    """What a descriptor keeps to itself; updates of a client that trains are not covered."""
+    private = settings.descriptor.privacy
+    if private is None:
+        return None
+    return base.Privacy((Descriptor.__name__,), private.clip, private.noise_multiplier, private.delta)
+
+
+def private(settings: PeFLLSettings, clip: float | None, noise_multiplier: float, delta: float) -> PeFLLSettings:
+    """The same method for a client that wants a descriptor with this noise.
+
+    Raises
+    ------
+    ExperimentError
+        If nobody says C.
+    """
+    known = settings.descriptor.privacy
+    if clip is None and known is None:
+        raise ExperimentError(
+            "--clip: found none, and the run was trained without algorithm.descriptor.privacy.clip; allowed: a number "
+            "above 0, chosen without a look at the data that it protects"
+        )
+    asked = {"clip": known.clip if clip is None and known is not None else clip}
+    privacy = DescriptorPrivacy.model_validate(asked | {"noise_multiplier": noise_multiplier, "delta": delta})
+    how = {"train": "all", "evaluate": "all", "privacy": privacy}
+    return settings.model_copy(update={"descriptor": settings.descriptor.model_copy(update=how)})
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
@@ -345,4 +423,6 @@ PEFLL = base.Algorithm(
     labelled=lambda settings: settings.embedding.labels,
     needs_each_update=lambda settings: True,  # line 12
     titles=lambda settings: {"personal": "PeFLL + fine-tuning" if settings.personalize_steps else "PeFLL"},
+    privacy=promised,
+    private=private,
 )

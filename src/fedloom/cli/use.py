@@ -82,7 +82,7 @@ def personalize(
     out: Annotated[
         Path,
         typer.Option(
-            help="New folder for one safetensors file per client; with --from, a file: .safetensors, .pt2 or .onnx.",
+            help="New folder, ID.safetensors and ID.md of each client; with --from, a file: .safetensors, .pt2, .onnx.",
             metavar="DIR|FILE",
         ),
     ],
@@ -104,12 +104,25 @@ def personalize(
         str,
         typer.Option(help="With --from HOST:PORT, how numbers are sent: float32, or bfloat16, which is half as large."),
     ] = "float32",
-    predictor: Annotated[
-        str, typer.Option(help="With --from, which of the client's predictors: personal or global.")
-    ] = "personal",
+    predictor: Annotated[str, typer.Option(help="Which of the client's predictors: personal or global.")] = "personal",
     timeout: Annotated[
         float, typer.Option(help="With --from HOST:PORT, seconds to wait for the model.", min=0.1, metavar="S")
     ] = 60.0,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(
+            help="With --from, (ε, δ)-differential privacy of what the server learns of the data: ε, above 0; inf adds "
+            "no noise. By default as the run was trained.",
+            metavar="E",
+        ),
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="With --epsilon, δ; 1e-5 if not given.", metavar="D")] = None,
+    clip: Annotated[
+        float | None,
+        typer.Option(
+            help="With --epsilon, the largest norm of an example's embedding; by default the run's.", metavar="C"
+        ),
+    ] = None,
     tls_ca: trusted.CaOfAggregator = None,
     tls_certificate: trusted.Certificate = None,
     tls_key: trusted.Key = None,
@@ -132,13 +145,16 @@ def personalize(
         if data is None or len(data) != 1:
             raise ExperimentError(f"--data: found {len(data or ())} with --from; allowed: one packed client")
         trust = ClientOptions(tls_ca, tls_certificate, tls_key, token_file, token_of(), insecure)
-        _personalize_one(from_, data[0], out, checkpoint, predictor, precision, timeout, trust)
+        private = {"epsilon": epsilon, "delta": delta, "clip": clip}
+        _personalize_one(from_, data[0], out, checkpoint, predictor, precision, timeout, trust, private)
         return
     assert run is not None
+    if epsilon is not None or delta is not None or clip is not None:
+        raise ExperimentError("--epsilon, --delta, --clip: found with RUN, where nothing travels; allowed: with --from")
     RunFolder.open(run)  # before torch is imported
-    from fedloom.runner.trained import personalize
+    from fedloom.runner.client_models import personalize
 
-    made = personalize(run, out, checkpoint, partition, clients, data or ())
+    made = personalize(run, out, checkpoint, partition, clients, data or (), predictor)
     typer.echo(f"{counted(len(made.saved), 'model')} in {out}")
     for client, reason in made.lost.items():
         typer.echo(f"{client}: no model: {reason}", err=True)
@@ -156,18 +172,24 @@ def _personalize_one(
     precision: str,
     timeout_s: float,
     trust: ClientOptions,
+    private: Mapping[str, float | None],
 ) -> None:
     """Ask for the model of one packed client, and save it."""
     from fedloom.runner.personal import Asked, personal_model
     from fedloom.runner.personal_model import check_format
 
     check_format(out)
-    asked = Asked(None, None, data, None, checkpoint, predictor, precision, timeout_s)
+    asked = Asked(None, None, data, None, checkpoint, predictor, precision, timeout_s, **private)
     model = personal_model(where, asked, trust)
     card = model.card
     for path in model.save(out):
         typer.echo(f"{path}")
     typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
+    if (promise := card.privacy) is not None:
+        typer.echo(
+            f"what the server learned of its {counted(promise.examples, 'example')}: ({promise.epsilon:.3g}, "
+            f"{promise.delta:.3g})-differentially private, replacing one; each model more costs as much again"
+        )
 
 
 def report(

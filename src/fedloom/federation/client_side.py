@@ -62,6 +62,8 @@ class ClientSide:
         Where clients keep their states; needed where the half is ``stateful``.
     start_afresh
         What becomes of a client whose state is lost: it starts afresh, or (False) it is refused.
+    secret
+        The key of noise that hides something from the aggregator (:class:`~fedloom.algorithms.base.Group`).
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ClientSide:
         states: States | None = None,
         *,
         start_afresh: bool = False,
+        secret: bytes | None = None,
     ) -> None:
         if half.stateful and states is None:
             raise ValueError(f"{type(half).__name__} keeps client states: found no place for them")
@@ -88,6 +91,7 @@ class ClientSide:
         self._at_once = clients_at_once
         self._states = states
         self._start_afresh = start_afresh
+        self._secret = secret
         self._open: dict[ConversationKey, dict[int, _Open]] = {}
 
     def answer(
@@ -181,6 +185,7 @@ class ClientSide:
                 if versions
                 else None,
                 may_keep=key.purpose == TRAIN and self._half.stateful,
+                secret=self._secret,
             )
             opening = _message_to(message.select([position[row] for row in rows]), self._device)
             life = versions[0].life if versions else 0

@@ -13,6 +13,7 @@ import mmap
 import time
 from array import array
 from bisect import bisect
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -233,6 +234,15 @@ class Journal:
     def attempts(self) -> list[Attempt]:
         """All that is in the file, read anew."""
         return [attempt for attempt, _ in _attempts(self._folder)]
+
+    def asked(self, *, evaluations: bool) -> Counter[str]:
+        """How often each client was in a cohort, of attempts that failed, too; with or without evaluations."""
+        times: Counter[str] = Counter()
+        for attempt, _ in _attempts(self._folder):
+            if evaluations or attempt.outcome != EVALUATED:
+                for held in attempt.conversations:
+                    times.update(held.clients)
+        return times
 
     def counted(self) -> list[Attempt]:
         """The attempts that became rounds, read anew."""

@@ -26,9 +26,24 @@ class EmbeddingNetwork(FlatNetwork):
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Embed a batch; ``y`` is None for the unlabelled variant."""
 
-    def describe(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """The descriptor v(B; η_v) = 1/|B| Σ φ(x, y), ``[l]``."""
-        return self.forward(parameters, x, y).mean(0)
+    def describe(
+        self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None, clip: float | None = None
+    ) -> Tensor:
+        """The descriptor v(B; η_v) = 1/|B| Σ φ(x, y), ``[l]``; with ``clip``, of :func:`clipped` ones, float64."""
+        embedded = self.forward(parameters, x, y)
+        return (embedded if clip is None else clipped(embedded, clip)).mean(0)
+
+
+def clipped(values: Tensor, norm: float) -> Tensor:
+    """Rows ``[n, l]`` of any numbers as rows of ℓ2 norm at most ``norm``, in float64.
+
+    A row with a number that is not finite becomes zero: whatever one example does, its row is bounded. With rows
+    of n examples of whom one is replaced, their mean moves by at most 2·norm/n.
+    """
+    rows = values.double()
+    rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, 0.0)
+    longer: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(norm)
+    return rows * (norm / longer)
 
 
 class LeNetEmbedding(EmbeddingNetwork):

@@ -299,10 +299,13 @@ def client_side(
     device: torch.device,
     states: str | None,
     conclude: Conclude | None = None,
+    *,
+    secret: bytes | None = None,
 ) -> ClientSide:
     """The clients' side of all conversations; by default predictors are measured.
 
-    ``states`` is the folder or URL of the clients' states, which every worker of the run shares.
+    ``states`` is the folder or URL of the clients' states, which every worker of the run shares; ``secret`` the key of
+    noise that hides something from the aggregator, None in a simulation, whose noise is the seed's.
 
     Raises
     ------
@@ -330,16 +333,22 @@ def client_side(
         parts.experiment.runtime.clients_at_once,
         StoredStates(open_store(states)) if half.stateful and states is not None else None,
         start_afresh=parts.experiment.federation.lost_state == "afresh",
+        secret=secret,
     )
 
 
 def in_process(
-    parts: Parts, dataset: FederatedDataset, folder: RunFolder, conclude: Conclude | None = None
+    parts: Parts,
+    dataset: FederatedDataset,
+    folder: RunFolder,
+    conclude: Conclude | None = None,
+    *,
+    secret: bytes | None = None,
 ) -> InProcess:
     """Clients in this process, on the experiment's device; their states lie where the run has them."""
     runtime = parts.experiment.runtime
     device = use_device(runtime.device, runtime.threads)
-    return InProcess(client_side(parts, dataset, device, states_of(folder), conclude), DTYPE)
+    return InProcess(client_side(parts, dataset, device, states_of(folder), conclude, secret=secret), DTYPE)
 
 
 def states_of(folder: RunFolder) -> str:

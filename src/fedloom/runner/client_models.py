@@ -1,12 +1,14 @@
-"""The models of a run's clients, as modules of torch."""
+"""The models of a run's clients, or of those of another partition, as modules of torch and as files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.algorithms.base import Group
+from fedloom.data.federated import FederatedDataset
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.messages import Message
@@ -16,6 +18,7 @@ from fedloom.runner.personal import torch_threads
 from fedloom.runner.personal_model import PersonalModel, card_of
 from fedloom.runner.serve import about
 from fedloom.runner.trained import restore
+from fedloom.runner.worker import select_clients
 
 
 def client_models(
@@ -47,20 +50,94 @@ def client_models(
     QuorumError
         If a client got no model.
     """
-    with torch_threads(1):  # put back what it is set to on the way
-        parts, loop, dataset = restore(run, checkpoint, data=data)
-        entries = dataset.manifest.clients
-        owned = {entry.owner: entry.id for entry in entries if entry.owner is not None}
-        wanted = [entry.id for entry in entries] if clients is None else [owned.get(name, name) for name in clients]
-        for client in wanted:
-            dataset.manifest.entry(client)
+    made: dict[str, PersonalModel] = {}
+
+    def chosen(dataset: FederatedDataset) -> Sequence[str]:
         if not dataset.manifest.classes:
             raise DataError(f"{run}: its data have no classes, so that its models predict none; allowed: with classes")
+        entries = dataset.manifest.clients
+        owned = {entry.owner: entry.id for entry in entries if entry.owner is not None}
+        return [entry.id for entry in entries] if clients is None else [owned.get(name, name) for name in clients]
+
+    wanted, lost = _give(run, checkpoint, None, data, predictor, chosen, made.__setitem__)
+    if lost:
+        client, reason = next(iter(lost.items()))
+        raise QuorumError(f"{len(lost)} of {len(wanted)} clients got no model; {client}: {reason}")
+    return {client: made[client] for client in wanted}
+
+
+@dataclass(frozen=True)
+class Personalized:
+    """Whose models are saved, and who got none, with the reason."""
+
+    saved: Sequence[str]
+    lost: Mapping[str, str]
+
+
+def personalize(
+    run: Path,
+    out: Path,
+    checkpoint: str = "last",
+    partition: str | Path | None = None,
+    clients: str | None = None,
+    data: Sequence[Path] = (),
+    predictor: str = "personal",
+) -> Personalized:
+    """Give clients, seen or never seen, their own models, and save each as ``ID.safetensors`` and ``ID.md``.
+
+    Parameters
+    ----------
+    out
+        A new folder.
+    clients
+        Ids, separated by commas; None: all of the partition.
+    partition, data
+        As of :func:`fedloom.runner.trained.evaluate`.
+    predictor
+        Which of those that the method gives a client.
+
+    Raises
+    ------
+    ExperimentError
+        If ``out`` exists, ``checkpoint`` is none of last, best and a number, or the method gives no such predictor.
+    DataError
+        As of :func:`fedloom.runner.trained.restore`; and if the partition has no such client.
+    """
+    if out.exists():
+        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+    saved: list[str] = []
+
+    def chosen(dataset: FederatedDataset) -> Sequence[str]:
+        return select_clients([entry.id for entry in dataset.manifest.clients], clients)
+
+    def save(client: str, model: PersonalModel) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        model.save(out / f"{client}.safetensors")
+        saved.append(client)
+
+    _, lost = _give(run, checkpoint, partition, data, predictor, chosen, save)
+    return Personalized(saved, lost)
+
+
+def _give(
+    run: Path,
+    checkpoint: str,
+    partition: str | Path | None,
+    data: Sequence[Path],
+    predictor: str,
+    chosen: Callable[[FederatedDataset], Sequence[str]],
+    use: Callable[[str, PersonalModel], None],
+) -> tuple[Sequence[str], Mapping[str, str]]:
+    """Give the clients chosen their models; return who they are, and the reasons of those that got none."""
+    with torch_threads(1):  # put back what it is set to on the way
+        parts, loop, dataset = restore(run, checkpoint, partition, data)
+        wanted = chosen(dataset)
+        for client in wanted:
+            dataset.manifest.entry(client)
         if predictor not in loop.predictors:
             raise ExperimentError(f"predictor: found {predictor!r}; allowed: {', '.join(loop.predictors)}")
         e, problem = parts.experiment, json.loads(about(parts).problem)
         digest = loop.checkpoints.load(loop.round).digest
-        made: dict[str, PersonalModel] = {}
 
         def keep(predictors: Predictors, group: Group) -> Message:
             for named, client in zip(predictors, group.clients, strict=True):
@@ -74,12 +151,8 @@ def client_models(
                     model=e.model.name,
                     client=client.id,
                 )
-                made[client.id] = PersonalModel(named[predictor], card)
+                use(client.id, PersonalModel(named[predictor], card))
             return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
 
         loop.carrier = assemble.in_process(parts, dataset, loop.folder, keep)
-        lost = loop.personalize(wanted)
-    if lost:
-        client, reason = next(iter(lost.items()))
-        raise QuorumError(f"{len(lost)} of {len(wanted)} clients got no model; {client}: {reason}")
-    return {client: made[client] for client in wanted}
+        return wanted, loop.personalize(wanted)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
+import os
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -16,27 +18,28 @@ from typing import Any, TypeVar
 import torch
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import Algorithm, Group, find
+from fedloom.algorithms.base import Algorithm, Group, available, find
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import read_card
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.experiment import Runtime
 from fedloom.federation.carrier import ConversationKey, Lost
-from fedloom.federation.checkpoint import Checkpoints, check_fits
+from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.loop import vocabulary
-from fedloom.federation.served import About
+from fedloom.federation.served import About, served_round
 from fedloom.federation.states import NoStates
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors
 from fedloom.runner import assemble
 from fedloom.runner.assemble import Parts
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.personal_model import PersonalModel, card_of
+from fedloom.runner.personal_model import PersonalModel, Promise, card_of
 from fedloom.runner.serve import DurableRounds, run_folder
 from fedloom.runner.trained import check_checkpoint
 from fedloom.storage import is_url
+from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier
 from fedloom.transport.newcomer import Answered, Models
 from fedloom.transport.spoken import PRECISIONS
 from fedloom.trust.options import ClientOptions, Credentials
@@ -44,6 +47,9 @@ from fedloom.trust.tokens import checked_token
 
 CLIENT = "newcomer"
 """The id of a client that has not said another."""
+
+DELTA = 1e-5
+"""δ where only ε is said."""
 
 T = TypeVar("T")
 
@@ -68,6 +74,11 @@ class Asked:
         How the server's numbers travel.
     timeout_s
         In which a server must answer.
+    epsilon, delta
+        (ε, δ) of the differential privacy that what the client says is to have; ε None is as the run was trained, inf
+        without noise.
+    clip
+        C of it; None: the run's.
     """
 
     x: Any = None
@@ -78,6 +89,9 @@ class Asked:
     predictor: str = "personal"
     precision: str = "float32"
     timeout_s: float = 60.0
+    epsilon: float | None = None
+    delta: float | None = None
+    clip: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +105,16 @@ class _Client:
     @property
     def id(self) -> str:
         return self.data.client_id
+
+    @property
+    def promise(self) -> Promise | None:
+        """What is promised of what it says."""
+        promised = self.parts.algorithm.privacy(self.parts.settings)
+        if promised is None or not promised.noise_multiplier:
+            return None
+        z, delta = promised.noise_multiplier, promised.delta
+        examples = self.data.manifest.clients[0].train
+        return Promise(gaussian_epsilon(z, delta), delta, promised.clip, z, examples)
 
 
 def personal_model(where: str, asked: Asked, trust: ClientOptions | None = None) -> PersonalModel:
@@ -129,7 +153,7 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
     try:
         found = await models.describe(asked.timeout_s)
         client = await asyncio.to_thread(_client_of, found.about, asked)
-        speaking = Speaking(client.parts, client.data)
+        speaking = Speaking(client.parts, client.data, once=client.promise is not None)
         answered = await models.converse(
             found.about,
             client.id,
@@ -138,6 +162,8 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
             precision=asked.precision,
             round=None if asked.checkpoint == "last" else int(asked.checkpoint),
             timeout_s=max(0.001, ends - time.monotonic()),
+            # With noise, what is said counts once it is said, and would be said for nothing if the round is another.
+            early=client.promise is None,
         )
     finally:
         await models.close()
@@ -155,6 +181,7 @@ def _check(asked: Asked) -> None:
     if asked.checkpoint == "best":
         raise ExperimentError("--checkpoint: found best, of a server; allowed: last, or the round that it serves")
     check_checkpoint(asked.checkpoint)
+    check_privacy(asked)
     if asked.data is not None:
         read_card(asked.data)  # a mistake that is here is not looked for in the network first
 
@@ -167,7 +194,53 @@ def _client_of(about: About, asked: Asked) -> _Client:
     data = _data(asked, Wanted.of(problem))
     parts = assemble.for_newcomers(assemble.make_parts(e, data.manifest), problem["clients"])
     _check_labels(asked, parts)
-    return _Client(dataclasses.replace(parts, algorithm=algorithm), about, data)
+    return _Client(private(asked, dataclasses.replace(parts, algorithm=algorithm)), about, data)
+
+
+def check_privacy(asked: Asked) -> None:
+    """Refuse what is no (ε, δ) and no C.
+
+    Raises
+    ------
+    ExperimentError
+        What was found, and what is allowed.
+    """
+    if asked.epsilon is None:
+        for name in ("delta", "clip"):
+            if getattr(asked, name) is not None:
+                raise ExperimentError(f"--{name}: found {getattr(asked, name)} without --epsilon; allowed: with it")
+        return
+    if not asked.epsilon > 0:
+        raise ExperimentError(f"--epsilon: found {asked.epsilon}; allowed: a number above 0, inf for no noise")
+    if asked.delta is not None and not 0 < asked.delta < 1:
+        raise ExperimentError(f"--delta: found {asked.delta}; allowed: a number between 0 and 1, both excluded")
+    if asked.clip is not None and not (0 < asked.clip < math.inf):
+        raise ExperimentError(f"--clip: found {asked.clip}; allowed: a number above 0")
+
+
+def private(asked: Asked, parts: Parts) -> Parts:
+    """The same parts, for a client that says no more of its data than it is asked to.
+
+    Raises
+    ------
+    ExperimentError
+        If the method has no answer that noise could be added to, or nobody says C.
+    """
+    if asked.epsilon is None:
+        return parts
+    method, e = parts.algorithm, parts.experiment
+    if method.private is None:
+        able = [name for name in available() if find(name).private is not None]
+        raise ExperimentError(
+            f"--epsilon: found {asked.epsilon:g} with {method.name}, which has no descriptor to add noise to; "
+            f"allowed with: {', '.join(able)}"
+        )
+    if math.isinf(asked.epsilon) and asked.clip is None and method.privacy(parts.settings) is None:
+        return parts
+    delta = DELTA if asked.delta is None else asked.delta
+    settings = method.private(parts.settings, asked.clip, noise_multiplier(asked.epsilon, delta), delta)
+    choice = e.algorithm.model_copy(update={"settings": settings})
+    return dataclasses.replace(parts, experiment=e.model_copy(update={"algorithm": choice}))
 
 
 def find_method(about: About) -> Algorithm:
@@ -217,10 +290,14 @@ class Speaking:
         Of the run, for newcomers.
     data
         The client's.
+    once
+        An opening is answered, and no other: another answer would tell more of the data.
     """
 
-    def __init__(self, parts: Parts, data: Newcomer) -> None:
+    def __init__(self, parts: Parts, data: Newcomer, *, once: bool = False) -> None:
         self._id = data.client_id
+        self._once = once
+        self._opening: Message | None = None
         self._threads = parts.experiment.runtime.threads
         self._nothing = nothing_measured(1, len(parts.client_half().predictors), parts.task.classes)
         self._made: dict[str, Predictor] | None = None
@@ -231,6 +308,7 @@ class Speaking:
             parts.experiment.seed,
             self._conclude,
             states=NoStates(),
+            secret=os.urandom(32),
         )
 
     @property
@@ -246,9 +324,18 @@ class Speaking:
         ------
         DataError
             If the client half can make nothing of it, or of the data.
+        QuorumError
+            If it would tell more than once what it is to tell once.
         """
         key = ConversationKey(round, 0, 0, "evaluate")
         if exchange == 0:
+            if self._once and self._opening is not None and not _equal(message, self._opening):
+                raise QuorumError(
+                    "the server went on to another round when it had been answered, and a second answer would cost "
+                    "(ε, δ) again",
+                    hint="ask again to spend it",
+                )
+            self._opening = message
             self._side.close_all()
         with torch_threads(self._threads):
             _, answer = next(iter(self._side.answer(key, exchange, [0], [self._id], message)))
@@ -259,6 +346,11 @@ class Speaking:
     def _conclude(self, predictors: Predictors, group: Group) -> Message:
         self._made = predictors[0]
         return self._nothing
+
+
+def _equal(a: Message, b: Message) -> bool:
+    first, second = a.tensors(), b.tensors()
+    return type(a) is type(b) and first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
 @contextmanager
@@ -286,6 +378,7 @@ def _made(client: _Client, predictors: dict[str, Predictor], asked: Asked, answe
         model=e.model.name,
         client=client.id,
         precision=answered.precision,
+        privacy=client.promise,
     )
     return PersonalModel(predictors[asked.predictor], card)
 
@@ -296,13 +389,14 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
         raise ExperimentError(
             f"--precision: found {asked.precision} with a run's folder; allowed: float32, or a server"
         )
+    check_privacy(asked)
     with run_folder(where) as (folder, _):
         known = DurableRounds(folder, asked.checkpoint)
         trained = known.parts
         about = known.about
         data = _data(asked, Wanted.of(json.loads(about.problem)))
         _check_labels(asked, trained)
-        parts = dataclasses.replace(trained, manifest=data.manifest)
+        parts = private(asked, dataclasses.replace(trained, manifest=data.manifest))
         with torch_threads(parts.experiment.runtime.threads):
             found = Checkpoints(folder.checkpoints).load(check_checkpoint(asked.checkpoint))
             made: list[dict[str, Predictor]] = []
@@ -311,11 +405,11 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
                 made.extend(predictors)
                 return nothing_measured(1, len(loop.predictors), parts.task.classes)
 
-            carrier = assemble.in_process(on_cpu(parts), data, folder, keep)
+            carrier = assemble.in_process(on_cpu(parts), data, folder, keep, secret=os.urandom(32))
             loop = assemble.loop(
                 on_cpu(parts), carrier, folder, RunObserver(), threading.Event(), keep_descriptors=False
             )
-            check_fits(found, loop.server.state, parts.algorithm.name, parts.algorithm.version)
+            served_round(about, parts.algorithm, loop.server, found)  # refuses a method with nothing for newcomers
             loop.server.load(found.state)
             loop.round = found.round
             lost = loop.personalize([data.client_id])
@@ -374,6 +468,9 @@ def asked_for(
     token: str | None = None,
     insecure: bool = False,
     timeout_s: float = 60.0,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    clip: float | None = None,
 ) -> tuple[Asked, ClientOptions | None]:
     """What :func:`fedloom.personalize` was asked for, and what it dials with: as given, else as the environment says.
 
@@ -383,7 +480,7 @@ def asked_for(
         If a token is none.
     """
     folder = None if data is None else Path(data)
-    asked = Asked(x, y, folder, client, str(checkpoint), predictor, precision, timeout_s)
+    asked = Asked(x, y, folder, client, str(checkpoint), predictor, precision, timeout_s, epsilon, delta, clip)
     if is_run(where):
         return asked, None
     said = ClientOptions.from_environment()

@@ -27,6 +27,31 @@ ONNX = "fedloom[onnx]"
 
 
 @dataclass(frozen=True)
+class Promise:
+    """(ε, δ)-differential privacy of one answer, towards whoever reads it.
+
+    Attributes
+    ----------
+    epsilon, delta
+        How much. Each answer more costs as much again.
+    mechanism
+        By what: Gaussian noise on a mean over all of the client's training examples.
+    neighbours
+        Data between which nobody can tell: as many examples, one of them another.
+    clip, noise_multiplier, examples
+        C, z and n: the noise of each coordinate has deviation z·2C/n.
+    """
+
+    epsilon: float
+    delta: float
+    clip: float
+    noise_multiplier: float
+    examples: int
+    mechanism: str = "gaussian"
+    neighbours: str = "replace one"
+
+
+@dataclass(frozen=True)
 class Card:
     """What a model is, and of what.
 
@@ -44,6 +69,8 @@ class Card:
         What goes in: pixels from 0 to 255, features or tokens as they are; and what comes out, in this order.
     precision
         How its numbers travelled: float32, or bfloat16, which rounds them.
+    privacy
+        What is promised of what the client said to get it; None: nothing.
     """
 
     run: str
@@ -58,6 +85,7 @@ class Card:
     classes: tuple[str, ...]
     normalization: Normalization
     precision: str = "float32"
+    privacy: Promise | None = None
 
 
 class PersonalModel(nn.Module):
@@ -185,7 +213,9 @@ class PersonalModel(nn.Module):
                 f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
                 f"In: [b, {', '.join(map(str, c.input_shape))}] of {goes_in}; mean {list(c.normalization.mean)}, std "
                 f"{list(c.normalization.std)}.",
-                f"Out: logits; their softmax are the probabilities of {', '.join(c.classes)}, in this order.",
+                f"Out: logits; their softmax are the probabilities of {', '.join(c.classes)}, in this order."
+                if c.classes
+                else "Out: what the network gives; the data have no classes.",
                 "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model brings its "
                 "network along.",
                 "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,13 @@ from fedloom.evaluation.summary import (
     summary,
 )
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
-from fedloom.experiment import Experiment
+from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.folder import RunFolder
+from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Extra, Loop
 from fedloom.federation.roster import Roster
+from fedloom.messages import Metrics, answer_shapes
+from fedloom.theory.privacy import gaussian_epsilon
 from fedloom.words import as_csv
 
 if TYPE_CHECKING:
@@ -110,6 +114,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     last, _ = folder.last_evaluation(run.round) or ({}, 0)
     best = None if run.best is None else folder.evaluation_of(run.best.round)
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
+    extra[e.algorithm.name] |= _privacy(parts, run)
     steps = run.client_steps()
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
     folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
@@ -136,6 +141,42 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     )
     folder.write_json("summary.json", result)
     return result
+
+
+def _privacy(parts: Parts, run: Loop) -> dict[str, Any]:
+    """What is promised of some of the clients' messages: to who answered most often, and to one that has just come.
+
+    Every evaluation asks all clients; those of a closed federation are in ``metrics.jsonl`` alone. ``noise`` says where
+    the noise is from: the run's ``seed``, a simulation, or a ``secret`` of each worker.
+    """
+    promised = parts.algorithm.privacy(parts.settings)
+    if promised is None:
+        return {}
+    fixed = run.roster.fixed
+    simulated = not isinstance(parts.experiment.data, OwnData) or isinstance(run.carrier, InProcess)
+    times = run.journal.asked(evaluations=not fixed)
+    evaluations = sum(1 for _ in run.folder.placed("metrics.jsonl")) if fixed else 0
+    most = max((times[entry.id] for entry in run.manifest.clients), default=0) + evaluations
+    answers = [cls.__name__ for cls in answer_shapes(parts.algorithm.messages, run.server.sizes)]
+
+    def epsilon(releases: int) -> float | None:
+        found = gaussian_epsilon(promised.noise_multiplier, promised.delta, releases)
+        return None if math.isinf(found) else found
+
+    about = {
+        "mechanism": "gaussian",
+        "neighbours": "replace one",
+        "covers": list(promised.covers),
+        "does_not_cover": [name for name in [*answers, Metrics.__name__] if name not in promised.covers],
+        "clip": promised.clip,
+        "noise_multiplier": promised.noise_multiplier,
+        "delta": promised.delta,
+        "releases_most": most,
+        "epsilon_most": epsilon(most),
+        "epsilon_new_client": epsilon(1),
+        "noise": "seed" if simulated else "secret",
+    }
+    return {"privacy": about}
 
 
 def _new_client(parts: Parts, run: Loop) -> dict[str, Any]:

@@ -1,40 +1,32 @@
-"""What is done with the model of a run, finished or not: measured again, and made each client's own."""
+"""The model of a run, finished or not: opened, and measured again."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import Group
 from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError
-from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import Evaluation, groups
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.checkpoint import check_fits
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal
 from fedloom.federation.loop import Loop
-from fedloom.messages import Message
-from fedloom.models.predictors import Predictors
 from fedloom.runner import assemble
 from fedloom.runner.assemble import Parts
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.worker import select_clients
 from fedloom.storage import is_url
-from fedloom.storage.folder import write_atomically
 from fedloom.words import counted
 
 
@@ -113,65 +105,6 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
             return None
         found = overlap(FederatedDataset(folder, trained_on), dataset)
     return dataclasses.asdict(found)
-
-
-@dataclass(frozen=True)
-class Personalized:
-    """Whose models are saved, and who got none, with the reason."""
-
-    saved: Sequence[str]
-    lost: Mapping[str, str]
-
-
-def personalize(
-    run: Path,
-    out: Path,
-    checkpoint: str = "last",
-    partition: str | Path | None = None,
-    clients: str | None = None,
-    data: Sequence[Path] = (),
-) -> Personalized:
-    """Give clients, seen or never seen, their own models, and save each as ``ID.safetensors``.
-
-    Parameters
-    ----------
-    out
-        A new folder.
-    clients
-        Ids, separated by commas; None: all of the partition.
-    data
-        As of :func:`evaluate`.
-
-    Raises
-    ------
-    ExperimentError
-        If ``out`` exists, or ``checkpoint`` is none of last, best and a number.
-    DataError
-        As of :func:`restore`; and if the partition has no such client.
-    """
-    if out.exists():
-        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
-    saved: list[str] = []
-    parts, loop, dataset = restore(run, checkpoint, partition, data)
-    wanted = select_clients([entry.id for entry in dataset.manifest.clients], clients)
-    for client in wanted:
-        dataset.manifest.entry(client)
-    out.mkdir(parents=True)
-
-    def save(predictors: Predictors, group: Group) -> Message:
-        for named, client in zip(predictors, group.clients, strict=True):
-            tensors = {f"{name}.{key}": t for name, p in named.items() for key, t in p.tensors().items()}
-            layout = [[name, list(shape)] for name, shape in parts.task.model.layout.entries]
-            about = json.dumps({"client": client.id, "round": loop.round, "layout": layout}, sort_keys=True)
-            contiguous = {key: t.contiguous().clone() for key, t in tensors.items()}
-            content = safetensors.torch.save(contiguous, metadata={"fedloom": about})
-            write_atomically(out / f"{client.id}.safetensors", content)
-            saved.append(client.id)
-        return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
-
-    loop.carrier = assemble.in_process(parts, dataset, loop.folder, save)
-    lost = loop.personalize(wanted)
-    return Personalized(saved, lost)
 
 
 def restore(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -108,6 +109,8 @@ class Worker:
         self._options = options
         self._serves = serves(options)
         self._device = assemble.use_device(options.device, options.threads)
+        # A partition was dealt by somebody who has all data: there noise is the seed's, as in one process.
+        self._secret = os.urandom(32) if isinstance(self._serves, Brought) else None
         self._introduction = Introduction(
             worker=name,
             clients=self._serves.clients,
@@ -150,7 +153,7 @@ class Worker:
             return self._serves.measuring(shared)
         dataset = self._serves.dataset(shared, told)
         return assemble.client_side(
-            assemble.make_parts(shared, dataset.manifest), dataset, self._device, options.states
+            assemble.make_parts(shared, dataset.manifest), dataset, self._device, options.states, secret=self._secret
         )
 
 

@@ -215,6 +215,7 @@ class Models:
         precision: str = "float32",
         round: int | None = None,
         timeout_s: float = 60.0,
+        early: bool = True,
     ) -> Answered:
         """Hold one conversation, to its end; one that breaks, or is refused for now, is begun again.
 
@@ -228,6 +229,8 @@ class Models:
             The client half; called in a thread.
         round
             No other will do; None: whichever is served.
+        early
+            Answer the opening that came last before it is known whether it comes again.
 
         Raises
         ------
@@ -250,7 +253,7 @@ class Models:
         )
         while True:
             with self._failures(ends) as wait_s:
-                return await self._once(about, ask, vocabulary, speak, precision, ends)
+                return await self._once(about, ask, vocabulary, speak, precision, ends, early=early)
             await asyncio.sleep(wait_s[0])
 
     async def _once(
@@ -261,11 +264,13 @@ class Models:
         speak: Speak,
         precision: str,
         ends: float,
+        *,
+        early: bool,
     ) -> Answered:
         number, up, down, exchange = ask.precision, 0, 0, 0
         first = wire.NewcomerFrame(ask=ask)
         first.ask.held.extend(self._memory.held())
-        known = self._memory.opening(about, number)
+        known = self._memory.opening(about, number) if early else None
         answers: Message | None = None
         if known is not None and not (ask.HasField("round") and ask.round != known[0].round):
             answers = await asyncio.to_thread(speak, known[0].round, 0, known[1])

@@ -23,7 +23,7 @@ import torch
 
 import fedloom
 from fedloom.data.manifest import CLIENT_ID
-from fedloom.errors import FedloomError
+from fedloom.errors import ExperimentError, FedloomError
 from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message, Metrics
@@ -193,6 +193,7 @@ class Personalization:
         self._timer: asyncio.TimerHandle | None = None
         self._open = 0
         self._handed_out = self._refused = 0
+        self._never: str | None = None  # why the run's method has no models to hand out
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._tile_s = 0.01  # how long a tile takes, smoothed
         self._executor = ThreadPoolExecutor(
@@ -245,6 +246,8 @@ class Personalization:
             await asyncio.sleep(every_s)
             try:
                 await self._refresh()
+            except ExperimentError:
+                return  # the method has no models to serve, nor will it have
             except FedloomError as error:  # what is served stays
                 log.warning("no newer round can be served: %s", error)
             except Exception:
@@ -252,7 +255,11 @@ class Personalization:
 
     async def _refresh(self) -> None:
         now = self._now
-        found = await asyncio.to_thread(self._prepared, None if now is None else now.served.digest)
+        try:
+            found = await asyncio.to_thread(self._prepared, None if now is None else now.served.digest)
+        except ExperimentError as error:
+            self._never = str(error)
+            raise
         if found is not None:
             self._now = found
             log.info(
@@ -280,6 +287,8 @@ class Personalization:
 
     async def _describe(self, request: wire.DescribeRequest, context: Any) -> wire.Described:
         prepared = await self._served()
+        if self._never is not None:
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, self._never)
         load = wire.ServerLoad(
             handed_out=self._handed_out, refused=self._refused, waiting=len(self._queue), **self.quantiles_ms()
         )
@@ -410,6 +419,8 @@ class Personalization:
             peer.refuse("clients", reason)
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, f"{peer.identity.name} {reason}")
         prepared = await self._served()
+        if self._never is not None:
+            raise Unfit(self._never)
         if prepared is None:
             await self._refuse(
                 context, grpc.StatusCode.UNAVAILABLE, "no round of the run is durable yet: come again", retry_ms=1_000

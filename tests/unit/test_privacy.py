@@ -1,0 +1,254 @@
+"""Descriptors with differential privacy: what replacing one example can change, the noise, and what is promised."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import client, federation, task
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from scipy import integrate, stats
+from torch import Tensor
+from vowel_runs import on_vowels
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.pefll import PEFLL, DescribeAndTrain, DescribeYourself, PeFLLClient, PeFLLSettings, private
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import ExperimentError
+from fedloom.federation.randomness import generator
+from fedloom.models.embedding import clipped
+from fedloom.runner.assemble import make_parts
+from fedloom.runner.results import conclude
+from fedloom.theory.privacy import gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
+
+Z = {"clip": 0.7, "noise_multiplier": 2.5}
+
+
+def settings(privacy: dict[str, Any] | None = None, **descriptor: Any) -> PeFLLSettings:
+    how = {"size": 4, "train": "all", "evaluate": "all", "privacy": privacy, **descriptor}
+    return PeFLLSettings.model_validate({"local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": how})
+
+
+def described(
+    s: PeFLLSettings, data: ClientData, *, seed: int = 0, round: int = 1, secret: bytes | None = None
+) -> Tensor:
+    """The descriptor that leaves a client in training."""
+    half = PeFLLClient(s, task())
+    eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
+    group = Group([data], lambda c, use: generator(seed, f"train/{use}", c, round), secret=secret)
+    return next(half.open(group, DescribeAndTrain(eta_v))).v[0]
+
+
+# --- (ε, δ) -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0, 8.0])
+@pytest.mark.parametrize("z", [0.3, 1.0, 4.0])
+def test_delta_is_the_hockey_stick_divergence_by_quadrature(epsilon: float, z: float) -> None:
+    """δ(ε) = ∫ max(0, p - e^ε q) of N(1, z²) and N(0, z²), nothing of whose closed form is used."""
+    p, q = stats.norm(1, z), stats.norm(0, z)
+    meet = 0.5 + epsilon * z * z  # above it p > e^ε q
+    found, _ = integrate.quad(lambda x: p.pdf(x) - math.exp(epsilon) * q.pdf(x), meet, 1 + 40 * z, epsabs=1e-14)
+    assert gaussian_delta(epsilon, z) == pytest.approx(found, rel=1e-7, abs=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "releases", "z"),
+    # found once with dp-accounting 0.6.0: calibrate_dp_mechanism(PLDAccountant, SelfComposed(Gaussian(z), k), ε, 1e-5)
+    [(0.5, 1, 7.0318), (1, 1, 3.7306), (2, 1, 1.9938), (8, 1, 0.6002), (1, 10, 11.7973), (8, 250, 9.4905)],
+)
+def test_multipliers_are_those_of_an_accountant(epsilon: float, releases: int, z: float) -> None:
+    assert noise_multiplier(epsilon, 1e-5, releases) == pytest.approx(z, rel=2e-3)
+    assert gaussian_epsilon(z, 1e-5, releases) == pytest.approx(epsilon, rel=5e-3)
+
+
+@given(st.floats(1e-3, 200), st.floats(1e-12, 0.4), st.integers(1, 10_000))
+def test_what_is_promised_is_never_too_little_noise(epsilon: float, delta: float, releases: int) -> None:
+    z = noise_multiplier(epsilon, delta, releases)
+    assert gaussian_delta(epsilon, z / math.sqrt(releases)) <= delta
+    assert gaussian_delta(epsilon, 0.999 * z / math.sqrt(releases)) > delta
+    assert gaussian_epsilon(z, delta, releases) <= epsilon * (1 + 1e-6)
+
+
+def test_the_ends() -> None:
+    assert noise_multiplier(math.inf, 1e-5) == 0
+    assert gaussian_epsilon(0.0, 1e-5) == math.inf
+    assert gaussian_epsilon(1.0, 1e-5, releases=0) == 0
+    assert gaussian_delta(1e6, 0.01) >= 0  # e^ε is no number
+
+
+# --- what one example can change --------------------------------------------------------------------------------------
+
+
+finite = st.floats(allow_nan=True, allow_infinity=True, width=32)
+
+
+@given(
+    st.lists(st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=6), st.lists(finite, min_size=3, max_size=3)
+)
+def test_replacing_one_embedding_moves_the_mean_by_at_most_2c_over_n(
+    rows: list[list[float]], other: list[float]
+) -> None:
+    c, n = 0.7, len(rows)
+    before = torch.tensor(rows, dtype=torch.float32)
+    after = before.clone()
+    after[n // 2] = torch.tensor(other)
+    means = [clipped(embedded, c).mean(0) for embedded in (before, after)]
+    assert clipped(before, c).norm(dim=1).max() <= c * (1 + 1e-12)
+    assert (means[0] - means[1]).norm() <= 2 * c / n * (1 + 1e-12)
+
+
+def test_2c_over_n_is_reached() -> None:
+    rows = torch.zeros(5, 3)
+    rows[0, 1] = 100.0
+    assert (clipped(rows, 0.7).mean(0) - clipped(rows - 2 * rows, 0.7).mean(0)).norm() == pytest.approx(2 * 0.7 / 5)
+
+
+def test_short_embeddings_stay_as_they_are() -> None:
+    rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(clipped(rows, 100.0), rows.double())
+
+
+@pytest.mark.parametrize("value", [0.0, 1e30, -1e308, 1e308])
+@pytest.mark.parametrize("n", [1, 9])
+def test_whatever_one_example_is_the_descriptor_moves_by_no_more(value: float, n: int) -> None:
+    s, data = settings({"clip": 0.01, "noise_multiplier": 0.0}), client("c0", n)
+    x, y = data.train.x.clone(), data.train.y
+    x[0] = value  # of the larger ones the embedding is not finite
+    moved = described(s, data) - described(s, replace(data, train=Split(x, y)))
+    assert moved.isfinite().all()
+    assert moved.norm() <= 2 * 0.01 / n * (1 + 1e-6)
+
+
+# --- the noise --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secret", [None, b"s" * 32])
+def test_noise_is_normal_of_the_deviation_that_is_told(secret: bytes | None) -> None:
+    data, quiet = client("c0", 8), settings({**Z, "noise_multiplier": 0.0})
+    s, n = settings(Z), 8
+    mean = described(quiet, data)
+    other = [replace(data, train=Split(data.train.x + i * 1e-9, data.train.y)) for i in range(400)]
+    found = [described(s, c, round=i, secret=secret) - mean for i, c in enumerate(other)]
+    standard = torch.stack(found).flatten().numpy() / (2.5 * 2 * 0.7 / n)
+    assert stats.kstest(standard, "norm").pvalue > 1e-3
+    # χ² of 1600 squares: a deviation 8 % off would be beyond it
+    assert abs(float((standard**2).sum()) - 1600) < 3.3 * math.sqrt(2 * 1600)
+    assert abs(float((standard**2).sum()) / 1.08**2 - 1600) > 3.3 * math.sqrt(2 * 1600)
+
+
+def test_noise_of_a_simulation_is_the_seeds_and_of_a_secret_nobody_elses() -> None:
+    s, data = settings(Z), client("c0", 8)
+    assert torch.equal(described(s, data), described(s, data))
+    assert not torch.equal(described(s, data), described(s, data, seed=1))
+    hidden = described(s, data, secret=b"a" * 32)
+    assert torch.equal(hidden, described(s, data, seed=1, round=7, secret=b"a" * 32))  # the same question, once more
+    assert not torch.equal(hidden, described(s, data, secret=b"b" * 32))
+    assert not torch.equal(hidden, described(s, data))
+
+
+def test_the_same_secret_never_hides_two_things_with_the_same_noise() -> None:
+    """Else their difference would be told."""
+    data, quiet, secret = client("c0", 8), settings({**Z, "noise_multiplier": 0.0}), b"a" * 32
+    x = data.train.x.clone()
+    x[0] += 1
+    other = replace(data, train=Split(x, data.train.y))
+    noise = {described(settings(Z), c, secret=secret).sub(described(quiet, c)).sum().item() for c in (data, other)}
+    noise |= {described(settings({**Z, "delta": 0.1}), data, secret=secret).sub(described(quiet, data)).sum().item()}
+    noise |= {described(settings(Z), replace(data, id="c1"), secret=secret).sub(described(quiet, data)).sum().item()}
+    assert len(noise) == 4
+
+
+def test_training_and_evaluation_have_noise_of_their_own() -> None:
+    s, data = settings(Z), client("c0", 8)
+    half = PeFLLClient(s, task())
+    eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
+    for secret in (None, b"a" * 32):
+        group = Group([data], lambda c, use: generator(0, use, c, 1), secret=secret)
+        found = [next(half.open(group, opening(eta_v))).v for opening in (DescribeAndTrain, DescribeYourself)]
+        assert not torch.equal(*found)
+
+
+def test_last_digits_do_not_leave() -> None:
+    values = torch.tensor([0.1, 1 / 3, -2e3], dtype=torch.float64)
+    found = on_grid(values, 0.3)
+    assert torch.equal(found * 2**22, (found * 2**22).round())
+    assert (found - values).abs().max() <= 0.3 * 2**-20
+
+
+# --- in training ------------------------------------------------------------------------------------------------------
+
+
+def test_without_noise_it_is_a_mean_that_is_summed_in_float64(tmp_path: Path) -> None:
+    """A clip that nothing reaches and no noise: the same rounds."""
+    data, states = [client(f"c{i}", 6, seed=i) for i in range(3)], []
+    for name, privacy in (("off", None), ("on", {"clip": 1e9, "noise_multiplier": 0.0})):
+        held = federation(tmp_path / name, PEFLL, settings(privacy), task(), data, rounds=2)
+        held.loop.run()
+        states.append(held.loop.server.state)
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=0, atol=1e-12)
+
+
+def test_the_chain_rule_goes_through_the_clip() -> None:
+    """η_v's part of a round, against autograd from end to end."""
+    s, data = settings({"clip": 0.5, "noise_multiplier": 0.0}), client("c0", 7)
+    half = PeFLLClient(s, task())
+    eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
+    group = Group([data], lambda c, use: generator(0, use, c, 1))
+    _, pullback = half._describe(group, eta_v, "all", "descriptor")
+    d_v = torch.tensor([[0.3, -1.0, 0.5, 2.0]], dtype=torch.float64)
+    leaf = eta_v.clone().requires_grad_()
+    embedded = half.embedding.forward(half.embedding.layout.split(leaf), data.train.x, data.train.y)
+    norms = [float(e.detach().norm()) for e in embedded]
+    assert min(norms) < 0.5 < max(norms)
+    rows = [e if norm <= 0.5 else 0.5 * e / e.norm() for e, norm in zip(embedded, norms, strict=True)]
+    (expected,) = torch.autograd.grad((torch.stack(rows).mean(0) * d_v[0]).sum(), leaf)
+    torch.testing.assert_close(pullback(d_v)[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", ["train", "evaluate"])
+def test_a_batch_of_the_data_is_refused(which: str) -> None:
+    with pytest.raises(ValidationError, match="allowed: with all for both"):
+        settings(Z, **{which: "batch"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("clip", 0), ("clip", math.inf), ("noise_multiplier", -1), ("delta", 0), ("delta", 1)]
+)
+def test_what_is_no_privacy_is_refused(key: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=key):
+        settings({**Z, key: value})
+
+
+def test_the_summary_tells_what_is_promised_to_the_client_that_answered_most(tmp_path: Path) -> None:
+    how = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}}
+    how |= {"descriptor": {"train": "all", "evaluate": "all", "privacy": {**Z, "delta": 1e-6}}}
+    loop = on_vowels(tmp_path, how, rounds=3)
+    final = loop.run()
+    told = conclude(make_parts(experiments.load(tmp_path / "run" / "experiment.yaml"), loop.manifest), loop, final, 1.0)
+    promised = told["pefll"]["privacy"]
+    asked = [name for a in loop.journal.attempts for held in a.conversations for name in held.clients]
+    most = max(map(asked.count, asked)) + len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert promised["releases_most"] == most > 2
+    assert promised["epsilon_most"] == pytest.approx(gaussian_epsilon(2.5 / math.sqrt(most), 1e-6), rel=1e-6)
+    assert promised["epsilon_new_client"] == gaussian_epsilon(2.5, 1e-6)
+    assert promised["covers"] == ["Descriptor"]
+    assert promised["does_not_cover"] == ["Update", "EmbeddingUpdate", "Metrics"]
+    assert promised["noise"] == "seed"
+    json.dumps(promised, allow_nan=False)
+
+
+def test_a_clip_that_nobody_says_is_refused() -> None:
+    with pytest.raises(ExperimentError, match="--clip: found none"):
+        private(settings(), None, 1.0, 1e-5)
+    assert private(settings(Z), None, 1.0, 1e-5).descriptor.privacy.clip == 0.7  # type: ignore[union-attr]
+    assert private(settings(Z), 0.5, 1.0, 1e-5).descriptor.privacy.clip == 0.5  # type: ignore[union-attr]
