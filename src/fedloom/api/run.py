@@ -58,7 +58,7 @@ class Run:
                 raise DataError(f"{where}: found no published run there")
             self._folder: RunFolder = folder
         else:
-            self._folder = RunFolder.open(where)
+            self._folder = RunFolder(RunFolder.open(where).path.resolve())  # also for who changes the directory
 
     def __repr__(self) -> str:
         """Say where it is."""

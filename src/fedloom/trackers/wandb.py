@@ -39,6 +39,7 @@ class WandB(RunObserver):
             mode=os.environ.get("WANDB_MODE", "offline"),
             config=experiment.model_dump(mode="json"),
             reinit="create_new",
+            settings=wandb.Settings(silent=True),
         )
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")
@@ -53,7 +54,7 @@ class WandB(RunObserver):
 
     def ended(self) -> None:
         """End the run there."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
     def _add(self, round: int, numbers: Mapping[str, float]) -> None:
         self._run.log({"round": round, **numbers})

@@ -1,0 +1,34 @@
+"""Every cell of the tutorial for notebooks runs, in order, and does what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "python.md"
+
+
+@pytest.mark.slow
+def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
+    cells = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(cells) >= 9
+    names: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path):
+        for cell in cells:
+            exec(compile(cell, str(PAGE), "exec"), names)
+    said = capsys.readouterr().out
+    assert "9 clinics train, 3 appear afterwards" in said
+    assert "did you mean clients_per_round?" in said
+    assert "25 rounds" in said
+    assert (tmp_path / "curve.png").exists()
+    assert (tmp_path / "clinic-1.safetensors").exists()
+    assert len(names["comparison"].table) >= 3
+    # Whoever shares a model, or does a few steps of its own, is better off where every client differs.
+    assert names["run"].summary["seen"]["accuracy_mean"] > names["run"].summary["global"]["seen"]["accuracy_mean"]
+    for told in ("clinic 1: ", "a new clinic: "):
+        assert float(said.partition(told)[2].split()[0]) > 0.6
