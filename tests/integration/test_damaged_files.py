@@ -30,7 +30,8 @@ PATIENCE_S = 60
 
 FILES = (
     "experiment.yaml", "partition.json", "environment.json", "metrics.jsonl", "journal.jsonl", "summary.json",
-    "clients.csv", "confusion.json", "calibration.json", "descriptors.json", "checkpoints/round-000002.safetensors",
+    "clients.csv", "confusion.json", "confusion.csv", "calibration.json", "descriptors.json",
+    "checkpoints/round-000002.safetensors",
 )  # fmt: skip
 
 FIRST = ("experiment.yaml", "journal.jsonl", "checkpoints/round-000002.safetensors")
