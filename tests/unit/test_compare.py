@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fedloom.cli.main import app
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.reporting.compare import Comparison, best_by_validation, compare
-from fedloom.reporting.compare_figures import COLOURS, looks
+from fedloom.reporting.compare_figures import COLOURS, curves, looks, spent
 from fedloom.reporting.compare_report import write_comparison
 from fedloom.reporting.compare_tables import (
     as_latex,
@@ -638,3 +638,21 @@ def test_the_command_refuses_before_it_reads(many: Path, tmp_path: Path, monkeyp
 def test_settings_leave_out_what_changes_no_number(many: Path) -> None:
     settings: Mapping[str, Any] = compare([many]).rows[0].settings
     assert not {"name", "seed", "data.root", "runtime.workers"} & set(settings)
+
+
+def test_many_methods_are_drawn_once_each_with_room_for_them(tmp_path: Path) -> None:
+    """Of sixteen methods with two models each the legend alone filled a figure."""
+    methods = ("apfl", "ditto", "fedavg", "fedbabu", "fedprox", "fedrod", "per-fedavg", "pfedme", "scaffold")
+    folders = [run(tmp_path / name, name, predictors=("personal", "global")) for name in methods]
+    found = compare([*folders, run(tmp_path / "pefll", "pefll")])
+    assert len(found.rows) == 19
+    (shown,) = found.featured.values()
+    assert [found.rows[i].predictor for i in shown] == ["personal"] * 10
+    out = write_comparison(found, tmp_path / "out").parent
+    assert "Shown are 10 of 19 rows" in (out / "compare.html").read_text()
+    assert (out / "figures" / "spent.svg").exists()
+    rows = [found.rows[i] for i in shown]
+    for draw in (curves, spent):
+        figure = draw(rows, looks(row.label for row in rows)).figure
+        heights = [axes.get_position().height * figure.get_figheight() for axes in figure.axes]
+        assert min(heights) > 1.5  # inches

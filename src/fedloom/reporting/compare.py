@@ -307,19 +307,22 @@ class Comparison:
     def featured(self) -> dict[str, list[int]]:
         """Places of the rows of each block that figures show.
 
-        All, or where they are more than :data:`FEATURED`, of each method the settings that validation chooses.
+        All, or where they are more than :data:`FEATURED`, of each method the settings that validation chooses; where
+        these are still more, the clients' own models alone.
         """
         chosen = [self.rows[choice.row] for choice in self.chosen]
         settings = {(row.block, row.runs[0].method): row.settings for row in chosen}
-        return {
-            block: [
-                i
-                for i in members
-                if len(members) <= FEATURED
-                or settings.get((block, self.rows[i].runs[0].method), self.rows[i].settings) == self.rows[i].settings
-            ]
-            for block, members in self.blocks.items()
-        }
+        found = {}
+        for block, members in self.blocks.items():
+            shown = list(members)
+            if len(shown) > FEATURED:
+                rows = ((i, self.rows[i]) for i in members)
+                shown = [i for i, r in rows if settings.get((block, r.runs[0].method), r.settings) == r.settings]
+            if len(shown) > FEATURED:
+                own = [self.rows[i].runs for i in shown if self.rows[i].predictor == "personal"]
+                shown = [i for i in shown if self.rows[i].predictor == "personal" or self.rows[i].runs not in own]
+            found[block] = shown
+        return found
 
     def _choice(self, candidates: Sequence[int]) -> Choice | None:
         if any(self.rows[i].over_seeds(USERS) is not None for i in candidates):

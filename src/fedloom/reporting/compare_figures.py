@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from fedloom.reporting.compare import ACCURACY, Row, Spread, differences, spread
+from fedloom.reporting.compare import ACCURACY, FEATURED, Row, Spread, differences, spread
 from fedloom.reporting.compare_tables import GROUP_NAMES
 from fedloom.reporting.drawing import FULL, INK, MANY_ROUNDS, as_svg, neighbours, over_rounds, panel, percent, sheet
 from fedloom.reporting.runs import GROUPS, USERS
@@ -64,13 +65,13 @@ def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
     Lines are means over seeds, bands ± one standard deviation over them. A method that was evaluated once, as one
     without rounds, is a level line. The scale starts a little below the lowest accuracy, or ends a little above the
     highest loss, of a trained round, so that an untrained model's may lie outside the figure. A single row is drawn
-    over rounds alone: over bytes and steps it looks the same.
+    over rounds alone: over bytes and steps it looks the same; so are many, of which :func:`spent` shows those.
     """
     users = any(row.over_seeds(USERS) is not None for row in rows)
     shown, scale = [*([USERS] if users else []), *_groups(rows)], rows[0].scale
-    spent = _SPENT if len(rows) > 1 else _SPENT[:1]
-    figure = sheet(FULL, 0.8 + 2.1 * len(shown))
-    grid = figure.subplots(len(shown), len(spent), sharex="col", sharey="row", squeeze=False)
+    over = _SPENT if 1 < len(rows) <= FEATURED else _SPENT[:1]
+    figure = sheet(FULL, 0.8 + (2.1 if len(rows) <= FEATURED else 3.4) * len(shown))
+    grid = figure.subplots(len(shown), len(over), sharex="col", sharey="row", squeeze=False)
     for group, line in zip(shown, grid, strict=True):
         trained = []
         for row in rows:
@@ -87,15 +88,54 @@ def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
             percent(line[0].yaxis)
         elif trained:
             line[0].set_ylim(*_around(trained))
-    for top, bottom, (title, label) in zip(grid[0], grid[-1], spent, strict=True):
+    for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
         top.set_title(f"Test {scale.name} over {title}")
         bottom.set_xlabel(label)
         bottom.set_xlim(left=0)
-        bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=title != "communication"))
-        plain = FuncFormatter(lambda x, _: f"{x:,.10g}")
-        bottom.xaxis.set_major_formatter(EngFormatter("B") if title == "communication" else plain)
+        _scale_of_spent(bottom, title)
     _legend(figure, grid[0][0], grid[-1][0])
     return figure
+
+
+@as_svg
+def spent(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+    """Test accuracy (or loss) in the last round against the bytes and the client steps of training: a point a row.
+
+    Bars are ± one standard deviation over seeds.
+    """
+    users = any(row.over_seeds(USERS) is not None for row in rows)
+    shown, scale = [*([USERS] if users else []), *_groups(rows)], rows[0].scale
+    figure = sheet(FULL, 0.8 + 2.9 * len(shown))
+    grid = figure.subplots(len(shown), 2, sharex="col", sharey="row", squeeze=False)
+    for group, line in zip(shown, grid, strict=True):
+        for row in rows:
+            value, about = row.over_seeds(group), [result.curve[-1] for result in row.results]
+            if value is None:
+                continue
+            bytes_and_steps = [sum(p.payload for p in about), sum(p.client_steps for p in about)]
+            look = styles[row.label]
+            for axes, total in zip(line, bytes_and_steps, strict=True):
+                axes.errorbar(
+                    total / len(about), value.mean, yerr=value.std, color=COLOURS[look.name], marker=look.marker,
+                    markersize=5, linewidth=0.9, linestyle="none", label=row.label,
+                )  # fmt: skip
+        line[0].set_ylabel(GROUP_NAMES[group])
+        if scale is ACCURACY:
+            percent(line[0].yaxis)
+    for top, bottom, (title, label) in zip(grid[0], grid[-1], _SPENT[1:], strict=True):
+        top.set_title(f"Test {scale.name} and {title}")
+        bottom.set_xlabel(label)
+        bottom.set_xlim(left=0)
+        bottom.set_xmargin(0.08)
+        _scale_of_spent(bottom, title)
+    _legend(figure, grid[0][0], grid[-1][0])
+    return figure
+
+
+def _scale_of_spent(axes: Axes, title: str) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=title != "communication"))
+    plain = FuncFormatter(lambda x, _: f"{x:,.10g}")
+    axes.xaxis.set_major_formatter(EngFormatter("B") if title == "communication" else plain)
 
 
 @as_svg
@@ -265,11 +305,12 @@ def _steps(ascending: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def _legend(figure: Figure, *panels: Axes) -> None:
-    """One legend for all panels, below them."""
+    """One legend for all panels, below them; the figure becomes higher by what more than two lines of it need."""
     handles: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     width = max((len(label) for label in handles), default=0) + 6
     columns = max(1, min(len(handles), 120 // width))
+    figure.set_figheight(figure.get_figheight() + 0.17 * max(0, math.ceil(len(handles) / columns) - 2))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, handlelength=3.4)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedloom.errors import ExperimentError, StorageError
-from fedloom.reporting.compare import ACCURACY, DASH, LEVEL, Comparison, Pair, Row, Spread, shown_value
+from fedloom.reporting.compare import ACCURACY, DASH, FEATURED, LEVEL, Comparison, Pair, Row, Spread, shown_value
 from fedloom.reporting.compare_tables import (
     GROUP_NAMES,
     Cell,
@@ -218,6 +218,7 @@ def _sections(comparison: Comparison) -> list[Section]:
     sections = [
         Section("Results", (_results(comparison), _costs(comparison))),
         Section("Learning curves", (*_figures(comparison, comparison.scale.name), *_figures(comparison, "training"))),
+        Section("What training took", _figures(comparison, "spent")),
         Section("Distribution over clients", _figures(comparison, "clients")),
         Section("Paired comparison, client by client", (*_figures(comparison, "pairs"), *_pairs(comparison))),
         Section("Validation", (_validation(comparison), *_chosen(comparison))),
@@ -312,6 +313,8 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
         comparison.scale.name: over_training,
         "training": "Each method's own loss, mean over the cohort of each round and over seeds: what is minimized "
         f"differs between methods. Beyond {drawing.MANY_ROUNDS} rounds, a point is the mean of neighbours.",
+        "spent": f"Test {comparison.scale.name} in the last round against what training took: payload of all clients, "
+        "both directions, and client steps. Bars are ± one standard deviation over seeds.",
         "clients": f"Share of the clients whose test {comparison.scale.name} in the last round is at or below a value: "
         f"{side} is better.",
         "pairs": f"Each client's {comparison.scale.name} less what it has under the method of {best} mean, sorted. "
@@ -323,6 +326,7 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
     }
     draw = {
         comparison.scale.name: compare_figures.curves,
+        "spent": compare_figures.spent,
         "clients": compare_figures.clients,
         "training": compare_figures.training_loss,
         "pairs": compare_figures.pairs,
@@ -335,12 +339,14 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
             continue
         if name == "training" and not any(row.training_loss for row in rows):
             continue
+        if name == "spent" and len(rows) <= FEATURED:  # few: their curves are drawn over both
+            continue
         several = len(comparison.blocks) > 1
         text = ""
         if len(featured) < len(comparison.blocks[block]):
             text = (
                 f"Shown are {len(featured)} of {len(comparison.blocks[block])} rows: of each method the settings that "
-                "validation chooses."
+                "validation chooses" + (", and clients' own models alone." if len(featured) > FEATURED else ".")
             )
         title = block_title(comparison, block) if several else ""
         parts.append(Part(title, f"{file}-{number}" if several else file, draw(rows, looks), text=text))
