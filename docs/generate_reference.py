@@ -97,7 +97,7 @@ def api_page() -> str:
     for name in names:
         value = getattr(fedloom, name)
         parts += _entry(f"fedloom.{name}", value, "##")
-        if inspect.isclass(value):
+        if inspect.isclass(value) and not hasattr(value, "model_fields"):
             for below, method in vars(value).items():
                 target = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
                 if not below.startswith("_") and inspect.isfunction(target):

@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 
 
 def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> PersonalModel:
-    """Return a model of one's own, which nobody else's data have to be known for (docs/serving.md).
+    """Get a model for a client that took no part in a run, from its server or its folder (docs/serving.md).
 
     Parameters
     ----------
@@ -74,40 +74,40 @@ def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> Persona
         Examples ``[n, *input_shape]`` and labels ``[n]``, raw: pixels from 0 to 255, features and tokens as they are.
         Without ``y`` where the method needs no labels.
     how
-        Any of the following, by name.
+        Keyword arguments, as follows.
     data
-        In their place, a folder that `fedloom data pack` made.
+        Instead of ``x`` and ``y``, a folder that `fedloom data pack` made.
     client
-        The id by which random numbers are drawn: the same data and id give the same model.
+        The client's id, which seeds its random numbers: the same data and id give the same model.
     checkpoint
-        ``last``, a round, or, of a run, ``best``.
+        ``last``, a round, or, from a run, ``best``.
     predictor
-        ``personal``, or another that the method gives a client.
+        ``personal``, or another predictor of the method.
     precision
-        ``float32``, or ``bfloat16``: half the bytes, rounded.
+        ``float32``, or ``bfloat16``, which is rounded and half as large.
     epsilon, delta, clip
         (ε, δ)-differential privacy of what is told of the data, with each example's embedding shortened to norm C
         (docs/serving.md); without ``epsilon`` as the run was trained.
     tls_ca, tls_certificate, tls_key, token_file, token, insecure
-        What a server is dialled with; without, as the environment says (docs/security.md).
+        Credentials for a server; by default those of the environment (docs/security.md).
     timeout_s
-        In which a server must answer; one that is busy is asked again until then.
+        Seconds within which a server must answer; a busy server is asked again until then.
 
     Returns
     -------
     PersonalModel
-        A module of torch: raw inputs in, probabilities out.
+        A PyTorch module: raw inputs in, probabilities out.
 
     Raises
     ------
     DataError
-        If the data are not what the run was trained with, or there is no such run or round.
+        If the data are of another kind than the run's, or there is no such run or round.
     ExperimentError
-        If what is asked for is not there.
+        If an argument is not allowed.
     RefusedError
-        If the server does not let us in.
+        If the server refuses the credentials.
     QuorumError
-        If there is no model in time.
+        If no model came in time.
 
     Examples
     --------
@@ -122,7 +122,7 @@ def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> Persona
 
 
 async def personalize_async(where: str, x: Any = None, y: Any = None, **how: Any) -> PersonalModel:
-    """Return a model of one's own and let others work meanwhile; ``how`` is as of :func:`personalize`."""
+    """As :func:`personalize`, as a coroutine."""
     from fedloom.runner.personal import asked_for, personal_model_async
 
     return await personal_model_async(where, *asked_for(where, x, y, **how))
