@@ -51,7 +51,10 @@ STARTS = (
 
 SERVER = "forked-server"  # what a server calls itself, in its command line
 TITLE_BYTES = 4096
-LEFT_OUT = ("fedloom.__main__", "fedloom.kubeflow", "fedloom.cluster")  # kfp and kubernetes: slow, and needed by few
+LEFT_OUT = (
+    "fedloom.__main__", "fedloom.kubeflow", "fedloom.cluster",  # kfp and kubernetes: slow, and needed by few
+    "fedloom.trackers",  # each needs a package that need not be there
+)  # fmt: skip
 
 
 def cmdline(pid: int) -> list[str]:

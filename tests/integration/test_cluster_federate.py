@@ -408,7 +408,8 @@ def here(small_run: tuple[Path, Path], partition: Path, tmp_path: Path) -> Place
     return Place(tmp_path, small_run[0], partition, "", None)  # type: ignore[arg-type]
 
 
-def test_local_is_fedloom_run(here: Place, small_run: tuple[Path, Path]) -> None:
+def test_local_is_fedloom_run(here: Place, small_run: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_REPORT", "1")
     out = locally(here)
     assert scores(out) == scores(small_run[1])
     assert (out / "report.html").exists()
