@@ -157,7 +157,7 @@ def _larger(width: int, columns: int, threads: int) -> tuple[int, ...]:
     random = torch.Generator().manual_seed(0)
     w, b = torch.randn(columns, width, generator=random), torch.randn(columns, generator=random)
     h = torch.randn(max(ROWS), width, generator=random)
-    expected = torch.cat([torch.addmm(b, tile, w.t()) for tile in h.split(TILE)])
+    expected = torch.cat([torch.addmm(b, tile, w.t()) for tile in torch.split(h, TILE)])
     return tuple(rows for rows in ROWS if torch.equal(torch.addmm(b, h[:rows], w.t()), expected[:rows]))
 
 
