@@ -241,9 +241,9 @@ REGIMES = {
     "table-1": Regime(
         "pfedbayes-fashion-mnist",
         TABLE_1,
-        ("federation.rounds=25", "evaluation.every=25", *dealt("mnist", "small")),
+        ("federation.rounds=25", "evaluation.every=25", *dealt("mnist", "small"), "data.partition.test_per_class=20"),
         {
-            f"{data}-{size}": ("federation.rounds=100", "evaluation.every=50", *dealt(data, size))
+            f"{data}-{size}": ("federation.rounds=100", "evaluation.every=100", *dealt(data, size))
             for data in ("fashion-mnist", "mnist")
             for size in ("small", "medium")
         },
