@@ -8,7 +8,7 @@ bin=.venv/bin
 {
   echo "# Made by images/lock.sh."
   "$bin/uv" pip freeze --python "$bin/python" --exclude-editable |
-    { echo hatchling | "$bin/uv" pip compile --quiet pyproject.toml - --extra kubeflow --extra metrics --constraints /dev/fd/3 \
+    { echo hatchling | "$bin/uv" pip compile --quiet pyproject.toml - --extra kubeflow --extra metrics --extra tracing --constraints /dev/fd/3 \
       --python-version 3.11 --python-platform linux --generate-hashes --no-emit-package torch \
       --no-annotate --no-header; } 3<&0
 } >images/constraints.txt.new

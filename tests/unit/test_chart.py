@@ -340,6 +340,13 @@ REFUSED = {
         {"metrics": {"enabled": False, "dashboard": {"enabled": True}}},
         "metrics.enabled: found false",
     ),
+    "traces to nobody": ({"tracing": {"enabled": True}}, "tracing.endpoint: found none"),
+    "traces that cannot get out": (
+        {"tracing": {"enabled": True, "endpoint": "http://collector:4317"}},
+        "networkPolicy.collector.to: found none",
+    ),
+    "traces to a path": ({"tracing": {"endpoint": "http://collector:4318/v1/traces"}}, "/tracing/endpoint"),
+    "more than each round": ({"tracing": {"ratio": 2}}, "/tracing/ratio"),
     "a route to nowhere": ({"gateway": {"tlsRoute": {"enabled": True}}}, "gateway.parentRefs: found none"),
     "TLS that ends where it does not": (
         {"gateway": {"grpcRoute": {"enabled": True}, "parentRefs": [{"name": "g"}]}},

@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"errors", "logs", "plugins", "settings", "words"}
+COMMON = {"errors", "logs", "plugins", "settings", "tracing", "words"}
 """Modules that every room may know."""
 
 PARTS = {
@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "settings": set(),
     "plugins": set(),
     "words": set(),
+    "tracing": set(),
     "messages": set(),
     "models": set(),
     "storage": set(),

@@ -179,6 +179,22 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
+{{/* Environment of who takes part in rounds, where they are traced. */}}
+{{- define "fedloom.tracingEnv" -}}
+{{- if .Values.tracing.enabled }}
+- name: FEDLOOM_TRACING
+  value: "true"
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ .Values.tracing.endpoint }}
+- name: OTEL_TRACES_SAMPLER
+  value: parentbased_traceidratio
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ .Values.tracing.ratio | quote }}
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: service.namespace={{ .Release.Namespace }},fedloom.release={{ .Release.Name }}
+{{- end }}
+{{- end }}
+
 {{/* Whether peers say who they are, and whether what we serve is protected. */}}
 {{- define "fedloom.mutual" -}}
 {{- if and (ne .Values.tls.mode "none") .Values.tls.mutual }}true{{ end -}}

@@ -69,6 +69,12 @@
 {{- if and $v.networkPolicy.enabled $url (not $v.networkPolicy.store.to) (not $v.seaweedfs.enabled) }}
 {{- $wrong = append $wrong "networkPolicy.store.to: found none with a store, which pods could not reach; allowed: where it is, such as [{ipBlock: {cidr: 198.51.100.7/32}}], or networkPolicy.enabled: false" }}
 {{- end }}
+{{- if and $v.tracing.enabled (not $v.tracing.endpoint) }}
+{{- $wrong = append $wrong "tracing.endpoint: found none with tracing.enabled; allowed: a collector, such as http://collector.monitoring:4317" }}
+{{- end }}
+{{- if and $v.networkPolicy.enabled $v.tracing.enabled (not $v.networkPolicy.collector.to) }}
+{{- $wrong = append $wrong "networkPolicy.collector.to: found none with tracing.enabled, so that nobody could reach the collector; allowed: where it is, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" }}
+{{- end }}
 {{- if and $v.networkPolicy.enabled $v.metrics.serviceMonitor.enabled (not $v.networkPolicy.metrics) }}
 {{- $wrong = append $wrong "networkPolicy.metrics: found none with metrics.serviceMonitor.enabled, so that Prometheus could not read; allowed: where it is, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" }}
 {{- end }}

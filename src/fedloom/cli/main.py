@@ -40,6 +40,9 @@ from fedloom.words import printable
 KEPT = "\n\t"
 """What does not print, and stays in what is shown."""
 
+TRACED = ("run", "aggregator", "worker")
+"""The commands that take part in rounds."""
+
 app = typer.Typer(
     name="fedloom",
     help="Personalized federated learning: one experiment file, on one machine or many.",
@@ -91,6 +94,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log in detail; show tracebacks.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
@@ -101,6 +105,14 @@ def options(
             envvar="FEDLOOM_LOG_FORMAT", help="Format of the log; json: one object per line, without progress bars."
         ),
     ] = LogFormat.TEXT,
+    tracing: Annotated[
+        bool,
+        typer.Option(
+            "--tracing",
+            envvar="FEDLOOM_TRACING",
+            help="Of run, aggregator, worker: send traces of rounds to the collector at OTEL_EXPORTER_OTLP_ENDPOINT.",
+        ),
+    ] = False,
 ) -> None:
     """Personalized federated learning: one experiment file, on one machine or many."""
     # The root logger stays at WARNING: other libraries' details would drown ours.
@@ -109,6 +121,12 @@ def options(
     shown.setFormatter(JsonLines() if as_json else _Printable("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[shown])
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
+    if tracing and context.invoked_subcommand in TRACED:
+        from fedloom.tracing import start, stop
+
+        os.environ["FEDLOOM_TRACING"] = "1"  # of workers that we start, too
+        start(f"fedloom-{context.invoked_subcommand}")
+        context.call_on_close(stop)
 
 
 def main() -> NoReturn:

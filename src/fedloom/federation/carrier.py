@@ -47,6 +47,8 @@ class Call:
         Seconds from now until a row without a valid answer is lost; None waits for ever.
     states
         In an opening of a method whose clients keep a state: which version of it, one per row.
+    trace
+        Of the exchange's span, where the run is traced (:func:`fedloom.tracing.here`).
     """
 
     key: ConversationKey
@@ -57,6 +59,7 @@ class Call:
     shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
     deadline_s: float | None = None
     states: tuple[Versions, ...] = ()
+    trace: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fedloom import tracing
 from fedloom.algorithms.base import ClientHalf, Conversation, Group
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
@@ -143,13 +145,18 @@ class ClientSide:
             if new and row == new[0]:
                 chunk, new = tuple(new[: self._at_once]), new[self._at_once :]
                 versions = [states[position[row]] for row in chunk] if states else []
-                self._start(key, chunk, [clients[position[row]] for row in chunk], message, position, versions)
+                named = [clients[position[row]] for row in chunk]
+                with _traced(key, exchange, named, message):
+                    self._start(key, chunk, named, message, position, versions)
             opened = conversation[row]
             if id(opened) in done:
                 continue
             done.add(id(opened))
             if opened.exchange < exchange:
-                self._advance(opened, exchange, message, position)
+                with _traced(
+                    key, exchange, [clients[position[row]] for row in opened.rows if row in position], message
+                ):
+                    self._advance(opened, exchange, message, position)
             for member, answer in zip(opened.rows, opened.answers, strict=True):
                 if member in position and conversation[member] is opened:
                     yield member, answer
@@ -301,6 +308,20 @@ class ClientSide:
                 else tensor
             )
         return type(message)(**fields)
+
+
+def _traced(
+    key: ConversationKey, exchange: int, clients: Sequence[str], message: Message
+) -> AbstractContextManager[object]:
+    """The work of one group in one exchange."""
+    return tracing.span(
+        f"client {type(message).__name__}",
+        client=",".join(clients),
+        round=key.round,
+        attempt=key.attempt,
+        conversation=key.conversation,
+        exchange=exchange,
+    )
 
 
 def _moment(key: ConversationKey) -> tuple[int, bool, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom import tracing
 from fedloom.errors import DataError, ExperimentError, InterruptedRun
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
@@ -109,17 +110,19 @@ class CarriedCohort:
             self._lose(row, planned[row].reason)
         answers: dict[int, Message] = {}
         if self._alive:
-            call = Call(
-                key=self.key,
-                exchange=self._at,
-                rows=tuple(self._alive),
-                clients=tuple(self.clients[row] for row in self._alive),
-                message=message.select(self._alive),
-                shapes={answer: self._rules.shapes[answer]},
-                deadline_s=self._rules.deadline_s,
-                states=self._states() if self._at == 0 else (),
-            )
-            received = self._carry(call, meanwhile)
+            with tracing.span(f"exchange {type(message).__name__}", **self._about(), clients=len(self._alive)):
+                call = Call(
+                    key=self.key,
+                    exchange=self._at,
+                    rows=tuple(self._alive),
+                    clients=tuple(self.clients[row] for row in self._alive),
+                    message=message.select(self._alive),
+                    shapes={answer: self._rules.shapes[answer]},
+                    deadline_s=self._rules.deadline_s,
+                    states=self._states() if self._at == 0 else (),
+                    trace=tracing.here(),
+                )
+                received = self._carry(call, meanwhile)
             if self._rules.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
                 raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with --resume")
             for row, reply in zip(call.rows, received, strict=True):
@@ -146,6 +149,11 @@ class CarriedCohort:
         if answers:
             stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
         return Replies(stacked, self.present, self._sizes)
+
+    def _about(self) -> dict[str, int]:
+        """Which exchange the next one is."""
+        key = self.key
+        return {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": self._at}
 
     def _states(self) -> tuple[Versions, ...]:
         states = self._rules.states

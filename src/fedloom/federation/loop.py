@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedloom import tracing
 from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, Statistics
 from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError
@@ -307,7 +308,8 @@ class Loop:
             evaluation = self._evaluate_and_note()
             self._checkpoint()
         while not self._is_over():
-            self._train_round()
+            with tracing.span("round", round=self.round + 1, algorithm=self.algorithm.name):
+                self._train_round()
             if self._evaluation_due():
                 evaluation = self._evaluate_and_note()
                 if self.best is not None and self.best.round == self.round:
@@ -331,6 +333,10 @@ class Loop:
         return self._evaluate(Attempt(self.round, 0))
 
     def _evaluate(self, attempt: Attempt) -> Evaluation:
+        with tracing.span("evaluation", round=self.round, algorithm=self.algorithm.name):
+            return self._measure(attempt)
+
+    def _measure(self, attempt: Attempt) -> Evaluation:
         planned = self.replay.evaluation(self.round) if self.replay is not None else None
         clients = list(self.roster.here())
         if planned is not None and not self.roster.fixed:
@@ -534,7 +540,7 @@ class Loop:
         return evaluation
 
     def _checkpoint(self) -> None:
-        with self.monitor.during("saving"):
+        with self.monitor.during("saving"), tracing.span("checkpoint", round=self.round):
             self._save()
 
     def _save(self) -> None:

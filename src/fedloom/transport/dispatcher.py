@@ -414,6 +414,7 @@ class Dispatcher:
             clients=[call.clients[i] for i in index],
             replay=replay,
             states=[states_to_wire(call.states[i]) for i in index] if call.states else (),
+            trace=call.trace,
         )
         link.outbox.put(call.key, link.cutter.parts(envelope, encode(call.message.select(index)), remaining_s))
 

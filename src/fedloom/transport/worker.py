@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import grpc
 
 import fedloom
+from fedloom import tracing
 from fedloom.errors import AbandonedError, DataError, FedloomError, RefusedError
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.roster import Member
@@ -253,7 +254,8 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
                 joined = event
             case _Request():
                 if session is not None and joined is not None and event.incarnation == joined.incarnation:
-                    _answer(connection, session, event, stop)
+                    with tracing.within(event.envelope.trace):
+                        _answer(connection, session, event, stop)
             case _Close():
                 if session is not None:
                     session.close(event.key)

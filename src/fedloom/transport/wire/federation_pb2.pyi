@@ -112,7 +112,7 @@ class ConversationKey(_message.Message):
     def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("run", "incarnation", "conversation", "exchange", "rows", "clients", "message", "tensors", "replay", "states")
+    __slots__ = ("run", "incarnation", "conversation", "exchange", "rows", "clients", "message", "tensors", "replay", "states", "trace")
     RUN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class Envelope(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     REPLAY_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     run: str
     incarnation: str
     conversation: ConversationKey
@@ -133,7 +134,8 @@ class Envelope(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     replay: bool
     states: _containers.RepeatedCompositeFieldContainer[ClientState]
-    def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., replay: bool = ..., states: _Optional[_Iterable[_Union[ClientState, _Mapping]]] = ...) -> None: ...
+    trace: str
+    def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[str]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., replay: bool = ..., states: _Optional[_Iterable[_Union[ClientState, _Mapping]]] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class ClientState(_message.Message):
     __slots__ = ("start", "needed", "life")

@@ -1,0 +1,116 @@
+"""Traces of a run, by OpenTelemetry: off unless asked for (docs/metrics.md).
+
+A trace is a round or an evaluation. The aggregator's span of an exchange has as children what workers did for each
+client: a request carries the context of its exchange, as W3C writes it. While tracing is off nothing of OpenTelemetry
+is imported, a span is a look at a variable, and requests carry nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import fedloom
+from fedloom.errors import ExperimentError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+ATTEMPT_S = 5.0
+"""How long a collector that does not answer is tried, where the environment says nothing."""
+
+_provider: TracerProvider | None = None
+_tracer: Tracer | None = None
+_OFF: AbstractContextManager[None] = nullcontext()
+
+
+def start(service: str) -> None:
+    """Trace until :func:`stop`, to the collector that OpenTelemetry's environment variables name.
+
+    One that is slow or gone loses spans, and nothing else.
+
+    Parameters
+    ----------
+    service
+        What the process is called, unless ``OTEL_SERVICE_NAME`` says it.
+
+    Raises
+    ------
+    ExperimentError
+        If what it takes is not installed, or the environment asks for another protocol than OTLP over gRPC.
+    """
+    global _provider, _tracer
+    for name in PROTOCOLS:
+        if os.environ.get(name, "grpc") != "grpc":
+            raise ExperimentError(f"{name}: found {os.environ[name]}, allowed: grpc")
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ExperimentError(
+            "--tracing: found without OpenTelemetry", hint="pip install 'fedloom[tracing]'"
+        ) from error
+    told = {"service.name": os.environ.get("OTEL_SERVICE_NAME") or service, "service.version": fedloom.__version__}
+    known = any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"))
+    _provider = TracerProvider(resource=Resource.create(told), shutdown_on_exit=False)
+    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=None if known else ATTEMPT_S)))
+    _tracer = _provider.get_tracer("fedloom", fedloom.__version__)
+
+
+def stop() -> None:
+    """Send what has not been sent, and trace no more."""
+    global _provider, _tracer
+    if _provider is not None:
+        _provider.shutdown()
+    _provider = _tracer = None
+
+
+def span(name: str, **attributes: str | int | float) -> AbstractContextManager[Span | None]:
+    """Time what is done within; a child of the span it is in. Gives None while tracing is off.
+
+    Parameters
+    ----------
+    name
+        One of few.
+    attributes
+        What else is known; each is called ``fedloom.KEY``.
+    """
+    if _tracer is None:
+        return _OFF
+    return _tracer.start_as_current_span(
+        name, attributes={f"fedloom.{key}": value for key, value in attributes.items()}
+    )
+
+
+def here() -> str:
+    """Return the context of the span we are in, as W3C's ``traceparent``; empty while tracing is off."""
+    if _tracer is None:
+        return ""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get("traceparent", "")
+
+
+def within(parent: str) -> AbstractContextManager[None]:
+    """Make spans children of another process's, which said :func:`here`; what is no context is none."""
+    return _OFF if _tracer is None or not parent else _within(parent)
+
+
+@contextmanager
+def _within(parent: str) -> Iterator[None]:
+    from opentelemetry.context import attach, detach
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    token = attach(TraceContextTextMapPropagator().extract({"traceparent": parent}))
+    try:
+        yield
+    finally:
+        detach(token)

@@ -1,0 +1,114 @@
+"""Traces of a real run over sockets, at a collector that speaks OTLP: each client's work is in its exchange."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from facts import tells
+from forked import run
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from run_processes import experiment, fedloom, final, scores
+
+from fedloom import tracing
+
+CLIENTS = 4
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A span that arrived."""
+
+    service: str
+    name: str
+    trace: bytes
+    id: bytes
+    parent: bytes
+    about: Mapping[str, Any]
+
+
+@dataclass
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """The receiver's end of OTLP."""
+
+    address: str = ""
+    spans: list[Seen] = field(default_factory=list)
+
+    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
+        for resource in request.resource_spans:
+            told = {each.key: each.value.string_value for each in resource.resource.attributes}
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                about = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+                seen = Seen(told["service.name"], span.name, span.trace_id, span.span_id, span.parent_span_id, about)
+                self.spans.append(seen)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    server = grpc.server(ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)
+    found.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield found
+    server.stop(None).wait()
+
+
+def test_each_clients_work_is_in_its_exchange_of_its_round(
+    collector: Collector, tmp_path: Path, fresh_root: Path
+) -> None:
+    """And the numbers are those of a run that nobody traces, also where nobody listens for the traces."""
+    told = experiment(
+        tmp_path, fresh_root, federation={"rounds": 2, "clients_per_round": CLIENTS, "checkpoint_every_s": 0}
+    )
+
+    def ran(name: str, *options: str, **environment: str) -> Path:
+        fedloom(*options, "run", told, "--workers", 2, "--out", tmp_path / name, environment=environment)
+        return tmp_path / name
+
+    plain = ran("plain")
+    traced = ran("traced", "--tracing", OTEL_EXPORTER_OTLP_ENDPOINT=collector.address)
+    lost = ran("lost", FEDLOOM_TRACING="1", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
+    assert final(plain) == final(traced) == final(lost)
+    assert scores(plain) == scores(traced) == scores(lost)
+
+    by_id = {span.id: span for span in collector.spans}
+    work = [span for span in collector.spans if span.name.startswith("client ")]
+    assert {span.service for span in work} == {"fedloom-worker"}
+    for span in work:
+        exchange = by_id[span.parent]
+        root = by_id[exchange.parent]
+        assert (exchange.service, root.service, root.parent) == ("fedloom-run", "fedloom-run", b"")
+        assert span.trace == exchange.trace == root.trace
+        assert exchange.name.split()[1] == span.name.split()[1]
+        shared = [f"fedloom.{key}" for key in ("round", "attempt", "conversation", "exchange")]
+        assert [span.about[key] for key in shared] == [exchange.about[key] for key in shared]
+        assert root.name == ("round" if exchange.about["fedloom.attempt"] else "evaluation")
+        assert root.about["fedloom.round"] == exchange.about["fedloom.round"]
+    # PeFLL's round: three exchanges, each with every client of the cohort, once.
+    rounds = [span for span in collector.spans if span.name == "round"]
+    assert [span.about["fedloom.round"] for span in rounds] == [1, 2]
+    for of in rounds:
+        inside = [span for span in work if span.trace == of.trace]
+        pairs = [(span.about["fedloom.exchange"], span.about["fedloom.client"]) for span in inside]
+        assert len(pairs) == len({*pairs}) == 3 * CLIENTS
+
+
+def test_what_is_off_is_not_imported_and_says_nothing() -> None:
+    """The parent of a span is nobody's business then: no context, no attribute, one shared object."""
+    assert tracing.here() == ""
+    assert tracing.span("round", round=1) is tracing.span("exchange") is tracing.within("00-1-2-01")
+    code = "import sys, fedloom.cli.main, fedloom.runner.worker; print('opentelemetry' in sys.modules)"
+    assert run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout == "False\n"
+
+
+def test_another_protocol_is_refused(tmp_path: Path) -> None:
+    said = fedloom("--tracing", "run", tmp_path, code=2, environment={"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
+    assert tells(said, "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "grpc")
