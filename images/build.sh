@@ -27,10 +27,13 @@ command -v buildah >/dev/null || {
 }
 # Needs no rights of a container engine, and so works in a container, too.
 export BUILDAH_ISOLATION="${BUILDAH_ISOLATION:-chroot}"
+digest() { find "$@" -type f ! -name '*.pyc' -exec sha256sum {} + | LC_ALL=C sort | sha256sum | cut -c1-16; }
+tools=$(digest pyproject.toml images/constraints.txt images/uv.txt images/install.sh images/slim.py)
+source=$(digest pyproject.toml README.md LICENSE src components pipelines)
 for target in "$@"; do
   stage=$target
   image="${REGISTRY:-localhost/}fedloom/$target:$VERSION"
-  set -- --build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION"
+  set -- --build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION" --build-arg "TOOLS=$tools" --build-arg "SOURCE=$source"
   if [ "$target" = worker-cuda ]; then
     stage=worker
     set -- "$@" --build-arg TORCH_INDEX=

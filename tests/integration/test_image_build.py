@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_images import ASKED, BUILD_S, index_of
+from run_processes import experiment
+from test_images import ASKED, BUILD_S, RUN_S, index_of
 
 import fedloom
 from fedloom.cluster.manifests import USER
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 1_400_000_000
+MOST_BYTES = 900_000_000
 """Unpacked; what fills it is in docs/images.md."""
 
 pytestmark = [
@@ -46,7 +50,38 @@ def inspected(image: str, *, docker: bool) -> dict[str, Any]:
     return {**said["OCIv1"]["config"], "Size": float(number) * {"MB": 1e6, "GB": 1e9}[unit]}
 
 
-def test_make_images_builds_the_worker(tmp_path: Path) -> None:
+RUN_AND_LOOK = """
+import importlib.util, json, os, sys
+from fedloom.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+site = os.path.dirname(os.path.dirname(sys.modules["fedloom"].__file__))
+files = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
+ours = [path for path in files if path.startswith(site) and path.endswith(".py")]
+lacking = [path for path in ours if not os.path.exists(importlib.util.cache_from_source(path))]
+print("LOOKED " + json.dumps({"imported": len(ours), "not compiled": lacking, "user": os.getuid()}))
+"""
+
+
+@contextlib.contextmanager
+def within(image: str, folders: dict[str, str], *, docker: bool) -> Iterator[list[str]]:
+    """A command line that runs what follows in a container of the image, which sees these folders (host -> there)."""
+    mounts = [word for here, there in folders.items() for word in ("--volume", f"{here}:{there}")]
+    if docker:
+        yield ["docker", "run", "--rm", "--network", "host", "--tmpfs", "/tmp", *mounts, "--entrypoint", "", image]
+        return
+    made = subprocess.run(["buildah", "from", image], check=True, capture_output=True, text=True, timeout=60)
+    container = made.stdout.strip()
+    try:
+        yield ["buildah", "run", "--isolation", "chroot", "--network", "host", *mounts, container, "--"]
+    finally:
+        subprocess.run(["buildah", "rm", container], check=True, capture_output=True, timeout=60)
+
+
+def test_make_images_builds_the_worker(tmp_path: Path, fresh_root: Path) -> None:
+    """And it trains: rounds with workers, over sockets; what such a run imports has been compiled."""
     docker = answers("docker buildx version") and answers("docker info")
     if not docker and not answers("buildah --version"):
         pytest.skip("neither docker with buildx nor buildah answers here")
@@ -77,3 +112,30 @@ def test_make_images_builds_the_worker(tmp_path: Path) -> None:
     assert found["Labels"]["org.opencontainers.image.version"] == fedloom.__version__
     assert found["Labels"]["org.opencontainers.image.revision"] == "test"
     assert found["Size"] < MOST_BYTES
+
+    told = experiment(tmp_path, Path("/root-of-data"), federation={"rounds": 2, "checkpoint_every_s": 0})
+    told.chmod(0o644)
+    tmp_path.chmod(0o777)
+    for folder in tmp_path.parents:  # the container's user is another one, and pytest's folders are their owner's
+        if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
+            folder.chmod(0o755)
+    data = tmp_path / "root"
+    data.mkdir()
+    (data / "partitions").mkdir(mode=0o777)
+    (data / "partitions").chmod(0o777)
+    shutil.copytree((fresh_root / "datasets").resolve() / "fashion-mnist", data / "datasets" / "fashion-mnist")
+    folders = {str(tmp_path): "/given", str(data): "/root-of-data"}
+    with within(f"localhost/fedloom/worker:{fedloom.__version__}", folders, docker=docker) as line:
+        for workers in (2, 0):
+            options = ["run", "/given/experiment.yaml", "--workers", str(workers), "--out", f"/given/run-{workers}"]
+            done = subprocess.run(
+                [*line, "python", "-c", RUN_AND_LOOK, *options, "--no-report"],
+                capture_output=True, text=True, timeout=RUN_S, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+            looked = json.loads(done.stdout.partition("LOOKED ")[2])
+            print(f"with {workers} workers: {looked['imported']} modules")
+            assert looked["user"] == USER
+            assert len(looked["not compiled"]) < looked["imported"] / 50, looked["not compiled"]
+    last = "checkpoints/round-000002.safetensors"
+    assert (tmp_path / "run-2" / last).read_bytes() == (tmp_path / "run-0" / last).read_bytes()

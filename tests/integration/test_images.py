@@ -44,9 +44,10 @@ LIKE_A_POD = (
 )  # fmt: skip
 
 LOOK = """
-import importlib.util, json, os, pathlib, fedloom, torch
+import importlib.util, json, os, pathlib, sys, fedloom, torch, fedloom.cli.main, fedloom.runner.worker
 site = pathlib.Path(fedloom.__file__).parents[1]
-files = [path for name in ("fedloom", "numpy", "torch/nn") for path in (site / name).rglob("*.py")]
+imported = [pathlib.Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]]
+files = [path for path in imported if path.suffix == ".py" and path.is_relative_to(site)]
 known = ("minio", "matplotlib", "kubernetes", "kfp", "google/cloud", "hatchling", "pip", "uv")
 print(json.dumps({
     "user": os.getuid(), "home": os.environ["HOME"], "opt": os.listdir("/opt"), "cuda": torch.version.cuda,

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.bindings import _rust
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -26,6 +29,11 @@ from fedloom.kubeflow.image import VARIABLE, component_image
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "images" / "Dockerfile"
+_spec = importlib.util.spec_from_file_location("slim", ROOT / "images" / "slim.py")
+assert _spec is not None
+assert _spec.loader is not None
+slim = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(slim)
 LABELS = {f"org.opencontainers.image.{word}" for word in ("title", "description", "licenses", "version", "revision")}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -178,7 +186,7 @@ def test_everything_that_is_installed_has_one_version() -> None:
     pinned["torch"] = told["TORCH_VERSION"]  # its index decides which build it is
 
     missing, seen = [], set()
-    todo = [(Requirement("fedloom"), {"kubeflow", "metrics"})]
+    todo = [(Requirement("fedloom"), {"kubeflow", "metrics", "tracing"})]
     while todo:
         wanted, extras = todo.pop()
         name = canonicalize_name(wanted.name)
@@ -218,3 +226,38 @@ def test_what_continuous_integration_runs_is_pinned_by_hash() -> None:
     assert re.search(r"^uv==[\d.]+ \\\n    --hash=sha256:[0-9a-f]{64}", uv, re.MULTILINE)
     for installs in (DOCKERFILE, ROOT / "Makefile"):
         assert "--require-hashes" in installs.read_text()
+
+
+def test_a_library_without_symbols_is_the_same_library(tmp_path: Path) -> None:
+    """What is cut is read by nobody who runs it; a second time nothing is written, which would fill another layer."""
+    original = Path(_rust.__file__)
+    copy = tmp_path / original.name
+    shutil.copy(original, copy)
+    slim.without_symbols(copy)
+    assert original.stat().st_size - copy.stat().st_size > slim.WORTH
+    written = copy.stat().st_mtime_ns
+    slim.without_symbols(copy)
+    assert copy.stat().st_mtime_ns == written
+    ask = "from importlib.machinery import ExtensionFileLoader as L; from importlib.util import *; import sys"
+    ask += "; l = L('_rust', sys.argv[1]); m = module_from_spec(spec_from_loader('_rust', l)); l.exec_module(m)"
+    ask += "; print(m.openssl.openssl_version_text())"
+    said = [subprocess.check_output([sys.executable, "-c", ask, path], timeout=60) for path in (original, copy)]
+    assert said[0] == said[1] != b""
+
+
+def test_what_is_no_library_is_not_cut(tmp_path: Path) -> None:
+    for content in (b"", b"\x7fELF", b"\x7fELF\x01\x01" + bytes(2**19), b"#!/bin/sh\n" * 2**16):
+        path = tmp_path / "library.so"
+        path.write_bytes(content)
+        slim.without_symbols(path)
+        assert path.read_bytes() == content
+
+
+def test_slim_removes_what_is_not_read(tmp_path: Path) -> None:
+    gone = ["torch/include/a.h", "torch/bin/test_jit", "torch/share/x", "numpy/linalg/tests/test_a.py", "numpy/a.pyi"]
+    stay = ["torch/bin/torch_shm_manager", "torch/testing/_internal/logging_tensor.py", "numpy/testing/__init__.py"]
+    for name in (*gone, *stay):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    slim.removed(tmp_path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == sorted(stay)
