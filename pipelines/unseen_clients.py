@@ -4,7 +4,7 @@ from kfp import dsl
 from kfp.dsl import Model
 
 from fedloom.kubeflow.catalog import component
-from fedloom.kubeflow.task_settings import CONFIG, DAY, HOUR, MINUTE, sized, with_storage
+from fedloom.kubeflow.task_settings import CONFIG, DAY, HOUR, MINUTE, sized, with_server, with_storage
 
 evaluate = component("evaluate")
 fetch = component("fetch")
@@ -25,6 +25,8 @@ def unseen_clients(
     checkpoint: str = "last",
     storage_secret: str = "fedloom-storage",
     source: str = "",
+    serve: str = "",
+    serve_secret: str = "fedloom-serve",
 ) -> None:
     """Give clients that took no part in training their own models.
 
@@ -35,12 +37,16 @@ def unseen_clients(
         checkpoint: last, best or a round.
         storage_secret: Secret with the credentials of the model's storage, and of `source`.
         source: Folder or s3://bucket/prefix to take the data set from; empty for where it is published.
+        serve: HOST:PORT of a server that hands out models of this run (`fedloom serve`); empty: they are made here.
+        serve_secret: Secret with what it is asked with: ca.crt; tls.crt and tls.key, or token.
     """
     trained = dsl.importer(artifact_uri=model, artifact_class=Model, reimport=False).output
     planned = sized(plan(experiment=experiment, overrides=overrides), 10 * MINUTE).outputs
     fetched = sized(fetch(dataset=planned["dataset"], root=planned["root"], source=source), 6 * HOUR)
     files = with_storage(fetched, storage_secret).outputs["files"]
     shards = sized(partition(data=planned["data"], files=files), 6 * HOUR, memory="4Gi").outputs["shards"]
-    evaluated = sized(evaluate(model=trained, shards=shards, checkpoint=checkpoint), DAY, cpu="1", memory="4Gi")
-    with_storage(evaluated, storage_secret)
+    evaluated = sized(
+        evaluate(model=trained, shards=shards, checkpoint=checkpoint, serve=serve), DAY, cpu="1", memory="4Gi"
+    )
+    with_server(with_storage(evaluated, storage_secret), serve_secret)
     sized(report(run=evaluated.outputs["evaluation"], metrics=evaluated.outputs["metrics"]), HOUR)

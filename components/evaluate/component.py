@@ -14,6 +14,7 @@ def evaluate(
     metrics: Output[Metrics],
     confusion: Output[ClassificationMetrics],
     checkpoint: str = "last",
+    serve: str = "",
 ) -> None:
     """Give every client its own model and measure it; clients of another partition get theirs by Algorithm 1 alone.
 
@@ -24,13 +25,14 @@ def evaluate(
         metrics: Accuracies; the file is what `fedloom evaluate --out` writes.
         confusion: Which class was taken for which, over all clients.
         checkpoint: last, best or a round.
+        serve: HOST:PORT of a server that hands out models of this run, to be asked for them; empty: they are made here.
     """
     import json
     from pathlib import Path
 
     from fedloom.kubeflow import steps
 
-    found = steps.evaluate(Path(model.path), Path(shards.path), checkpoint, Path(evaluation.path))
+    found = steps.evaluate(Path(model.path), Path(shards.path), checkpoint, Path(evaluation.path), serve)
     matrix = found.pop("confusion")
     if matrix is not None:
         confusion.log_confusion_matrix(matrix["class_names"], matrix["rows"])

@@ -96,12 +96,19 @@ def test_the_same_pipeline_is_uploaded_once(api: KubeflowApi, fedloom: Callable[
 def test_every_pipeline_can_be_submitted(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     methods = ("--method", "", "--method", "algorithm={name: local, local: {steps: 3}}; federation.rounds=0")
     assert fedloom("--host", api.host, *methods, "--seeds", "1-2", name="compare_methods").exit_code == 0
-    model = ("--model", "s3://bucket/v2/artifacts/model")
+    model = (
+        "--model",
+        "s3://bucket/v2/artifacts/model",
+        "--serve",
+        "fed-serve.fl.svc:7734",
+        "--serve-secret",
+        "members",
+    )
     assert fedloom("--host", api.host, *model, name="unseen_clients", where=()).exit_code == 0
     compare, unseen = (run["runtime_config"]["parameters"] for run in api.runs.values())
     assert compare["methods"] == [methods[1], methods[3]]
     assert compare["seeds"] == "1-2"
-    assert unseen["model"] == model[1]
+    assert (unseen["model"], unseen["serve"], unseen["serve_secret"]) == (model[1], model[3], model[5])
     assert {"backend", "cluster"}.isdisjoint(unseen)
 
 
@@ -192,6 +199,8 @@ def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -
         (STORE, ("--set", "federation.rouns=3"), "federation.rouns"),
         (STORE, ("--backend", "slurm"), "--backend: found 'slurm'; allowed: kubernetes, local"),
         (STORE, ("--seeds", "1-3"), "--seeds: found with personalized_federation; allowed: with compare_methods"),
+        (STORE, ("--serve", "x:1"), "--serve: found with personalized_federation; allowed: with unseen_clients"),
+        (STORE, ("--serve-secret", "x"), "--serve-secret: found x without --serve; allowed: with it"),
         (STORE, ("--model", "x"), "--model: found with personalized_federation; allowed: with unseen_clients"),
         (STORE, ("--set", "runtime.device=cuda"), "cluster.gpu: found no GPU for the workers"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from run_processes import ENVIRONMENT, FEDLOOM, WAIT_S, children, ended, experiment, fedloom, until
+from facts import tells
+from run_processes import ENVIRONMENT, FEDLOOM, WAIT_S, children, ended, experiment, fedloom, started, until
 
 from fedloom.data.manifest import read_manifest
 
@@ -115,6 +117,32 @@ def test_new_clients_get_their_models_by_algorithm_1_alone(
     assert len(clients) == 10
     assert "Learning curves" in (out / "report.html").read_text()
     assert "| seen |" not in (out / "report.md").read_text()
+
+
+def test_new_clients_ask_a_server_for_their_models(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+    """They get what an evaluation of the served checkpoint gives them; a server of another run is refused."""
+    common = ("--set", "seed=9", "--set", "data.partition.clients=10")
+    path, run = small_run
+    asked = ("pipeline", "local", "unseen_clients", path, *common, "--model", run)
+    with started("serve", run, "--listen", "127.0.0.1:0") as process:
+        assert process.stdout is not None
+        at = next(line for line in process.stdout if "serving models of" in line).split()[-1]
+        fedloom(*asked, "--serve", at, "--out", tmp_path / "out")
+        other = shutil.copytree(run, tmp_path / "other")
+        tree = yaml.safe_load((other / "experiment.yaml").read_text())
+        (other / "experiment.yaml").write_text(yaml.safe_dump({**tree, "name": "another"}))
+        said = fedloom(*asked[:-1], other, "--serve", at, "--out", tmp_path / "refused", code=3)
+        assert tells(said, at, "small", "another")
+        process.terminate()
+    fedloom("partition", path, *common, "--out", tmp_path / "fresh")
+    fedloom("evaluate", run, "--partition", tmp_path / "fresh", "--out", tmp_path / "bare.json")
+    bare, found = (
+        json.loads(p.read_text()) for p in (tmp_path / "bare.json", tmp_path / "out" / "evaluate" / "metrics")
+    )
+    assert found.pop("served") == {"by": at, "rounds": [bare["round"]]}
+    assert found == {key: bare[key] for key in found}
+    assert (found["seen"], found["unseen"]["clients"]) == (None, 10)
+    assert "| unseen |" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_methods_times_seeds(small_run: tuple[Path, Path], tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ Seeds = Annotated[str | None, typer.Option(help="compare_methods: 1,2,3 or 1-3."
 Model = Annotated[
     str | None, typer.Option(help="unseen_clients: the trained model, a run's folder or an artifact's URI.")
 ]
+Serve = Annotated[
+    str | None,
+    typer.Option(help="unseen_clients: ask this server for the models of the clients.", metavar="HOST:PORT"),
+]
 Which = Annotated[
     str | None,
     typer.Option("--checkpoint", help="Which checkpoint to evaluate: last, best or a round.", metavar="last|best|N"),
@@ -88,13 +92,14 @@ def local(
     seeds: Seeds = None,
     model: Model = None,
     checkpoint: Which = None,
+    serve: Serve = None,
     source: Source = None,
 ) -> None:
     """Run a pipeline on this machine. Processes take the place of pods."""
     from fedloom.kubeflow import compiling, local
 
     known = compiling.check_name(name)
-    arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, source)
+    arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
     if known != "unseen_clients":
         arguments["backend"] = "local"
     everything = logging.getLogger("fedloom").isEnabledFor(logging.DEBUG)
@@ -114,6 +119,7 @@ def submit(
     seeds: Seeds = None,
     model: Model = None,
     checkpoint: Which = None,
+    serve: Serve = None,
     source: Source = None,
     backend: Annotated[
         str | None, typer.Option(help="kubernetes: client pods (default); local: processes of one pod.")
@@ -122,6 +128,9 @@ def submit(
         Path | None, typer.Option(help="YAML file: settings of the client pods (docs/cluster.md).", metavar="FILE")
     ] = None,
     storage_secret: Annotated[str | None, typer.Option(help="Secret with the credentials of `storage`.")] = None,
+    serve_secret: Annotated[
+        str | None, typer.Option(help="Secret with what --serve is asked with: ca.crt; tls.crt and tls.key, or token.")
+    ] = None,
     image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
     host: Host = None,
     token: Token = None,
@@ -139,11 +148,16 @@ def submit(
     ] = False,
 ) -> None:
     """Run a pipeline on Kubeflow. It is uploaded and started, and its link is printed."""
+    from fedloom.errors import ExperimentError
     from fedloom.kubeflow import compiling, submit
 
     known = compiling.check_name(name)
-    arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, source)
+    arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
     arguments |= _where(known, backend, cluster, storage_secret)
+    if serve_secret is not None:
+        if serve is None:
+            raise ExperimentError(f"--serve-secret: found {serve_secret} without --serve; allowed: with it")
+        arguments["serve_secret"] = serve_secret
     if image is not None:
         compiling.use_image(image)
     run_name = _checked(known, arguments)
@@ -198,6 +212,7 @@ def _arguments(
     seeds: str | None,
     model: str | None,
     checkpoint: str | None,
+    serve: str | None,
     source: str | None,
 ) -> dict[str, Any]:
     """The parameters of a pipeline that options give.
@@ -219,6 +234,7 @@ def _arguments(
         "--method": ("compare_methods", methods),
         "--seeds": ("compare_methods", seeds),
         "--model": ("unseen_clients", model),
+        "--serve": ("unseen_clients", serve),
     }
     for option, (owner, value) in of_one.items():
         if value is not None and name != owner:
@@ -227,7 +243,10 @@ def _arguments(
         raise ExperimentError(f"--checkpoint: found with {name}; allowed: with personalized_federation, unseen_clients")
     if name == "unseen_clients" and model is None:
         raise ExperimentError("--model: found none; allowed: a run's folder or the URI of a model artifact")
-    given = {"methods": methods, "seeds": seeds, "model": model, "checkpoint": checkpoint, "source": source}
+    if serve is not None and checkpoint not in (None, "last"):
+        raise ExperimentError(f"--checkpoint: found {checkpoint} with --serve; allowed: last, what the server has")
+    of_pipeline = {"model": model, "checkpoint": checkpoint, "serve": serve, "source": source}
+    given = {"methods": methods, "seeds": seeds, **of_pipeline}
     given = {key: value for key, value in given.items() if value is not None}
     return {"experiment": text, "overrides": overrides or [], **given}
 

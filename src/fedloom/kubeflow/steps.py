@@ -32,6 +32,9 @@ FAILURES = "FEDLOOM_FAILURES"
 MARK = "fedloom | "
 """What a line of progress begins with, among everything that Kubeflow's executor says."""
 
+CREDENTIALS = Path("/etc/fedloom/serve")
+"""Where the Secret is mounted with what a server of models is asked with (:mod:`fedloom.kubeflow.task_settings`)."""
+
 LINE_EVERY_S = 10.0
 WITHOUT = shutil.ignore_patterns("checkpoints", "states", "logs", "figures", "report.html")
 """Of a run's folder, what reports and comparisons do not read."""
@@ -245,7 +248,9 @@ def federate(
 
 
 @step
-def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str, Any]:
+def evaluate(
+    model: Path, shards: Path, checkpoint: str, out: Path, serve: str = "", credentials: Path = CREDENTIALS
+) -> dict[str, Any]:
     """Measure a trained model on the clients of a partition, and describe that in a folder like a run's.
 
     Where the partition is not the one trained on, all its clients are new: they get their models by Algorithm 1 alone,
@@ -257,6 +262,12 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
         A run's folder.
     checkpoint
         ``last``, ``best`` or a round.
+    serve
+        ``HOST:PORT`` of a server that hands out models of this run: all clients ask it, and are measured with what they
+        get, of whichever round it serves. Empty: models are made here, of ``checkpoint``.
+    credentials
+        Folder with what the server is shown and believed by, if it is there: ``ca.crt``, ``tls.crt`` and ``tls.key``,
+        ``token``.
 
     Returns
     -------
@@ -267,9 +278,19 @@ def evaluate(model: Path, shards: Path, checkpoint: str, out: Path) -> dict[str,
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import summary
     from fedloom.federation.folder import RunFolder
-    from fedloom.runner import trained
+    from fedloom.runner import personal, trained
+    from fedloom.trust.options import ClientOptions
 
-    found = trained.evaluate(model, checkpoint, shards)
+    if serve:
+        if checkpoint != "last":
+            raise ExperimentError(f"checkpoint: found {checkpoint} with serve; allowed: last, what the server has")
+        ca, certificate, key, token = (
+            path if path.exists() else None
+            for path in map(credentials.joinpath, ("ca.crt", "tls.crt", "tls.key", "token"))
+        )
+        found = personal.evaluate_served(model, serve, shards, ClientOptions(ca, certificate, key, token))
+    else:
+        found = trained.evaluate(model, checkpoint, shards)
     mask = found.parts.experiment.evaluation.label_mask
     manifest, evaluation = read_manifest(shards), found.evaluation
     shutil.copytree(model, out, ignore=WITHOUT, dirs_exist_ok=True)

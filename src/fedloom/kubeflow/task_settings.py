@@ -33,3 +33,8 @@ def sized(task: Any, seconds: int, *, cpu: str = "500m", memory: str = "1Gi") ->
 def with_storage(task: Any, secret: Any) -> Any:
     """Give a task the credentials of a store, from a Secret that need not be there where no store is used."""
     return kubernetes.use_secret_as_env(task, secret, CREDENTIALS, optional=True)
+
+
+def with_server(task: Any, secret: Any) -> Any:
+    """Give a task what it shows a server of models, from a Secret that need not be there where none is asked."""
+    return kubernetes.use_secret_as_volume(task, secret, "/etc/fedloom/serve", optional=True)

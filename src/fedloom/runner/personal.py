@@ -19,10 +19,12 @@ import torch
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Algorithm, Group, available, find
+from fedloom.data.federated import FederatedDataset
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import read_card
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.measure import metrics, nothing_measured
+from fedloom.evaluation.summary import Evaluation
 from fedloom.experiment import Runtime
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.federation.checkpoint import Checkpoints
@@ -37,7 +39,7 @@ from fedloom.runner.assemble import Parts
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.personal_model import PersonalModel, Promise, card_of
 from fedloom.runner.serve import DurableRounds, run_folder
-from fedloom.runner.trained import check_checkpoint
+from fedloom.runner.trained import CheckpointEvaluation, check_checkpoint, found_of, restore
 from fedloom.storage import is_url
 from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier
 from fedloom.transport.newcomer import Answered, Models
@@ -153,7 +155,7 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
     try:
         found = await models.describe(asked.timeout_s)
         client = await asyncio.to_thread(_client_of, found.about, asked)
-        speaking = Speaking(client.parts, client.data, once=client.promise is not None)
+        speaking = Speaking(client.parts, client.data, client.id, once=client.promise is not None)
         answered = await models.converse(
             found.about,
             client.id,
@@ -289,13 +291,15 @@ class Speaking:
     parts
         Of the run, for newcomers.
     data
-        The client's.
+        The client's, or those of several.
+    client
+        Whose these are, of theirs.
     once
         An opening is answered, and no other: another answer would tell more of the data.
     """
 
-    def __init__(self, parts: Parts, data: Newcomer, *, once: bool = False) -> None:
-        self._id = data.client_id
+    def __init__(self, parts: Parts, data: FederatedDataset, client: str, *, once: bool = False) -> None:
+        self._id = client
         self._once = once
         self._opening: Message | None = None
         self._threads = parts.experiment.runtime.threads
@@ -351,6 +355,92 @@ class Speaking:
 def _equal(a: Message, b: Message) -> bool:
     first, second = a.tensors(), b.tensors()
     return type(a) is type(b) and first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+async def converse_for_all(
+    where: str, run: str, dataset: FederatedDataset, trust: ClientOptions | None = None, timeout_s: float = 60.0
+) -> tuple[list[dict[str, Predictor]], list[int]]:
+    """Ask a server for a model of each client of a partition; return each one's predictors, and of which round.
+
+    Parameters
+    ----------
+    run
+        The name of the run that the server must have.
+    trust
+        What the server is dialled with.
+    timeout_s
+        In which each model must come.
+
+    Raises
+    ------
+    DataError
+        If it serves another run, or nothing can be made of a client's data.
+    RefusedError
+        If it does not let us in.
+    QuorumError
+        If there is no model in time.
+    """
+    models = Models(where, Credentials(trust))
+    made: list[dict[str, Predictor]] = []
+    rounds: list[int] = []
+    try:
+        about = (await models.describe(timeout_s)).about
+        if about.run != run:
+            raise DataError(f"{where}: found the run {about.run}; allowed: {run}, the model's")
+        e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
+        parts = assemble.for_newcomers(assemble.make_parts(e, dataset.manifest), json.loads(about.problem)["clients"])
+        parts = dataclasses.replace(parts, algorithm=find_method(about))
+        words = vocabulary(parts.algorithm)
+        for entry in dataset.manifest.clients:
+            speaking = Speaking(parts, dataset, entry.id)
+            answered = await models.converse(about, entry.id, words, speaking.speak, timeout_s=timeout_s)
+            made.append(speaking.predictors)
+            rounds.append(answered.round)
+    finally:
+        await models.close()
+    return made, rounds
+
+
+def evaluate_served(
+    run: Path, where: str, partition: str | Path, trust: ClientOptions | None = None, timeout_s: float = 60.0
+) -> CheckpointEvaluation:
+    """Measure what a server of models gives the clients of a partition, to whom they are all strangers.
+
+    Parameters
+    ----------
+    run
+        Folder of the run that is served, as far as it was published: what the data must be like is in it.
+    where
+        ``HOST:PORT``.
+    trust, timeout_s
+        As of :func:`converse_for_all`.
+
+    Raises
+    ------
+    DataError
+        As of :func:`~fedloom.runner.trained.restore` and :func:`converse_for_all`.
+    RefusedError
+        If the server does not let us in.
+    QuorumError
+        If there is no model in time.
+    """
+    parts, loop, dataset = restore(run, "last", partition)
+    made, rounds = asyncio.run(converse_for_all(where, parts.experiment.name, dataset, trust, timeout_s))
+    clients = tuple(entry.id for entry in dataset.manifest.clients)
+    measured = metrics(
+        made,
+        [dataset.client(client) for client in clients],
+        loop.predictors,
+        batch_size=parts.experiment.evaluation.batch_size,
+    )
+    evaluation = Evaluation(
+        round=max(rounds),
+        clients=clients,
+        seen=torch.zeros(len(clients), dtype=torch.bool),
+        present=torch.ones(len(clients), dtype=torch.bool),
+        predictors=loop.predictors,
+        **measured.tensors(),
+        records={},
+    )
+    return found_of(run, partition, parts, dataset, evaluation, {"served": {"by": where, "rounds": sorted(set(rounds))}})
 
 
 @contextmanager

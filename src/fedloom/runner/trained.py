@@ -61,6 +61,24 @@ def evaluate(
     """
     parts, loop, dataset = restore(run, checkpoint, partition, data)
     evaluation = loop.evaluate()
+    return found_of(run, partition, parts, dataset, evaluation, loop.extra(evaluation))
+
+
+def found_of(
+    run: Path,
+    partition: str | Path | None,
+    parts: Parts,
+    dataset: FederatedDataset,
+    evaluation: Evaluation,
+    extra: Mapping[str, Any],
+) -> CheckpointEvaluation:
+    """Return the statistics of an evaluation of a partition's clients, and ``extra``.
+
+    Raises
+    ------
+    QuorumError
+        If clients could not be measured.
+    """
     if not evaluation.present.all():  # statistics of the others would be taken for those of all
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
         named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
@@ -72,7 +90,7 @@ def evaluate(
         "name": parts.experiment.name,
         "algorithm": parts.algorithm.name,
         "seed": parts.experiment.seed,
-        "round": loop.round,
+        "round": evaluation.round,
         "partition": dataset.manifest.fingerprint,
         **(
             {}
@@ -80,7 +98,7 @@ def evaluate(
             else {"overlap": overlap_with(run, parts.experiment, dataset)}
         ),
         **groups(evaluation, label_mask=parts.experiment.evaluation.label_mask),
-        **loop.extra(evaluation),
+        **extra,
     }
     return CheckpointEvaluation(statistics, evaluation, parts)
 
