@@ -440,7 +440,9 @@ def evaluate_served(
         **measured.tensors(),
         records={},
     )
-    return found_of(run, partition, parts, dataset, evaluation, {"served": {"by": where, "rounds": sorted(set(rounds))}})
+    return found_of(
+        run, partition, parts, dataset, evaluation, {"served": {"by": where, "rounds": sorted(set(rounds))}}
+    )
 
 
 @contextmanager
