@@ -281,7 +281,7 @@ def cold_bytes(address: str) -> dict[str, float]:
             x = torch.randint(256, (32, 1, 28, 28), dtype=torch.uint8)
             client = _client_of(about, Asked(x, torch.arange(32) % CLASSES))
             for which in ("cold", "warm"):
-                speaking, started = Speaking(client.parts, client.data), time.perf_counter()
+                speaking, started = Speaking(client.parts, client.data, client.id), time.perf_counter()
                 words = vocabulary(client.parts.algorithm)
                 answered = await models.converse(about, client.id, words, speaking.speak)
                 found |= {f"{which}_down": answered.down, f"{which}_up": answered.up}
