@@ -154,7 +154,7 @@ def test_a_broadcast_is_sent_once(run: Path) -> None:
             for i in (1, 2, 3):
                 x, y = examples(i)
                 client = _client_of(about, Asked(x, y, client=f"c{i}"))
-                speaking = Speaking(client.parts, client.data)
+                speaking = Speaking(client.parts, client.data, client.id)
                 found.append(await models.converse(about, f"c{i}", vocabulary(client.parts.algorithm), speaking.speak))
             assert (await models.describe(WAIT_S)).handed_out == 3
         finally:
@@ -498,7 +498,7 @@ def test_a_private_descriptor_is_told_once(tmp_path: Path) -> None:
     on_vowels(tmp_path, PEFLL, rounds=2).run()
     run, (x, y) = tmp_path / "run", examples(1)
     client = _client_of(DurableRounds(RunFolder(run)).about, Asked(x, y, epsilon=1.0, clip=0.5))
-    speaking = Speaking(client.parts, client.data, once=True)
+    speaking = Speaking(client.parts, client.data, client.id, once=True)
     found = [DurableRounds(RunFolder(run), str(round))(None) for round in (0, 2)]
     openings = [one.opening for one in found if one is not None]
     first, second = (speaking.speak(0, 0, openings[0]) for _ in "ab")

@@ -355,6 +355,8 @@ class Speaking:
 def _equal(a: Message, b: Message) -> bool:
     first, second = a.tensors(), b.tensors()
     return type(a) is type(b) and first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
 async def converse_for_all(
     where: str, run: str, dataset: FederatedDataset, trust: ClientOptions | None = None, timeout_s: float = 60.0
 ) -> tuple[list[dict[str, Predictor]], list[int]]:
