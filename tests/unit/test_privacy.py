@@ -20,14 +20,27 @@ from vowel_runs import on_vowels
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Group
-from fedloom.algorithms.pefll import PEFLL, DescribeAndTrain, DescribeYourself, PeFLLClient, PeFLLSettings, private
+from fedloom.algorithms.pefll import (
+    PEFLL,
+    DescribeAndTrain,
+    DescribeYourself,
+    Descriptor,
+    PeFLLClient,
+    PeFLLSettings,
+    private,
+)
 from fedloom.data.federated import ClientData, Split
+from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import ExperimentError
+from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.carrier import ConversationKey
 from fedloom.federation.randomness import generator
-from fedloom.models.embedding import clipped
-from fedloom.runner.assemble import make_parts
+from fedloom.models.embedding import EmbeddingSettings, clipped
+from fedloom.runner.assemble import make_partition, make_parts
 from fedloom.runner.results import conclude
+from fedloom.runner.worker import Worker, WorkerOptions
 from fedloom.theory.privacy import gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
+from fedloom.transport.worker import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
 
@@ -252,3 +265,57 @@ def test_a_clip_that_nobody_says_is_refused() -> None:
         private(settings(), None, 1.0, 1e-5)
     assert private(settings(Z), None, 1.0, 1e-5).descriptor.privacy.clip == 0.7  # type: ignore[union-attr]
     assert private(settings(Z), 0.5, 1.0, 1e-5).descriptor.privacy.clip == 0.5  # type: ignore[union-attr]
+
+
+OWN = """
+name: own
+data:
+  own: {kind: features, input_shape: [2], classes: [a, b], normalization: {mean: [0, 0], std: [1, 1]}}
+model: {name: mlp, hidden: [4]}
+algorithm:
+  name: pefll
+  embedding: {network: mlp}
+  descriptor: {size: 4, train: all, evaluate: all, privacy: {clip: 0.7, noise_multiplier: 2.5}}
+federation: {rounds: 1, clients_per_round: 1}
+"""
+
+
+def test_a_worker_hides_peoples_own_data_by_a_secret_and_those_of_a_partition_by_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "eve.csv").write_text("u,v,label\n" + "".join(f"{i / 7},{i % 3},{'ab'[i % 2]}\n" for i in range(30)))
+    pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
+    own = experiments.loads(OWN)
+    told: dict[str, Any] = {"normalization": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}}
+    secret = answers_of_workers(own, "eve", told, WorkerOptions(None, data=(tmp_path / "eve",)))
+    assert torch.equal(secret[0], secret[1])  # the same worker, asked again
+    assert not torch.equal(secret[0], secret[2])  # another
+
+    how = {"name": "pefll", "embedding": {"network": "mlp"}}
+    how |= {"descriptor": {"train": "all", "evaluate": "all", "privacy": Z}}
+    run = on_vowels(tmp_path, how).folder.path
+    dealt = experiments.load(run / "experiment.yaml")
+    dataset = make_partition(dealt)
+    name = dataset.manifest.roster[0]
+    told = {"partition": dataset.manifest.fingerprint}
+    seeds = answers_of_workers(dealt, name, told, WorkerOptions(str(dataset.folder)))
+    assert torch.equal(seeds[0], seeds[2])
+
+
+def answers_of_workers(e: Experiment, client: str, told: dict[str, Any], options: WorkerOptions) -> list[Tensor]:
+    """The descriptors of a client by a worker, by it once more, and by another of the same kind."""
+    joined = Joined("run", "life", json.dumps({"experiment": e.shared_json(), **told}))
+    found = []
+    workers = [Worker("127.0.0.1:1", name, options) for name in ("one", "two")]
+    for worker in (workers[0], *workers):
+        session = worker._session(joined)
+        opening = session.vocabulary["DescribeAndTrain"]
+        size = EmbeddingSettings(network="mlp").network_for(*shape_of(e)).layout.size
+        eta_v = torch.linspace(-1, 1, size)
+        _, answer = next(iter(session.answer(ConversationKey(1, 1, 0, "train"), 0, [0], [client], opening(eta_v))))
+        assert isinstance(answer, Descriptor), answer
+        found.append(answer.v)
+    return found
+
+
+def shape_of(e: Experiment) -> tuple[str, tuple[int, ...], int, int]:
+    """Kind, shape, classes and l of an experiment of this page."""
+    return ("features", (2,), 2, 4) if isinstance(e.data, OwnData) else ("features", (9,), 11, 1 + 15 // 4)
