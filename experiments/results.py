@@ -21,6 +21,7 @@ import pages_baselines
 import pages_comfedl
 import pages_pefll
 import pages_pfedbayes
+import pages_private
 import pages_small
 from matplotlib.figure import Figure
 from summaries import Runs, chosen_rate, fold, read, written
@@ -58,6 +59,7 @@ PAGES = {
         pages_pfedbayes.WHOLE,
         more=pages_pfedbayes.measured_too,
     ),
+    "private-descriptors": Page(pages_private.tables, columns=pages_private.COLUMNS, whole=("*",)),
     "vowel": Page(pages_small.vowel, columns=pages_small.VOWEL_COLUMNS),
     "wga": Page(pages_small.wga, {"losses": pages_small.losses}, pages_small.WGA_COLUMNS),
 }

@@ -57,7 +57,9 @@ def described(
     half = PeFLLClient(s, task())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     group = Group([data], lambda c, use: generator(seed, f"train/{use}", c, round), secret=secret)
-    return next(half.open(group, DescribeAndTrain(eta_v))).v[0]
+    answer: Any = next(half.open(group, DescribeAndTrain(eta_v)))
+    found: Tensor = answer.v[0]
+    return found
 
 
 # --- (ε, δ) -----------------------------------------------------------------------------------------------------------
@@ -186,8 +188,10 @@ def test_training_and_evaluation_have_noise_of_their_own() -> None:
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     for secret in (None, b"a" * 32):
         group = Group([data], lambda c, use: generator(0, use, c, 1), secret=secret)
-        found = [next(half.open(group, opening(eta_v))).v for opening in (DescribeAndTrain, DescribeYourself)]
-        assert not torch.equal(*found)
+        training, evaluation = (
+            next(half.open(group, opening(eta_v))).tensors()["v"] for opening in (DescribeAndTrain, DescribeYourself)
+        )
+        assert not torch.equal(training, evaluation)
 
 
 def test_last_digits_do_not_leave() -> None:
@@ -307,10 +311,11 @@ def answers_of_workers(e: Experiment, client: str, told: dict[str, Any], options
     workers = [Worker("127.0.0.1:1", name, options) for name in ("one", "two")]
     for worker in (workers[0], *workers):
         session = worker._session(joined)
-        opening = session.vocabulary["DescribeAndTrain"]
         size = EmbeddingSettings(network="mlp").network_for(*shape_of(e)).layout.size
         eta_v = torch.linspace(-1, 1, size)
-        _, answer = next(iter(session.answer(ConversationKey(1, 1, 0, "train"), 0, [0], [client], opening(eta_v))))
+        _, answer = next(
+            iter(session.answer(ConversationKey(1, 1, 0, "train"), 0, [0], [client], DescribeAndTrain(eta_v)))
+        )
         assert isinstance(answer, Descriptor), answer
         found.append(answer.v)
     return found
