@@ -28,6 +28,7 @@ def small(folder: Path, root: Path, rounds: int) -> Path:
     return experiment(folder, root, algorithm=algorithm, federation={"rounds": rounds, "clients_per_round": 4})
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_followed_and_killed(fresh_root: Path, tmp_path: Path) -> None:
     path, run = small(tmp_path, fresh_root, FOR_EVER), tmp_path / "run"
     with started("run", path, "--out", run) as training:

@@ -6,14 +6,17 @@ import csv
 import json
 import re
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from run_folders import write_run
 
 from fedloom.errors import DataError, StorageError
 from fedloom.federation.folder import RunFolder
+from fedloom.reporting.follow import follow_report
 from fedloom.reporting.report import _matrix, write_report
 from fedloom.words import as_csv, counted
 
@@ -131,6 +134,33 @@ def test_a_point_of_the_map_tells_its_class_mix_and_leads_to_its_confusion(small
     assert "<title>client-0000: " in figure
     assert "point:" not in figure + page
     assert "#c0" not in figure
+
+
+def test_a_report_is_renewed_while_a_process_holds_the_run(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.reporting.follow.LOOK_S", 0.02)
+    text = yaml.safe_dump({
+        "name": "r", "seed": 1, "data": {}, "model": {}, "algorithm": {"name": "pefll"}, "federation": {"rounds": 9},
+    })  # fmt: skip
+    (small / "experiment.yaml").write_text(text)
+    for file in ("summary.json", "clients.csv", "journal.jsonl"):
+        (small / file).unlink()
+    pages: list[str] = []
+
+    def wrote(page: Path) -> None:
+        pages.append(page.read_text())
+        held.close()  # the process is gone
+
+    with ExitStack() as held:
+        held.enter_context(RunFolder(small).held())
+        end = follow_report(small, 1.0, wrote)
+    first, last = pages
+    assert end.phase == "interrupted"
+    assert '<meta http-equiv="refresh" content="1">' in first
+    assert "Clients" not in titles(first)
+    assert "will also have: Clients" in first
+    assert 'http-equiv="refresh"' not in last
+    assert "stopped or killed" in last
+    assert left_out(last)["Clients"]
 
 
 def test_clients_beyond_a_thousand_have_no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
