@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from facts import tells
 from test_local_data import TASK, people
+from typer.testing import CliRunner
 
 import fedloom
+from fedloom.cli.main import app
 from fedloom.errors import ExperimentError, InterruptedRun
 from fedloom.experiment import load, of
 from fedloom.plugins import _entries
@@ -136,6 +138,21 @@ def test_what_to_install_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ExperimentError) as refused:
         find_trackers([name])
     assert tells(str(refused.value), name, "not installed", f"fedloom[{name}]")
+
+
+def test_the_command_line_and_its_environment_say_which(
+    task: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "e.yaml").write_text(of(task).resolved_yaml())
+    command = ["run", str(tmp_path / "e.yaml"), "--no-report", "--out"]
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "a"), "--track", "csv"])
+    assert done.exit_code == 0, done.output
+    monkeypatch.setenv("FEDLOOM_TRACK", "csv")
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "b")])
+    assert done.exit_code == 0, done.output
+    first, second = (numbers(tmp_path / name / "tracking.csv") for name in "ab")
+    assert first.keys() == second.keys()
+    assert first[3, "train/loss"] == second[3, "train/loss"]
 
 
 def test_the_experiment_says_which(task: dict[str, Any], tmp_path: Path) -> None:

@@ -68,7 +68,11 @@ Report = Annotated[
 
 Track = Annotated[
     list[str] | None,
-    typer.Option(help="Send the numbers there, too: csv, tensorboard, mlflow, wandb; repeatable.", metavar="NAME"),
+    typer.Option(
+        envvar="FEDLOOM_TRACK",
+        help="Send the numbers there, too: csv, tensorboard, mlflow, wandb; repeatable.",
+        metavar="NAME",
+    ),
 ]
 
 
