@@ -34,6 +34,8 @@ from fedloom.algorithms.base import available
 from fedloom.algorithms.pefll import Descriptor, PersonalizedModel
 from fedloom.algorithms.recipe import Update
 from fedloom.cli.use import personalize
+from fedloom.data.manifest import Normalization
+from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
 from fedloom.federation.folder import RunFolder
@@ -401,6 +403,42 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
 def test_bad_data_are_a_sentence(run: Path, bad: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         fedloom.personalize(str(run), **{"x": torch.zeros(5, 9), "y": torch.zeros(5, dtype=torch.int64), **bad})
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (torch.full((2, 1, 4, 4), 256), "x: found pixels from 256 to 256; allowed: from 0 to 255"),
+        (torch.full((2, 1, 4, 4), -1), "x: found pixels from -1 to -1; allowed: from 0 to 255"),
+        (torch.zeros(2, 1, 4, 4), "x: found torch.float32; allowed for pixels: whole numbers from 0 to 255"),
+        (torch.zeros(2, 4, 4, dtype=torch.uint8), "x: found shape [2, 4, 4]; allowed: [n, 1, 4, 4]"),
+    ],
+)
+def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) -> None:
+    wanted = Wanted("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)))
+    with pytest.raises(DataError, match=re.escape(said)):
+        Newcomer.from_arrays("eve", x, None, wanted)
+
+
+@pytest.mark.parametrize(
+    ("features", "other", "said"),
+    [
+        (9, "umlaut", "found class 'umlaut', which the run lacks; allowed: "),
+        (2, "hid", "input_shape is [2]; allowed: [9]"),
+    ],
+)
+def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
+    run: Path, tmp_path: Path, features: int, other: str, said: str
+) -> None:
+    rows = [",".join([*(str(i + j) for j in range(features)), ("had", other)[i % 2]]) for i in range(24)]
+    header = ",".join([*(f"f{j}" for j in range(features)), "label"])
+    (tmp_path / "eve.csv").write_text("\n".join([header, *rows]) + "\n")
+    pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
+    with served(run) as at:
+        for where in (at, str(run)):
+            with pytest.raises(DataError, match=re.escape(said)):
+                fedloom.personalize(where, data=tmp_path / "eve")
+        assert fedloom.personalize(at, *examples(1)).card.round == 1
 
 
 KNOWN_ONLY = """
