@@ -3,7 +3,9 @@
     .venv/bin/python experiments/baselines.py robust          papers/002, Experiment 1: two ways of dealing classes
     .venv/bin/python experiments/baselines.py adapt           papers/002, Experiment 2
     .venv/bin/python experiments/baselines.py table-1         papers/003, Table 1; --tests takes some of it
-    .venv/bin/python experiments/baselines.py vowel           every method, speakers as clients
+    .venv/bin/python experiments/baselines.py vowel           eighteen methods, speakers as clients
+    .venv/bin/python experiments/baselines.py qmnist          the rows of papers/001, writers of digits as clients
+    .venv/bin/python experiments/baselines.py cifar10         papers/001, Table 1, n = 100, 1000 rounds
 
 A method's settings run on seed 1. The one of highest validation accuracy in the last round is run on the seeds of the
 test, and looked at there once. Interrupted, it goes on where it was; ``--methods`` takes some of them. Every run is
@@ -228,6 +230,45 @@ VOWEL = {
     "fedrod": of_speakers("{name: fedrod, local: SGD}"),
 }
 
+# --- papers/001 -------------------------------------------------------------------------------------------------------
+
+
+def rows_of_table_1(sgd: str, alone: str, fine_tuning: int, rates: Sequence[float]) -> dict[str, Method]:
+    """The eight rows of its Table 1, and FedAvg + fine-tuning, at so many step sizes."""
+
+    def of(algorithm: str, *keys: str, more: tuple[str, ...] = ()) -> Method:
+        return Method(algorithm.replace("SGD", f"{{{sgd}}}"), {"lr": rates}, {"lr": keys or ("local.lr",)}, more)
+
+    return {
+        "local": of(f"{{name: local, local: {{{alone}}}}}", more=OWN),
+        "fedavg": of("{name: fedavg, local: SGD}"),
+        "fine-tuning": of(f"{{name: fedavg, local: SGD, personalize_steps: {fine_tuning}}}"),
+        "per-fedavg": of("{name: per-fedavg, local: SGD, personalize_steps: 10}", "local.lr", "inner_lr"),
+        "fedrep": of(
+            "{name: fedrep, local: {epochs: 1, batch_size: 32}, head: {epochs: 5, batch_size: 32}}",
+            "local.lr",
+            "head.lr",
+        ),
+        "pfedme": of("{name: pfedme, steps: 50, batch_size: 32, proximity: 15, inner_steps: 3}", "lr", "inner_lr"),
+        "knn-per": of("{name: knn-per, local: SGD}"),
+        "pfedhn": of("{name: pfedhn, local: SGD}"),
+        "pefll": of(
+            "{name: pefll, local: SGD, descriptor: {evaluate: all, standardize: first}, hypernetwork: "
+            "{output_relu: false}, server: {rule: adam, lr: 0.0002, clip: 50.0}}"
+        ),
+    }
+
+
+CIFAR10 = rows_of_table_1(
+    "steps: 50, batch_size: 32, momentum: 0.9, clip: 50.0",
+    "epochs: 200, batch_size: 32, momentum: 0.9, clip: 50.0",
+    50,
+    (0.001, 0.003, 0.01, 0.03),
+)
+QMNIST = rows_of_table_1(
+    "steps: 20, batch_size: 16, clip: 50.0", "steps: 300, batch_size: 16, clip: 50.0", 20, (0.003, 0.01, 0.03, 0.06)
+)
+
 REGIMES = {
     "robust-two-classes": imbalanced(", classes_per_client: 2"),
     "robust-iid": imbalanced(""),
@@ -250,6 +291,14 @@ REGIMES = {
         (1, 2, 3),
     ),
     "vowel": Regime("vowel", VOWEL, ("evaluation.every=150",), {"test": ("evaluation.every=30",)}, range(2, 7)),
+    "qmnist": Regime("qmnist-writers", QMNIST, ("evaluation.every=60",), {"test": ("evaluation.every=60",)}, (2, 3, 4)),
+    "cifar10": Regime(
+        "pefll-cifar10",
+        CIFAR10,
+        ("federation.rounds=100", "evaluation.every=100"),
+        {"test": ("federation.rounds=1000", "evaluation.every=250")},
+        (1, 2, 3),
+    ),
 }
 PARTS = {"robust": ("robust-two-classes", "robust-iid"), "adapt": ("adapt",)}
 

@@ -77,7 +77,8 @@ def tables(runs: Runs) -> Iterator[str]:
         yield from _means_and_worst(runs, f"robust-{mix}", "fedavg-uniform")
     yield from _means_and_worst(runs, "adapt", "one-step")
     yield from _table_1(runs)
-    yield from _vowel(runs)
+    for regime in ("vowel", "qmnist", "cifar10"):
+        yield from _seen_and_unseen(runs, regime)
 
 
 def title(regime: str, method: str) -> str:
@@ -176,19 +177,19 @@ def _paper(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
-def _vowel(runs: Runs) -> Iterator[str]:
-    if not whole(runs, "vowel", "test"):
+def _seen_and_unseen(runs: Runs, regime: str) -> Iterator[str]:
+    if not whole(runs, regime, "test"):
         return
     rows: list[tuple[float, Sequence[str]]] = []
-    for name in REGIMES["vowel"].methods:
-        lines = of_seeds(runs, "vowel", "test", name)
+    for name in REGIMES[regime].methods:
+        lines = of_seeds(runs, regime, "test", name)
         cells = [
             spread([line[of] for line in lines]) if of in lines[0].values else "–"
             for of in ("seen_mean", "seen_worst", "unseen_mean", "global_seen_mean", "global_unseen_mean")
         ]
         best = statistics.fmean(line["seen_mean"] for line in lines)
-        rows.append((best, (title("vowel", name), _values(chosen(runs, "vowel", name)), *cells)))
+        rows.append((best, (title(regime, name), _values(chosen(runs, regime, name)), *cells)))
     rows.sort(key=lambda both: -both[0])
     header = ("method", "step size", "seen", "worst seen", "unseen", "shared model: seen", "unseen")
-    yield table(header, [row for _, row in rows], left=1)
-    yield _search(runs, "vowel")
+    yield table(header, [row for _, row in rows])
+    yield _search(runs, regime)
