@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    JsonValue,
     PlainSerializer,
     PlainValidator,
     Tag,
@@ -71,7 +72,7 @@ class Data(Section):
 
     dataset: Annotated[str, AfterValidator(_known_dataset)] = Field(
         description="Which data set; folder, table and arrays are one of your own, at `source`.",
-        json_schema_extra={"enum": [*datasets()]},
+        json_schema_extra={"enum": list[JsonValue](datasets())},
     )
     source: LocalFiles | None = Field(
         default=None, description="Of a data set of your own: where it lies, and how it is read."
