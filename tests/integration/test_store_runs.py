@@ -19,7 +19,7 @@ from facts import tells
 from run_processes import ended, experiment, fedloom, final, losses, rounds, scores, started, until
 from s3_support import S3Server
 
-from fedloom import personalize
+from fedloom import load, personalize
 from fedloom.cli.run import run as command
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
@@ -322,6 +322,9 @@ def test_models_of_a_run_that_is_published_are_those_of_its_folder(
     made, expected = (personalize(where, x, torch.arange(20) % 10) for where in (url, str(folder.path)))
     assert made.card == expected.card
     assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in made.state_dict().items())
+    loaded = load(url)
+    assert loaded.history.equals(load(folder.path).history)
+    assert loaded.folder != folder.path
     with run_folder(url) as (copy, refresh):
         durable = DurableRounds(copy, refresh=refresh)
         first = durable(None)
