@@ -297,6 +297,42 @@ def test_the_experiment_in_the_config_map_is_the_one_that_was_given(scenario: st
     assert experiments.load(tmp_path / "given.yaml") == experiments.load(tmp_path / "rendered.yaml")
 
 
+@pytest.mark.parametrize("tool", ["argocd", "flux"])
+def test_an_example_of_gitops_names_what_is_there_and_installs(tool: str, tmp_path: Path) -> None:
+    """Not applied by the tools themselves: their values pass the schema and render, and their names agree."""
+    text = (ROOT / "docs" / "examples" / "gitops" / f"{tool}.yaml").read_text()
+    objects = {item["kind"]: item for item in yaml.safe_load_all(text)}
+    if tool == "argocd":
+        spec = objects["Application"]["spec"]
+        path, tag, given = spec["source"]["path"], spec["source"]["targetRevision"], spec["source"]["helm"]
+        release, values_given, namespace = given["releaseName"], given["valuesObject"], spec["destination"]["namespace"]
+    else:
+        source, helm_release = objects["GitRepository"], objects["HelmRelease"]
+        spec = helm_release["spec"]
+        reference = spec["chart"]["spec"]["sourceRef"]
+        assert (reference["kind"], reference["name"]) == ("GitRepository", source["metadata"]["name"])
+        path, tag = spec["chart"]["spec"]["chart"], source["spec"]["ref"]["tag"]
+        release, values_given, namespace = helm_release["metadata"]["name"], spec["values"], "hospitals"
+        assert {item["metadata"]["namespace"] for item in objects.values()} == {namespace}
+    assert (ROOT / path / "Chart.yaml").is_file()
+    assert tag == f"v{fedloom.__version__}"
+    assert values_given["image"]["tag"] == fedloom.__version__
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values_given))
+    done = helm.run("template", release, ROOT / path, "-n", namespace, "-f", tmp_path / "values.yaml")
+    assert done.returncode == 0, done.stderr
+    (config,) = [item for item in of_kind(done.stdout, "ConfigMap") if "experiment.yaml" in item["data"]]
+    (tmp_path / "experiment.yaml").write_text(config["data"]["experiment.yaml"])
+    assert experiments.load(tmp_path / "experiment.yaml").name == release
+    store = helm.rendered("trial", "--set", "seaweedfs.size=1Gi")
+    claims = [*of_kind(done.stdout, "PersistentVolumeClaim"), *of_kind(store, "PersistentVolumeClaim")]
+    assert len(claims) == 3
+    for claim in claims:  # pruning and uninstalling leave the run, and the store
+        assert claim["metadata"]["annotations"] == {
+            "helm.sh/resource-policy": "keep",
+            "argocd.argoproj.io/sync-options": "Delete=false,Prune=false",
+        }
+
+
 # ---- what Helm refuses
 
 REFUSED = {
