@@ -97,6 +97,10 @@ def _dealt(e: Experiment) -> Data:
         raise ExperimentError(
             "data.own: found in a pipeline, which deals out a data set; allowed: dataset and partition"
         )
+    if e.data.source is not None:
+        raise ExperimentError(
+            f"data.source: found {e.data.source.path} in a pipeline, which runs elsewhere; allowed: a data set by name"
+        )
     return e.data
 
 
@@ -105,5 +109,5 @@ def _as_json(e: Experiment) -> str:
 
 
 def _data_of(e: Experiment) -> str:
-    data = _dealt(e).model_dump(mode="json", exclude={"root"})
+    data = _dealt(e).model_dump(mode="json", exclude={"root", "source"})
     return json.dumps({"seed": e.seed, **data}, sort_keys=True)
