@@ -99,6 +99,7 @@ def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path)
         )
         for seed in (1, 2, 3)
     ]
+    gc.collect()  # what other tests left
     counts = Counts()
     assert run_points(points, tmp_path / "sweep", RunOptions(report=False), counts) == {}
     assert [now - counts.datasets[0] for now in counts.datasets] == [0, 0, 0]

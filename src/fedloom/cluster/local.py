@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
+import os
 import subprocess
 import sys
 import threading
@@ -13,7 +12,19 @@ from pathlib import Path
 from fedloom.cluster.exit_status import FAILURES, name_of
 from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError
 
-_LIBC = ctypes.CDLL(None)
+_ENDS_WITH_ITS_PARENT = """
+import ctypes, os, runpy, signal, sys
+parent = int(sys.argv.pop(1))
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        sys.exit(128 + signal.SIGTERM)
+runpy.run_module("fedloom", run_name="__main__", alter_sys=True)
+"""
+"""``python -m fedloom``, told to end when the launcher is killed, which then cannot say so itself.
+
+It asks for that itself: a function of ours in a new process (``preexec_fn``) may crash where a process has threads.
+"""
 
 STOP_S = 60.0
 """How long a run that is asked to stop may take: the round at hand, and a checkpoint."""
@@ -42,7 +53,8 @@ def run(
     FedloomError
         Of the class that the run's exit code stands for, with its message.
     """
-    command = [sys.executable, "-m", "fedloom", "run", str(experiment), "--partition", str(partition)]
+    command = [sys.executable, "-c", _ENDS_WITH_ITS_PARENT, str(os.getpid())]
+    command += ["run", str(experiment), "--partition", str(partition)]
     command += ["--out", str(out), *(["--resume"] if (out / "experiment.yaml").exists() else [])]
     late = threading.Event()
     last: list[str] = []
@@ -54,7 +66,6 @@ def run(
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     ) as process:
 
         def stop() -> None:
@@ -79,11 +90,6 @@ def run(
             timer.cancel()
     if code:
         raise _failure(code, last, late=late.is_set(), deadline_s=deadline_s)
-
-
-def _end_with_parent() -> None:
-    """In the new process: be told to end when the launcher is killed, which then cannot say so itself."""
-    _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _end(process: subprocess.Popen[str]) -> None:
