@@ -1,6 +1,7 @@
 """Failure classes and exit codes: the one table that every command, component and pod shares (docs/exit-codes.md)."""
 
 import errno
+from collections.abc import Mapping
 from enum import IntEnum
 
 
@@ -84,6 +85,9 @@ class InterruptedRun(FedloomError):
 
     exit_code = ExitCode.INTERRUPTED
 
+
+FAILURES: Mapping[int, type[FedloomError]] = {int(kind.exit_code): kind for kind in FedloomError.__subclasses__()}
+"""Exit code -> the class that a process ends with it for."""
 
 STORAGE_FAILURES = {
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedloom.cluster.manifests import COMPONENT, FINAL
-from fedloom.errors import ExitCode, FedloomError, QuorumError, WorkerLostError
-
-FAILURES: Mapping[int, type[FedloomError]] = {int(kind.exit_code): kind for kind in FedloomError.__subclasses__()}
-"""Exit code -> the class that a process ends with it for."""
+from fedloom.errors import FAILURES, ExitCode, FedloomError, QuorumError, WorkerLostError
 
 KILLED = 137
 AGAIN = "start it again with the same run id: it goes on from what was published"

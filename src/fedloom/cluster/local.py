@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fedloom.cluster.exit_status import FAILURES, name_of
-from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError
+from fedloom.cluster.exit_status import name_of
+from fedloom.errors import FAILURES, FedloomError, InterruptedRun, QuorumError, WorkerLostError
 
 _ENDS_WITH_ITS_PARENT = """
 import ctypes, os, runpy, signal, sys

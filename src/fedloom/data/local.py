@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,8 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     reader = _reader(dataset, path)
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
-    try:
-        name = json.loads(record.read_bytes())["name"]
-        return _source(home, name)
-    except (OSError, ValueError, TypeError, KeyError, DataError):
-        pass  # not read yet, or what was made of it is gone
+    with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or what was made of it is gone
+        return _source(home, json.loads(record.read_bytes())["name"])
     mistakes = Mistakes(str(path))
     request = Request(None, True, files.label, files.split, files.resize, files.client)
     try:

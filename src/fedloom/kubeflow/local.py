@@ -23,8 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.cluster.exit_status import FAILURES
-from fedloom.errors import ExitCode, ExperimentError, FedloomError, InterruptedRun, QuorumError
+from fedloom.errors import FAILURES, ExitCode, ExperimentError, FedloomError, InterruptedRun, QuorumError
 from fedloom.kubeflow import steps
 from fedloom.kubeflow.compiling import parameters, pipeline
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.cluster.exit_status import FAILURES
-from fedloom.errors import FedloomError, InterruptedRun, QuorumError, RefusedError, StorageError
+from fedloom.errors import FAILURES, FedloomError, InterruptedRun, QuorumError, RefusedError, StorageError
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
 

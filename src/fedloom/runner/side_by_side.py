@@ -14,17 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from fedloom.errors import (
-    AbandonedError,
-    DataError,
-    ExperimentError,
-    FedloomError,
-    InterruptedRun,
-    QuorumError,
-    RefusedError,
-    StorageError,
-    WorkerLostError,
-)
+from fedloom.errors import FAILURES, FedloomError, InterruptedRun, WorkerLostError
 from fedloom.experiment import Experiment
 from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
@@ -35,11 +25,6 @@ LOOK_S = 0.05
 
 GRACE_S = 15.0
 """Seconds that a process which is told to end at once has for it."""
-
-CLASSES: dict[int, type[FedloomError]] = {
-    kind.exit_code: kind
-    for kind in (ExperimentError, DataError, RefusedError, QuorumError, StorageError, WorkerLostError, AbandonedError)
-}
 
 
 @dataclass(frozen=True)
@@ -173,10 +158,8 @@ def _failure(one: _Running) -> FedloomError | None:
         return None
     _, found, error = words.rpartition("error: ")
     why = error if found else (words.splitlines() or ["it said nothing"])[-1]
-    if code == InterruptedRun.exit_code:
-        return InterruptedRun(why)
-    if code in CLASSES:
-        return CLASSES[code](why)
+    if code in FAILURES:
+        return FAILURES[code](why)
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}: {why}"
     return WorkerLostError(f"its process {how}", hint="go on with --resume")
 

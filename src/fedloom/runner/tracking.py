@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -123,9 +125,9 @@ class Tracked(RunObserver):
     def _tell(self, call: Callable[[RunObserver], None]) -> None:
         for name, make in list(self._waiting.items()):
             del self._waiting[name]
-            self._safely(name, lambda name=name, make=make: self._begin(name, make))  # type: ignore[misc]
+            self._safely(name, partial(self._begin, name, make))
         for name, tracker in list(self._trackers.items()):
-            self._safely(name, lambda tracker=tracker: call(tracker))  # type: ignore[misc]
+            self._safely(name, partial(call, tracker))
 
     def _begin(self, name: str, make: Tracker) -> None:
         tracker = make(self._folder)
@@ -141,6 +143,22 @@ class Tracked(RunObserver):
             log.warning("tracker %s failed", name, exc_info=error)
             said = (str(error).splitlines() or [""])[0]
             self._observer.notice(f"tracking: {name} failed, and is told no more ({type(error).__name__}: {said})")
+
+
+class NumberTracker(RunObserver, ABC):
+    """A tracker of numbers by round: those of each round's training, and those of each evaluation."""
+
+    @abstractmethod
+    def add(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Take numbers of a round, by names such as ``train/loss`` and ``seen/accuracy_mean``."""
+
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """Take the numbers of a round's training."""
+        self.add(attempt.round, of_attempt(attempt))
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Take the numbers of an evaluation."""
+        self.add(line["round"], of_line(line))
 
 
 def of_attempt(attempt: Any) -> dict[str, float]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.tracking import of_attempt, of_line
-
-if TYPE_CHECKING:
-    from fedloom.federation.journal import Attempt
+from fedloom.runner.tracking import NumberTracker
 
 NAME = "tracking.csv"
 HEAD = ("round", "name", "value")
 
 
-class CSV(RunObserver):
+class CSV(NumberTracker):
     """Appends to ``tracking.csv``; rounds that run again after a resume are written anew.
 
     Parameters
@@ -37,15 +33,8 @@ class CSV(RunObserver):
             rows = [row for row in csv.reader(file) if len(row) == len(HEAD)]
         self._write("w", [HEAD, *(row for row in rows[1:] if int(row[0]) <= round)])
 
-    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Write the numbers of a round."""
-        self._add(attempt.round, of_attempt(attempt))
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Write the numbers of an evaluation."""
-        self._add(line["round"], of_line(line))
-
-    def _add(self, round: int, numbers: Mapping[str, float]) -> None:
+    def add(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Write them."""
         self._write("a", [(round, name, repr(value)) for name, value in numbers.items()])
 
     def _write(self, mode: str, rows: list[Any]) -> None:

@@ -6,18 +6,16 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.tracking import of_attempt, of_line, of_settings
+from fedloom.runner.tracking import NumberTracker, of_settings
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.journal import Attempt
 
 NAME = "mlflow.txt"
 """Holds the id that MLflow gave the run, so that a resumed one goes on there."""
@@ -29,7 +27,7 @@ MOST = 100
 """Parameters in one call."""
 
 
-class MLflow(RunObserver):
+class MLflow(NumberTracker):
     """Logs settings as parameters and numbers as metrics by round.
 
     Parameters
@@ -65,19 +63,12 @@ class MLflow(RunObserver):
             self._client.log_batch(self._run, params=params[start : start + MOST])
         kept.write_text(f"{self._run}\n", encoding="utf-8")
 
-    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Log the numbers of a round."""
-        self._add(attempt.round, of_attempt(attempt))
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Log the numbers of an evaluation."""
-        self._add(line["round"], of_line(line))
-
     def ended(self) -> None:
         """End the run there."""
         done = (self._folder / "summary.json").exists()
         self._client.set_terminated(self._run, "FINISHED" if done else "KILLED")
 
-    def _add(self, round: int, numbers: Mapping[str, float]) -> None:
+    def add(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Write them."""
         now = int(time.time() * 1000)
         self._client.log_batch(self._run, metrics=[Metric(name, value, now, round) for name, value in numbers.items()])

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.tracking import of_attempt, of_line
+from fedloom.runner.tracking import NumberTracker
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.journal import Attempt
 
 
-class TensorBoard(RunObserver):
+class TensorBoard(NumberTracker):
     """Writes to ``tensorboard/`` in the run's folder; rounds that run again after a resume replace those of before.
 
     Parameters
@@ -40,13 +38,9 @@ class TensorBoard(RunObserver):
         self.ended()
         self._open(round + 1)
 
-    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Write the numbers of a round."""
-        self._add(attempt.round, of_attempt(attempt))
-
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Write the numbers of an evaluation."""
-        self._add(line["round"], of_line(line))
+        """Write the numbers of an evaluation, to be seen at once."""
+        super().evaluated(line)
         self._writer.flush()
 
     def ended(self) -> None:
@@ -60,7 +54,8 @@ class TensorBoard(RunObserver):
             self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
         return self._writer
 
-    def _add(self, round: int, numbers: Mapping[str, float]) -> None:
+    def add(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Write them."""
         writer = self._open(None)
         for name, value in numbers.items():
             writer.add_scalar(name, value, round)

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import wandb
 
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.tracking import of_attempt, of_line
+from fedloom.runner.tracking import NumberTracker
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.journal import Attempt
 
 
-class WandB(RunObserver):
+class WandB(NumberTracker):
     """Logs settings and numbers to ``wandb/`` in the run's folder; ``WANDB_PROJECT`` names the project.
 
     Parameters
@@ -44,17 +42,10 @@ class WandB(RunObserver):
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")
 
-    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Log the numbers of a round."""
-        self._add(attempt.round, of_attempt(attempt))
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Log the numbers of an evaluation."""
-        self._add(line["round"], of_line(line))
-
     def ended(self) -> None:
         """End the run there."""
         self._run.finish()
 
-    def _add(self, round: int, numbers: Mapping[str, float]) -> None:
+    def add(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Write them."""
         self._run.log({"round": round, **numbers})
