@@ -31,7 +31,7 @@ from vowel_runs import on_vowels
 import fedloom
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
-from fedloom.algorithms.pefll import Descriptor, PersonalizedModel
+from fedloom.algorithms.pefll import DescribeYourself, Descriptor, PersonalizedModel
 from fedloom.algorithms.recipe import Update
 from fedloom.cli.use import personalize
 from fedloom.data.manifest import Normalization
@@ -146,6 +146,32 @@ def test_many_at_once_share_tiles_and_get_what_each_gets_alone(run: Path) -> Non
         assert same(model, alone) is (i % 2 == 0)
         assert model.card.precision == ("float32", "bfloat16")[i % 2]
         assert torch.allclose(model(examples(i)[0]), alone(examples(i)[0]), atol=0.01)
+
+
+def test_more_conversations_than_a_connection_carries_all_come_to_an_end(run: Path) -> None:
+    """What is refused for that alone is asked again, whichever of its frames finds out."""
+    words = {kind.__name__: kind for kind in (DescribeYourself, Descriptor, PersonalizedModel)}
+
+    def speak(round: int, exchange: int, message: Any) -> Descriptor | None:
+        return Descriptor(torch.zeros(1, Raw.size)) if exchange == 0 else None
+
+    async def all_of(at: str) -> int:
+        models = Models(at, memory=Memory())
+        about = (await models.describe(WAIT_S)).about
+
+        async def some() -> None:
+            for _ in range(2):
+                await models.converse(about, "c", words, speak)
+
+        try:
+            await models.converse(about, "c", words, speak)  # those that follow answer in their first frame
+            await asyncio.gather(*(some() for _ in range(250)))
+            return (await models.describe(WAIT_S)).handed_out
+        finally:
+            await models.close()
+
+    with served(run) as at:
+        assert asyncio.run(all_of(at)) >= 501
 
 
 def test_a_broadcast_is_sent_once(run: Path) -> None:

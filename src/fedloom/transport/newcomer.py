@@ -51,6 +51,8 @@ AGAIN_S = 0.5
 """After how long a server that is away is asked again, unless it says when."""
 
 COME_AGAIN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+ENDED = "Internal error from Core"
+"""What grpc.aio says of a frame for a stream that was refused meanwhile: a connection carries only so many."""
 
 Speak = Callable[[int, int, Message], Message | None]
 """The client half: ``(round, exchange, message) -> answer``; None when it has its predictors."""
@@ -354,7 +356,7 @@ class Models:
             said = f"{self._address}: {printable(details or '', 500) or code.name}"
             if why := distrust(self._address, self._shown, code, details):
                 raise RefusedError(f"{self._address}: {why}", hint="see docs/security.md") from error
-            if code in COME_AGAIN:
+            if code in COME_AGAIN or details == ENDED:
                 asked = dict(error.trailing_metadata() or ()).get(RETRY)
                 wait_s[:] = [int(str(asked)) / 1e3 if asked is not None and str(asked).isdecimal() else AGAIN_S]
                 if time.monotonic() + wait_s[0] < ends:
