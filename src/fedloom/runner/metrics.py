@@ -155,7 +155,7 @@ def serving_families(load: ServingLoad, certificate_end: float | None = None) ->
     yield from _counter("models_refused", "Requests for models that were refused.", load.refused)
     yield from _gauge("models_waiting_clients", "Clients that wait for a tile.", load.waiting)
     yield from _gauge("models_conversations", "Conversations that are open.", load.conversations)
-    said = "Of the last models, from a client's last answer to the last byte written."
+    said = "Of the last models, from a client's last answer to when its model is sent."
     yield _labelled(GaugeMetricFamily, "models_latency_seconds", said, "quantile", load.latency_s)
     yield from _gauge("certificate_end_timestamp_seconds", "When our certificate ends.", certificate_end)
 

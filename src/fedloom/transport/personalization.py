@@ -107,7 +107,7 @@ class ServingLoad:
     waiting, conversations
         Clients that wait for a tile, and conversations that are open.
     latency_s
-        By quantile, of the last models, from a client's last answer to the last byte written; 0 while there are none.
+        By quantile, of the last models, from a client's last answer to when its model is sent; 0 while there are none.
     """
 
     round: int | None
@@ -351,7 +351,7 @@ class Personalization:
         served, ask, peer = prepared.served, first.ask, PEER.get()
         heard_at = time.perf_counter()
         if served.answer is Metrics:
-            self._hand_out(peer, ask, served)
+            self._hand_out(peer, ask, served, heard_at)
             await self._write(context, self._opening(prepared, ask, last=True))
         else:
             if ask.answers == served.digest and first.HasField("spoken"):
@@ -368,7 +368,7 @@ class Personalization:
                     if isinstance(said, Exception):
                         raise said
                     if said.awaited is None:
-                        self._hand_out(peer, ask, served)
+                        self._hand_out(peer, ask, served, heard_at)
                     await self._write(context, said.frames)
                     if said.awaited is None:
                         break
@@ -380,11 +380,14 @@ class Personalization:
                 await self._refuse(context, grpc.StatusCode.INTERNAL, str(failed))
             finally:
                 self._leave(seat)
-        self._handed_out += 1
-        self._latencies.append(time.perf_counter() - heard_at)
 
-    def _hand_out(self, peer: Peer | None, ask: wire.Ask, served: ServedRound) -> None:
-        """Write to whom a model goes, before it goes.
+    def _hand_out(self, peer: Peer | None, ask: wire.Ask, served: ServedRound, heard_at: float) -> None:
+        """Count a model and write to whom it goes, before it goes: a client that has it hangs up at once.
+
+        Parameters
+        ----------
+        heard_at
+            When the client's last message had come, in seconds of ``time.perf_counter``.
 
         Raises
         ------
@@ -394,6 +397,8 @@ class Personalization:
         if peer is not None:
             told: dict[str, Value] = {"client": ask.client, "round": served.round, "digest": served.digest}
             self._audit.write("handed_out", identity=peer.identity.name, host=peer.host, **told)
+        self._handed_out += 1
+        self._latencies.append(time.perf_counter() - heard_at)
 
     async def _judged(self, first: wire.NewcomerFrame, context: Any) -> _Prepared:
         """What the client is served; one that cannot be is refused."""
