@@ -1,0 +1,69 @@
+"""Every method over real gRPC streams, its clients at two workers: the bits are those of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from conformance_kit import Federation
+
+from fedloom.federation.loop import vocabulary
+from fedloom.runner import assemble
+from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.worker import Introduction, serve
+
+WORKERS = 2
+
+
+@contextmanager
+def aggregator_of(tiny: Federation, states: str) -> Iterator[Aggregator]:
+    """An aggregator whose workers, threads of this process, serve every other client each."""
+    parts, everyone = tiny.parts, [entry.id for entry in tiny.dataset.manifest.clients]
+    algorithm, stop = parts.algorithm, threading.Event()
+    server = Aggregator(
+        run="conformance",
+        incarnation="a1",
+        experiment=assemble.welcome(parts),
+        vocabulary=vocabulary(algorithm),
+        dtype=assemble.DTYPE,
+        clients=everyone,
+        algorithm=algorithm.name,
+        version=algorithm.version,
+        roster=parts.manifest.roster,
+        classes=parts.manifest.classes,
+    )
+    address = server.start("127.0.0.1:0")
+
+    def work(i: int) -> None:
+        serve(
+            address,
+            Introduction(f"w{i}", everyone[i::WORKERS], {algorithm.name: algorithm.version}),
+            make_session=lambda joined: assemble.client_side(parts, tiny.dataset, torch.device("cpu"), states),
+            stop=stop,
+        )
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(WORKERS)]
+    try:
+        for thread in threads:
+            thread.start()
+        server.wait_for(everyone, 30.0, WORKERS)
+        yield server
+    finally:
+        server.stop(finished=True)
+        stop.set()
+        for thread in threads:
+            thread.join(10)
+
+
+def test_over_grpc_the_bits_are_those_of_one_process(tiny: Federation, method: str) -> None:
+    tiny.run("whole")
+    with aggregator_of(tiny, str(tiny.tmp / "wire" / "states")) as server:
+        tiny.run("wire", server)
+        assert len(server.workers()) == WORKERS
+        assert server.traffic.up > 0
+    assert tiny.final("wire") == tiny.final("whole")
+    for there, here in zip(tiny.metrics("wire"), tiny.metrics("whole"), strict=True):
+        del there["communication"], here["communication"]  # a wire counts its bytes
+        assert there == here
