@@ -63,6 +63,7 @@ class PartitionSettings:
                 f"data.validation_fraction: found {self.validation_fraction}; allowed: between 0 and 1"
             )
         self.scheme.check(source.classes)
+        self.scheme.check_inputs(source.kind, source.input_shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,6 +108,9 @@ class Manifest:
         In order.
     reserved
         What was kept back for new clients; None, and not written: nothing.
+    shift_groups
+        The group of each client where labels are permuted or images turned (``scheme.shift``); None, and not written:
+        they are as the data set has them.
     """
 
     version: int
@@ -124,6 +127,7 @@ class Manifest:
     source_sha256: Mapping[str, str]
     clients: tuple[ClientEntry, ...]
     reserved: Reserved | None = None
+    shift_groups: tuple[int, ...] | None = None
 
     @cached_property
     def roster(self) -> tuple[str, ...]:
@@ -177,6 +181,8 @@ class Manifest:
             del known["reserved"]  # as before there was one: the text names the partition
         else:
             known["reserved"] = vars(self.reserved)
+        if self.shift_groups is None:
+            del known["shift_groups"]
         return json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
@@ -302,6 +308,8 @@ def _contradiction(manifest: Manifest) -> str | None:
         return "it has no clients"
     if len({client.id for client in manifest.clients}) != len(manifest.clients):
         return "a client id occurs twice"
+    if manifest.shift_groups is not None and len(manifest.shift_groups) != len(manifest.clients):
+        return f"{len(manifest.shift_groups)} shift_groups, expected {len(manifest.clients)}, one for each client"
     return next((fault for each in manifest.clients if (fault := entry_contradiction(each, manifest.classes))), None)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from torch import Tensor
 
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import SPLITS, Manifest
+from fedloom.data.shift import Shift
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,24 @@ def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
     """
     known: set[bytes] = set()
     for client in trained_on.manifest.roster:
-        known.update(_digests(trained_on.tensors(client), "train"))
+        known.update(_digests(trained_on, client, trained_on.tensors(client), "train"))
     found, clients = dict.fromkeys(SPLITS, 0), 0
     for entry in new.manifest.clients:
-        tensors = new.tensors(entry.id)
-        here = {split: sum(digest in known for digest in _digests(tensors, split)) for split in SPLITS}
+        shard = new.tensors(entry.id)
+        here = {split: sum(digest in known for digest in _digests(new, entry.id, shard, split)) for split in SPLITS}
         clients += any(here.values())
         found = {split: found[split] + here[split] for split in SPLITS}
     return Overlap(found["train"], found["validation"], found["test"], clients, "examples")
 
 
-def _digests(shard: Mapping[str, Tensor], split: str) -> Iterator[bytes]:
-    """One for each example of a split."""
-    x, y = shard[f"{split}_x"], shard.get(f"{split}_y")
-    inputs = x.reshape(len(x), -1).numpy()
-    labels = y.tolist() if y is not None else [-1] * len(x)
-    for values, label in zip(inputs, labels, strict=True):
+def _digests(dataset: FederatedDataset, client: str, shard: Mapping[str, Tensor], split: str) -> Iterator[bytes]:
+    """One for each example of a split, as the data set has it."""
+    manifest = dataset.manifest
+    x, y = shard[f"{split}_x"].numpy(), shard.get(f"{split}_y")
+    labels = np.full(len(x), -1) if y is None else y.numpy()
+    if manifest.shift_groups is not None:
+        shift = Shift.model_validate(manifest.scheme["shift"])
+        group = manifest.shift_groups[[entry.id for entry in manifest.clients].index(client)]
+        x, labels = shift.undone(x, labels, group, manifest.classes, manifest.seed)
+    for values, label in zip(x.reshape(len(x), -1), labels.tolist(), strict=True):
         yield hashlib.blake2b(values.tobytes(), digest_size=16, salt=label.to_bytes(8, "little", signed=True)).digest()

@@ -173,11 +173,15 @@ def write(
     shards.mkdir(PRIVATE_FOLDER)
     width = max(4, len(str(len(assignment.seen) - 1)))
     entries = []
+    shift = None if isinstance(settings.scheme, MeansScheme) else settings.scheme.shift
+    groups = None if shift is None else shift.deal(len(assignment.seen), settings.seed)
     for client, (is_seen, owner) in enumerate(zip(assignment.seen, assignment.owners, strict=True)):
         tensors: dict[str, NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.int64]] = {}
         counts: dict[str, tuple[int, ...]] = {}
         for split in SPLITS:
             inputs, labels = take(official, assignment.examples[split][client])
+            if shift is not None and groups is not None:
+                inputs, labels = shift.shifted(inputs, labels, groups[client], source.classes, settings.seed)
             tensors[f"{split}_x"], counts[split] = inputs, ()
             if source.classes:
                 tensors[f"{split}_y"] = labels
@@ -207,6 +211,7 @@ def write(
         source_sha256=dict(checksums),
         clients=tuple(entries),
         reserved=assignment.reserved,
+        shift_groups=groups,
     )
     fill(folder / "partition.json", manifest.to_json().encode())
     return manifest

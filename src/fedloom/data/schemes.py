@@ -28,6 +28,7 @@ from pydantic import (
 from fedloom.data.apportion import Mixes, feasible_sizes, largest_remainders
 from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.data.reserve import Reserve
+from fedloom.data.shift import Shift
 from fedloom.errors import ExperimentError
 
 ByClass: TypeAlias = Sequence[NDArray[np.int64]]
@@ -56,23 +57,43 @@ class _Scheme(BaseModel):
                 f"data.partition.scheme: found {getattr(self, 'scheme', None)} for data without classes; allowed: means"
             )
 
+    def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
+        """Refuse inputs of a kind, or a shape, that the settings cannot be met with.
+
+        Raises
+        ------
+        ExperimentError
+            Naming the key, what was found and what is allowed.
+        """
+
 
 class _ReservingScheme(_Scheme):
-    """A scheme that may keep examples back."""
+    """A scheme that may keep examples back, and change what clients have."""
 
     reserve: Reserve | None = Field(
         default=None,
         description="Examples kept back for new clients before anything is assigned: {share | count, deal} (data.md); "
         "null: none.",
     )
+    shift: Shift | None = Field(
+        default=None,
+        description="Clients whose labels are permuted, or whose images are turned: {kind, groups} (data.md); null: "
+        "none.",
+    )
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without the key where nothing is kept back: partitions are named by this."""
+        """Without the keys that say nothing: partitions are named by this."""
         written: dict[str, object] = handler(self)
-        if self.reserve is None:
-            del written["reserve"]
+        for key in ("reserve", "shift"):
+            if written[key] is None:
+                del written[key]
         return written
+
+    def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
+        """Refuse a shift that cannot be made."""
+        if self.shift is not None:
+            self.shift.check(kind, shape)
 
 
 class MixScheme(_ReservingScheme):

@@ -39,6 +39,7 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
         shape = (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
         try:
             data.partition.check(classes)
+            data.partition.check_inputs(kind, shape)
         except ExperimentError as error:
             key, _, text = str(error).partition(": ")
             refuse(key, text)

@@ -1,0 +1,108 @@
+"""Clients whose data mean something else: labels that are numbered otherwise, images that are turned.
+
+Which examples a client gets is not changed, only what they look like to it. The permutation of a group of clients, and
+its turn, depend on neither the seed nor the data, so that clients of another partition belong to the same groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.errors import ExperimentError
+
+_SEED = 0
+"""Of the groups' permutations: not the experiment's, so that they are the same for all."""
+
+TURNS = 4
+
+X: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
+
+
+class Shift(BaseModel):
+    """How clients' data differ beyond their class mix."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["labels", "rotation"] = Field(
+        description="labels: the labels of a client's examples are permuted (concept shift). rotation: its images are "
+        "turned (feature shift)."
+    )
+    groups: int | None = Field(
+        default=None,
+        ge=2,
+        description="Groups into which clients are divided evenly and at random, each with one permutation (the first "
+        "that of the data set), or one turn: 2 of 0 and 180 degrees, or 4 of 0, 90, 180 and 270. Null: with labels a "
+        "permutation for each client.",
+    )
+
+    @model_validator(mode="after")
+    def _can_turn(self) -> Shift:
+        if self.kind == "rotation" and self.groups not in (2, TURNS):
+            raise ValueError(f"groups: found {self.groups} with kind rotation; allowed: 2 or {TURNS}")
+        return self
+
+    def check(self, kind: str, shape: Sequence[int]) -> None:
+        """Refuse inputs that cannot be turned, and labels that cannot be renumbered.
+
+        Raises
+        ------
+        ExperimentError
+            Naming the key, what was found and what is allowed.
+        """
+        if self.kind == "labels" and kind == "tokens":
+            raise ExperimentError(
+                "data.partition.shift.kind: found labels for tokens, whose labels are the tokens that follow; allowed: "
+                "with pixels or features"
+            )
+        if self.kind == "rotation" and kind != "pixels":
+            raise ExperimentError(
+                f"data.partition.shift.kind: found rotation for inputs that are {kind}; allowed: with images"
+            )
+        if self.kind == "rotation" and self.groups == TURNS and shape[-1] != shape[-2]:
+            raise ExperimentError(
+                f"data.partition.shift.groups: found {self.groups} for images of {shape[-2]}x{shape[-1]}; allowed: 2, "
+                "or with square images"
+            )
+
+    def deal(self, clients: int, seed: int) -> tuple[int, ...]:
+        """Return the group of each client; without groups each is one by itself."""
+        if self.groups is None:
+            return tuple(range(clients))
+        dealt = shuffled(keyed_generator(seed, "shift"), clients) % self.groups
+        return tuple(int(group) for group in dealt)
+
+    def shifted(self, x: X, y: NDArray[np.int64], group: int, classes: int, seed: int) -> tuple[X, NDArray[np.int64]]:
+        """Return a client's examples as it has them.
+
+        Parameters
+        ----------
+        x, y
+            Inputs ``[n, ...]`` and labels ``[n]`` of the data set.
+        seed
+            Of the partition.
+        """
+        if self.kind == "rotation":
+            return self._turned(x, group), y
+        return x, self.permutation(group, classes, seed)[y]
+
+    def undone(self, x: X, y: NDArray[np.int64], group: int, classes: int, seed: int) -> tuple[X, NDArray[np.int64]]:
+        """Return a client's examples as the data set has them: the inverse of :meth:`shifted`."""
+        if self.kind == "rotation":
+            return self._turned(x, -group), y
+        return x, np.argsort(self.permutation(group, classes, seed))[y]
+
+    def permutation(self, group: int, classes: int, seed: int) -> NDArray[np.int64]:
+        """Return the label that a group has for each of the data set's, ``[C]``."""
+        if self.groups is None:
+            return shuffled(keyed_generator(seed, "shift", "client", group), classes)
+        return shuffled(keyed_generator(_SEED, "shift", group), classes) if group else np.arange(classes)
+
+    def _turned(self, x: X, group: int) -> X:
+        assert self.groups is not None, "checked: rotation has groups"
+        return np.ascontiguousarray(np.rot90(x, group * (TURNS // self.groups), axes=(-2, -1)))  # type: ignore[return-value]
