@@ -30,6 +30,7 @@ from fedloom.reporting.compare_tables import (
     choices_as_text,
     escaped,
     headings,
+    own_steps_as_text,
     pairs_as_csv,
     rows_as_csv,
 )
@@ -112,6 +113,12 @@ COSTS = {
 
 def lr(value: float) -> dict[str, Any]:
     return {"local": {"steps": 50, "lr": value}}
+
+
+def stepped(folder: Path, means: dict[int, float]) -> Path:
+    """Say of a run what its unseen clients have after so many steps of their own."""
+    unseen = json.loads((folder / "summary.json").read_text())["unseen"]
+    return edit(folder, own_steps=[{"steps": k, "unseen": unseen | {"accuracy_mean": m}} for k, m in means.items()])
 
 
 # Rows
@@ -656,3 +663,56 @@ def test_many_methods_are_drawn_once_each_with_room_for_them(tmp_path: Path) -> 
         figure = draw(rows, looks(row.label for row in rows)).figure
         heights = [axes.get_position().height * figure.get_figheight() for axes in figure.axes]
         assert min(heights) > 1.5  # inches
+
+
+# New clients and their own steps
+
+
+def with_steps(tmp_path: Path) -> list[Path]:
+    fedavg = run(tmp_path / "f", "fedavg", predictors=("personal", "global"), new_client=COSTS)
+    return [
+        stepped(run(tmp_path / "p1", "pefll"), {0: 0.9, 5: 0.91}),
+        stepped(run(tmp_path / "p2", "pefll", seed=2), {0: 0.8, 5: 0.93}),
+        stepped(fedavg, {0: 0.5, 5: 0.91, 20: 0.7}),
+        run(tmp_path / "l", "local", rounds=(0,)),
+    ]
+
+
+def test_steps_of_a_new_clients_own_are_one_line_for_each_run(tmp_path: Path) -> None:
+    found = compare(with_steps(tmp_path))
+    (places,) = found.stepping.values()
+    rows = [found.rows[i] for i in places]
+    assert [row.label for row in rows] == ["PeFLL", "FedAvg + fine-tuning"]  # not the global model's row, not Local
+    assert {k: v.mean for k, v in rows[0].own_steps.items()} == pytest.approx({0: 0.85, 5: 0.92})
+    assert rows[0].own_steps[0].std == pytest.approx(0.0707, abs=1e-4)
+    (text,) = own_steps_as_text(found)
+    lines = text.splitlines()
+    assert text.isascii()
+    assert max(map(len, lines)) <= 80
+    assert lines[-3].split() == ["steps", "0", "5", "20"]
+    assert lines[-2].split() == ["P", "PeFLL", "85.0", "92.0", "-"]
+    assert lines[-1].split()[-3:] == ["50.0", "91.0", "70.0"]
+    plot = [line.partition("|")[2] for line in lines if "|" in line]
+    assert sum(line.count("F") + line.count("*") for line in plot) == 3
+    assert plot[0].strip().startswith(("P", "*"))  # 92.0 is the highest
+
+
+def test_steps_of_their_own_are_on_the_page_and_in_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_comparison(compare(with_steps(tmp_path / "runs")), out)
+    assert "New clients and their own steps" in (out / "compare.html").read_text()
+    assert (out / "figures" / "own-steps.svg").read_text().startswith("<svg")
+    rows = list(csv.DictReader((out / "own_steps.csv").read_text().splitlines()))
+    assert [(row["label"], row["seed"], row["steps"], row["accuracy"]) for row in rows] == [
+        ("PeFLL", "1", "0", "0.9"),
+        ("PeFLL", "1", "5", "0.91"),
+        ("PeFLL", "2", "0", "0.8"),
+        ("PeFLL", "2", "5", "0.93"),
+        ("FedAvg + fine-tuning", "1", "0", "0.5"),
+        ("FedAvg + fine-tuning", "1", "5", "0.91"),
+        ("FedAvg + fine-tuning", "1", "20", "0.7"),
+    ]
+    plain = tmp_path / "plain"
+    write_comparison(compare([tmp_path / "runs" / "l"]), plain)
+    assert not (plain / "own_steps.csv").exists()
+    assert own_steps_as_text(compare([tmp_path / "runs" / "l"])) == []

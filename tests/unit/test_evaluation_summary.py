@@ -232,6 +232,7 @@ def test_summary_has_the_keys_of_the_design() -> None:
         "seen",
         "unseen",
         "global",
+        "own_steps",
         "best",
         "last_evaluations",
         "uncertainty",

@@ -1,4 +1,4 @@
-"""What a new client's own steps are worth, as experiments/own_steps.py measures it."""
+"""What a new client's own steps are worth: ``evaluation.own_steps``, and experiments/own_steps.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 
 import own_steps
 import pytest
+import torch
 from vowel_runs import on_vowels
 
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import available, find
+from fedloom.errors import ExperimentError
+from fedloom.federation.carrier import Call, ConversationKey, Lost
+from fedloom.federation.client_side import after_steps_purpose
+from fedloom.runner.results import conclude
 from fedloom.runner.trained import evaluate
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -50,3 +57,103 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     other.run()
     with pytest.raises(SystemExit, match="allowed: local, fedavg, pefll"):
         own_steps.measured(other.folder.path, 1, [])
+
+
+# --- evaluation.own_steps ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_measures_after_own_steps_what_a_run_of_so_many_would(tmp_path: Path, method: str) -> None:
+    run = on_vowels(tmp_path / "run", METHODS[method], own_steps=[0, 3])
+    final = run.run()
+    plain = on_vowels(tmp_path / "plain", METHODS[method])
+    assert torch.equal(final.counts, plain.run().counts)
+    assert run.personalization_payload == plain.personalization_payload
+    assert list(run.after_steps) == [0, 3]
+    for k, found in run.after_steps.items():
+        tuned = on_vowels(tmp_path / f"tuned-{k}", METHODS[method] | {"personalize_steps": k})
+        expected = tuned.run()
+        unseen = ~expected.seen
+        assert found.clients == tuple(c for c, new in zip(expected.clients, unseen.tolist(), strict=True) if new)
+        assert torch.equal(found.counts, expected.counts[unseen])
+        assert found.present.all()
+    assert not torch.equal(run.after_steps[0].counts, run.after_steps[3].counts)
+
+
+def test_a_summary_has_the_unseen_clients_by_steps(tmp_path: Path) -> None:
+    run = on_vowels(tmp_path, {"name": "local", "local": {"steps": 2}}, rounds=0, own_steps=[0, 2])
+    final = run.run()
+    text = (run.folder.path / "experiment.yaml").read_text()
+    parts = _parts(text, run.manifest)
+    summary = conclude(parts, run, final, 1.0)
+    assert [line["steps"] for line in summary["own_steps"]] == [0, 2]
+    assert summary["own_steps"][1]["unseen"] == summary["unseen"]  # by as many steps as it is trained with
+    untrained = summary["own_steps"][0]["unseen"]
+    assert untrained["accuracy_mean"] != summary["unseen"]["accuracy_mean"]
+    none = on_vowels(tmp_path / "none", {"name": "local", "local": {"steps": 2}}, rounds=0)
+    assert conclude(_parts((none.folder.path / "experiment.yaml").read_text(), none.manifest), none, none.run(), 1.0)[
+        "own_steps"
+    ] is None  # fmt: skip
+
+
+def _parts(text: str, manifest: Any) -> Any:
+    from fedloom.runner import assemble
+
+    return assemble.make_parts(experiments.loads(text), manifest)
+
+
+def test_steps_that_the_experiment_does_not_name_are_refused(tmp_path: Path) -> None:
+    run = on_vowels(tmp_path, METHODS["fedavg"], own_steps=[0, 3])
+    run.run()
+    client = run.manifest.unseen[0]
+    opening = run.server.personalize  # the message that opens is the server's: caught as it is sent
+    sent: list[Any] = []
+
+    class Catching:
+        clients = (client,)
+
+        def send(self, message: Any, *rest: Any) -> Any:
+            sent.append(message)
+            raise StopIteration
+
+        def record(self, name: str, values: Any) -> None: ...
+
+    with pytest.raises(StopIteration):
+        opening(Catching())
+    for steps, answered in ((3, True), (4, False)):
+        key = ConversationKey(run.round, 0, steps, after_steps_purpose(steps))
+        (answer,) = run.carrier.exchange(Call(key, 0, (0,), (client,), sent[0], run._rules.shapes))
+        assert isinstance(answer, Lost) != answered
+        if isinstance(answer, Lost):
+            assert "'evaluate/4'" in answer.reason
+            assert "evaluation.own_steps" in answer.reason
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_method_has_steps_or_says_who_does(name: str) -> None:
+    algorithm = find(name)
+    settings = algorithm.settings()
+    if algorithm.has_steps:
+        assert algorithm.after_steps(settings, 7) != algorithm.after_steps(settings, 0)
+    else:
+        with pytest.raises(ExperimentError, match=r"own_steps: found with .* allowed: null, or with .*fedavg"):
+            algorithm.after_steps(settings, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["evaluation.own_steps=[]"], "1 or more items"),
+        (["evaluation.own_steps=[0, -1]"], "at least 0"),
+        (["evaluation.own_steps=[5, 1]"], r"found \[5, 1\]; allowed: numbers of steps in ascending order"),
+        (["evaluation.own_steps=[1, 1]"], r"found \[1, 1\]; allowed"),
+        (
+            ["evaluation.own_steps=[1]", "data.unseen_fraction=0"],
+            r"evaluation\.own_steps.* found with unseen_fraction 0",
+        ),
+        (["evaluation.own_steps=[1]", "algorithm={name: fedrep}"], r"evaluation\.own_steps.* found with fedrep"),
+    ],
+)
+def test_own_steps_that_cannot_be_are_refused(changes: list[str], said: str) -> None:
+    with pytest.raises(ExperimentError, match=said):
+        experiments.load(Path(__file__).parents[2] / "experiments" / "quickstart.yaml", changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from fedloom.federation.loop import Loop
 from fedloom.runner import assemble
 
 
-def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: dict[str, Any], rounds: int = 1) -> Loop:
+def loop(
+    folder: Path,
+    data: dict[str, Any],
+    model: dict[str, Any],
+    algorithm: dict[str, Any],
+    rounds: int = 1,
+    own_steps: Sequence[int] | None = None,
+) -> Loop:
     """The loop of a run in ``folder/run``, as ``fedloom run`` puts it together."""
     tree = {
         "name": "small",
@@ -24,7 +32,7 @@ def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: d
         "model": model,
         "algorithm": algorithm,
         "federation": {"rounds": rounds, "clients_per_round": 3},
-        "evaluation": {"every": 1},
+        "evaluation": {"every": 1, "own_steps": None if own_steps is None else list(own_steps)},
         "runtime": {"workers": 0},
     }
     e = experiments.loads(yaml.safe_dump(tree))
@@ -35,9 +43,9 @@ def loop(folder: Path, data: dict[str, Any], model: dict[str, Any], algorithm: d
     return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, Silent(), threading.Event())
 
 
-def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1) -> Loop:
+def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1, own_steps: Sequence[int] | None = None) -> Loop:
     data = folder / "data" / "datasets" / "vowel"
     data.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
     vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "unseen_fraction": 0.2}
-    return loop(folder, vowels, {"name": "mlp", "hidden": [4]}, algorithm, rounds)
+    return loop(folder, vowels, {"name": "mlp", "hidden": [4]}, algorithm, rounds, own_steps)

@@ -343,6 +343,31 @@ class Algorithm:
     # (settings, C or None for theirs, noise multiplier, δ): the settings by which a client that has just come tells
     # nothing more than that. None: a method that has no such answer.
     private: Callable[[Any, float | None, float, float], Any] | None = None
+    # (settings, k): the settings by which a new client makes k steps of its own. None: ``personalize_steps`` says it.
+    stepping: Callable[[Any, int], Any] | None = None
+
+    def after_steps(self, settings: Any, steps: int) -> Any:
+        """The settings by which a client that has just come makes so many steps on what it is handed.
+
+        Raises
+        ------
+        ExperimentError
+            If a client of this method has no such steps.
+        """
+        if self.stepping is not None:
+            return self.stepping(settings, steps)
+        if "personalize_steps" not in self.settings.model_fields:
+            able = [name for name in available() if find(name).has_steps]
+            raise ExperimentError(
+                f"evaluation.own_steps: found with {self.name}, by which a new client makes no steps of its own that "
+                f"can be counted; allowed: null, or with {', '.join(able)}"
+            )
+        return settings.model_copy(update={"personalize_steps": steps})
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether :meth:`after_steps` has an answer."""
+        return self.stepping is not None or "personalize_steps" in self.settings.model_fields
 
 
 def available() -> tuple[str, ...]:

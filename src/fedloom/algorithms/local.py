@@ -46,8 +46,10 @@ class LocalClient(base.ClientHalf):
         """Train; the result is the client's predictor."""
         model, members = self.task.model, range(len(clients))
         start = torch.stack([model.init(clients.generator(i, "init"), self.task.dtype) for i in members])
-        start = start.to(clients.clients[0].train.x.device)
-        return predictors_of(model, personal=train(model, clients, start, self.settings.local).theta)
+        theta = start.to(clients.clients[0].train.x.device)
+        if self.settings.local.steps != 0:  # 0: as it starts (``evaluation.own_steps``)
+            theta = train(model, clients, theta, self.settings.local).theta
+        return predictors_of(model, personal=theta)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """All the training there is."""
@@ -75,4 +77,5 @@ LOCAL = base.Algorithm(
     trains=False,
     needs_classes=False,
     titles=lambda settings: {"personal": "Local"},
+    stepping=lambda settings, k: settings.model_copy(update={"local": settings.local.lasting(steps=k)}),
 )

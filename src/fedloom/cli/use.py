@@ -255,6 +255,7 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
         choice_headings,
         choices_as_text,
         headings,
+        own_steps_as_text,
         test_note,
         text_title,
     )
@@ -275,5 +276,7 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
     if comparison.chosen:
         title = f"\nBest on validation ({comparison.scale.words})"
         print_table(title, choice_headings(comparison), choices_as_text(comparison))
+    for figure in own_steps_as_text(comparison):
+        typer.echo(f"\n{figure}")
     if out is not None:
         write_comparison(comparison, out)

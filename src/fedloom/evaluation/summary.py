@@ -339,6 +339,18 @@ def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return found
 
 
+def own_steps(after: Mapping[int, Evaluation], *, label_mask: bool) -> list[dict[str, Any]] | None:
+    """``own_steps`` of ``summary.json``: {``steps``, ``unseen``} for each number of steps of a client's own.
+
+    ``unseen`` is as that of the summary itself; None, in place of the list, where nothing was asked for.
+    """
+    found = [
+        {"steps": k, "unseen": predictor_statistics(e, "personal", ~e.seen, label_mask=label_mask)}
+        for k, e in after.items()
+    ]
+    return found or None
+
+
 def line_score(line: Mapping[str, Any]) -> float | None:
     """:func:`validation_score` of a line of ``metrics.jsonl``."""
     loss = line.get("validation_loss")
@@ -364,6 +376,7 @@ def summary(
     client_steps: int,
     training_s: float,
     titles: Mapping[str, str] | None = None,
+    after_steps: Mapping[int, Evaluation] | None = None,
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Object of ``summary.json``: DESIGN §7, key by key, and ``uncertainty``.
@@ -381,6 +394,8 @@ def summary(
     client_steps, training_s
         Local SGD steps, and wall time of the training rounds that made them, aggregation and wire included,
         evaluation and start-up excluded. Their ratio is None for a method without rounds.
+    after_steps
+        Of the unseen clients, by how many steps of their own they made.
     extra
         Sub-objects of methods, by the method's name. ``extra[algorithm]["new_client"]``, by predictor, is what
         ``fedloom compare`` shows of a new client's cost: ``client_steps``, ``payload_up``, ``payload_down``.
@@ -400,6 +415,7 @@ def summary(
         "rounds": rounds,
         "clients_per_round": clients_per_round,
         **groups(final, label_mask=label_mask),
+        "own_steps": own_steps(after_steps or {}, label_mask=label_mask),
         "best": best(history),
         "last_evaluations": late(last),
         "uncertainty": {

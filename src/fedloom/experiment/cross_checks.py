@@ -86,6 +86,15 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
         refuse(
             "evaluation.label_mask", f"found true; allowed: false, because {algorithm.name} uses no labels as it is set"
         )
+    if experiment.evaluation.own_steps is not None:
+        if not isinstance(data, Data) or not data.unseen_fraction:
+            found_ = "data.own" if isinstance(data, OwnData) else "unseen_fraction 0"
+            allowed = "null, or with a data set of which some clients are unseen"
+            refuse("evaluation.own_steps", f"found with {found_}; allowed: {allowed}")
+        try:
+            algorithm.after_steps(experiment.algorithm.settings, 0)
+        except ExperimentError as error:
+            refuse("evaluation.own_steps", str(error).partition(": ")[2])
     if isinstance(experiment.model, ModuleSettings) and experiment.model.factory.startswith(MEMORY) and runtime.workers:
         refuse("runtime.workers", f"found {runtime.workers} with a module in memory; allowed: 0, or a model.factory")
     if runtime.device == "cpu" and runtime.clients_at_once > 1:

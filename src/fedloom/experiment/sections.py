@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -212,6 +213,20 @@ class Evaluation(Section):
     )
     cohort: int = Field(default=20, ge=1, description="Clients in one evaluation conversation.")
     batch_size: int = Field(default=512, ge=1, description="Examples in one forward pass of an evaluation.")
+    own_steps: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="After the last round, measure the unseen clients' models after so many steps of their own, from "
+        "the model that they are handed (local: from a random start), such as [0, 1, 2, 5, 10, 20, 50]; `fedloom "
+        "compare` draws it. Null: do not.",
+    )
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        steps = self.own_steps or ()
+        if any(a >= b for a, b in pairwise(steps)):
+            raise ValueError(f"own_steps: found {list(steps)}; allowed: numbers of steps in ascending order")
+        return self
 
 
 class Runtime(Section):

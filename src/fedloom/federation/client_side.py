@@ -22,7 +22,12 @@ from fedloom.models.predictors import Predictors
 
 _log = logging.getLogger(__name__)
 
-TRAIN = "train"
+TRAIN, EVALUATE = "train", "evaluate"
+
+
+def after_steps_purpose(steps: int) -> str:
+    """The purpose of an evaluation after so many steps of a client's own."""
+    return f"{EVALUATE}/{steps}"
 
 
 @dataclass(eq=False)
@@ -66,6 +71,8 @@ class ClientSide:
         What becomes of a client whose state is lost: it starts afresh, or (False) it is refused.
     secret
         The key of noise that hides something from the aggregator (:class:`~fedloom.algorithms.base.Group`).
+    after_steps
+        By a number of steps, the client half of which a new client makes so many (``evaluation.own_steps``).
     """
 
     def __init__(
@@ -81,11 +88,13 @@ class ClientSide:
         *,
         start_afresh: bool = False,
         secret: bytes | None = None,
+        after_steps: Mapping[int, ClientHalf] | None = None,
     ) -> None:
         if half.stateful and states is None:
             raise ValueError(f"{type(half).__name__} keeps client states: found no place for them")
         self.vocabulary = vocabulary
         self._half = half
+        self._after_steps = {after_steps_purpose(k): other for k, other in (after_steps or {}).items()}
         self._load = load
         self._seed = seed
         self._conclude = conclude
@@ -181,7 +190,8 @@ class ClientSide:
         versions: Sequence[Versions],
     ) -> None:
         def keyed(client: str, purpose: str) -> torch.Generator:
-            return generator(self._seed, f"{key.purpose}/{purpose}", client, key.round)
+            drawn = key.purpose.partition("/")[0]  # after so many steps of its own as in an evaluation
+            return generator(self._seed, f"{drawn}/{purpose}", client, key.round)
 
         conversation = self._open[key]
         try:
@@ -196,7 +206,7 @@ class ClientSide:
             )
             opening = _message_to(message.select([position[row] for row in rows]), self._device)
             life = versions[0].life if versions else 0
-            opened = _Open(key, rows, group, self._half.open(group, opening), life)
+            opened = _Open(key, rows, group, self._half_for(key.purpose).open(group, opening), life)
             self._step(opened, 0, lambda: next(opened.coroutine))
             if key.purpose == TRAIN:
                 for client, version in zip(clients, versions, strict=False):
@@ -211,6 +221,18 @@ class ClientSide:
             opened = _Open(key, rows, Group([], keyed), _ended(), exchange=0, answers=answers)
         for row in rows:
             conversation[row] = opened
+
+    def _half_for(self, purpose: str) -> ClientHalf:
+        """The client half that answers.
+
+        Raises
+        ------
+        DataError
+            If an evaluation is asked for after steps that the experiment does not name.
+        """
+        if "/" in purpose and purpose not in self._after_steps:
+            raise DataError(f"evaluation: found {purpose[:40]!r}, which evaluation.own_steps does not name")
+        return self._after_steps.get(purpose, self._half)
 
     def _state(self, client: str, versions: Versions) -> dict[str, Tensor] | None:
         """The state that a client starts from.

@@ -26,6 +26,7 @@ from fedloom.evaluation.summary import Communication, Evaluation, line_score, me
 from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
+from fedloom.federation.client_side import EVALUATE, after_steps_purpose
 from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewReplies
 from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
@@ -60,6 +61,8 @@ class Schedule:
     """Whether the rounds may end after this one, by the best so far; asked after each evaluation."""
     measure_last: bool = True
     """Whether the last round is evaluated."""
+    own_steps: tuple[int, ...] = ()
+    """After how many steps of their own the unseen clients are measured, too, when training has ended."""
 
 
 class Observer(Protocol):
@@ -146,6 +149,7 @@ class Loop:
         self._know()
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self.personalization_payload = (0, 0)
+        self.after_steps: dict[int, Evaluation] = {}
         shapes = {
             **answer_shapes(algorithm.messages, server.sizes),
             Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
@@ -299,6 +303,11 @@ class Loop:
             self.monitor.enter("evaluating")
             evaluation = self.evaluate()
         self._checkpoint()
+        payload = self.personalization_payload
+        for steps in self.schedule.own_steps:
+            self.monitor.enter("evaluating")
+            self.after_steps[steps] = self._evaluate(Attempt(self.round, 0), steps)
+        self.personalization_payload = payload
         return evaluation
 
     def _make_rounds(self) -> Evaluation | None:
@@ -332,17 +341,22 @@ class Loop:
         """Personalize every client, seen and unseen, and let it measure the result. Changes no state."""
         return self._evaluate(Attempt(self.round, 0))
 
-    def _evaluate(self, attempt: Attempt) -> Evaluation:
+    def _evaluate(self, attempt: Attempt, steps: int | None = None) -> Evaluation:
         with tracing.span("evaluation", round=self.round, algorithm=self.algorithm.name):
-            return self._measure(attempt)
+            return self._measure(attempt, steps)
 
-    def _measure(self, attempt: Attempt) -> Evaluation:
-        planned = self.replay.evaluation(self.round) if self.replay is not None else None
+    def _measure(self, attempt: Attempt, steps: int | None) -> Evaluation:
+        """Measure every client, or, after so many steps of their own, the unseen ones."""
+        planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
         clients = list(self.roster.here())
         if planned is not None and not self.roster.fixed:
             clients = [client for conversation in planned.conversations for client in conversation.clients]
+        purpose = EVALUATE
+        if steps is not None:
+            clients = [client for client in clients if not self.manifest.entry(client).seen]
+            purpose = after_steps_purpose(steps)
         size = self.schedule.evaluation_cohort
-        session = self._measuring(attempt, planned)
+        session = self._measuring(attempt, planned, purpose)
         measured = nothing_measured(len(clients), len(self.predictors), self.manifest.classes)
         present = torch.zeros(len(clients), dtype=torch.bool)
         records: dict[str, Tensor] = {}
@@ -437,11 +451,11 @@ class Loop:
 
         return tuple(versions(client) for client in clients)
 
-    def _measuring(self, attempt: Attempt, planned: Attempt | None = None) -> Attempting:
+    def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> Attempting:
         """Conversations outside training: those who answer are measured, however few."""
         rules = replace(self._rules, min_replies=1)
         return Attempting(
-            attempt, "evaluate", self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
+            attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
         )
 
     def _training(self, attempt: Attempt, planned: Attempt | None) -> Attempting:

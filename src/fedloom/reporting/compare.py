@@ -145,6 +145,13 @@ class Row:
         rounds = set.intersection(*(set(run.training_loss) for run in self.runs))
         return {t: math.fsum(run.training_loss[t] for run in self.runs) / len(self.runs) for t in sorted(rounds)}
 
+    @property
+    def own_steps(self) -> dict[int, Spread]:
+        """Mean over the unseen clients after so many steps of their own, over seeds, where every run has it."""
+        steps = set.intersection(*(set(run.own_steps) for run in self.runs))
+        found = {k: spread(run.own_steps[k].mean for run in self.runs) for k in sorted(steps)}
+        return {k: value for k, value in found.items() if value is not None}
+
     def validation(self, *, best: bool) -> Spread | None:
         """Pooled validation accuracy (or mean validation loss) of the last round, or of the best."""
         points = [result.best if best else result.curve[-1] for result in self.results]
@@ -322,6 +329,21 @@ class Comparison:
                 own = [self.rows[i].runs for i in shown if self.rows[i].predictor == "personal"]
                 shown = [i for i in shown if self.rows[i].predictor == "personal" or self.rows[i].runs not in own]
             found[block] = shown
+        return found
+
+    @cached_property
+    def stepping(self) -> dict[str, list[int]]:
+        """Places of the featured rows of each block that were measured after steps of a client's own, one for a run.
+
+        Where a run has two rows, that of the clients' own models, which is what was measured.
+        """
+        found = {}
+        for block, members in self.featured.items():
+            measured = [i for i in members if self.rows[i].own_steps]
+            own = [self.rows[i].runs for i in measured if self.rows[i].predictor == "personal"]
+            kept = [i for i in measured if self.rows[i].predictor == "personal" or self.rows[i].runs not in own]
+            if kept:
+                found[block] = kept
         return found
 
     def _choice(self, candidates: Sequence[int]) -> Choice | None:

@@ -161,6 +161,33 @@ def training_loss(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 
 @as_svg
+def own_steps(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+    """Test accuracy (or loss) of the unseen clients over the steps that each has made itself.
+
+    Lines are means over seeds; where there are several, a small dot for each. Steps are evenly spaced, however
+    far apart.
+    """
+    figure, axes = panel(3.4, FULL)
+    scale = rows[0].scale
+    ticks = sorted({k for row in rows for k in row.own_steps})
+    for row in rows:
+        found, look = row.own_steps, styles[row.label]
+        x = [ticks.index(k) for k in found]
+        axes.plot(x, [v.mean for v in found.values()], **look.line, marker=look.marker, markersize=5, label=row.label)
+        for run in row.runs if len(row.runs) > 1 else ():
+            dots = [run.own_steps[k].mean for k in found]
+            axes.plot(x, dots, ".", color=COLOURS[look.name], markersize=4, alpha=0.6)
+    axes.set_xticks(range(len(ticks)), [str(k) for k in ticks])
+    axes.set_xlabel("steps that the client makes itself")
+    axes.set_ylabel(f"test {scale.name}")
+    axes.set_title("A client that was never seen in training")
+    if scale is ACCURACY:
+        percent(axes.yaxis)
+    _legend(figure, axes)
+    return figure
+
+
+@as_svg
 def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
     """Empirical distribution of the clients' test accuracy (or loss) in the last round, all seeds together."""
     shown = _groups(rows)

@@ -19,6 +19,8 @@ from fedloom.reporting.compare_tables import (
     block_title,
     cost_cells,
     edge_note,
+    own_steps_as_csv,
+    own_steps_of,
     pairs_as_csv,
     plain,
     rows_as_csv,
@@ -114,6 +116,8 @@ def check_out(out: Path) -> None:
 def write_comparison(comparison: Comparison, out: str | Path) -> Path:
     """Write ``compare.html``, ``compare.csv``, ``pairs.csv``, ``compare.tex`` and ``figures/*.svg``.
 
+    Where it was measured, ``own_steps.csv``: new clients after steps of their own.
+
     The folder appears whole or not at all; that of an earlier comparison is replaced. The same runs give the same
     bytes.
 
@@ -163,6 +167,8 @@ def write_comparison(comparison: Comparison, out: str | Path) -> Path:
         (folder / "figures").mkdir()
         files = {PAGE: page, "compare.csv": rows_as_csv(comparison), "compare.tex": as_latex(comparison)}
         files["pairs.csv"] = pairs_as_csv(comparison)
+        if comparison.stepping:
+            files["own_steps.csv"] = own_steps_as_csv(comparison)
         files |= {f"figures/{part.figure}.svg": part.svg for s in sections for part in s.parts if part.figure}
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
@@ -217,6 +223,7 @@ def _facts(comparison: Comparison) -> list[Fact]:
 def _sections(comparison: Comparison) -> list[Section]:
     sections = [
         Section("Results", (_results(comparison), _costs(comparison))),
+        Section("New clients and their own steps", _own_steps(comparison)),
         Section("Learning curves", (*_figures(comparison, comparison.scale.name), *_figures(comparison, "training"))),
         Section("What training took", _figures(comparison, "spent")),
         Section("Distribution over clients", _figures(comparison, "clients")),
@@ -352,6 +359,35 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
         parts.append(Part(title, f"{file}-{number}" if several else file, draw(rows, looks), text=text))
     if parts:  # one explanation for all of them, below the last
         parts[-1] = replace(parts[-1], text=f"{texts[name]} {parts[-1].text}".rstrip())
+    return tuple(parts)
+
+
+def _own_steps(comparison: Comparison) -> tuple[Part, ...]:
+    """A figure and a table of each block of which it was measured (``evaluation.own_steps``)."""
+    from fedloom.reporting import compare_figures
+
+    looks, parts = _looks(comparison), []
+    several = len(comparison.blocks) > 1
+    for number, (block, members) in enumerate(comparison.stepping.items(), start=1):
+        rows = [comparison.rows[i] for i in members]
+        title = block_title(comparison, block) if several else ""
+        file = f"own-steps-{number}" if several else "own-steps"
+        parts.append(Part(title, file, compare_figures.own_steps(rows, looks)))
+        steps = own_steps_of(rows)
+        shown = comparison.scale.shown
+        lines = tuple(
+            Line((Cell(row.label), *(Cell(shown(row.own_steps.get(k))) for k in steps)), looks[row.label].name)
+            for row in rows
+        )
+        headings = (f"steps of its own: test {comparison.scale.words}", *map(str, steps))
+        parts.append(Part(table=Table(headings, (("", lines),)), text=""))
+    if parts:
+        text = (
+            f"Test {comparison.scale.name} of the unseen clients after so many steps of local training, from the model "
+            "that the method hands them; Local starts at random. Mean over clients"
+            + (", ± one standard deviation over seeds." if comparison.several_seeds else ".")
+        )
+        parts[-1] = replace(parts[-1], text=text)
     return tuple(parts)
 
 

@@ -203,6 +203,87 @@ def pairs_as_csv(comparison: Comparison) -> str:
     )
 
 
+def own_steps_of(rows: Sequence[Row]) -> list[int]:
+    """The numbers of steps of a client's own after which some row was measured."""
+    return sorted({k for row in rows for k in row.own_steps})
+
+
+def own_steps_as_csv(comparison: Comparison) -> str:
+    """One line for each row, seed and number of steps of an unseen client's own: fractions, or losses."""
+    lines = []
+    for block, members in comparison.stepping.items():
+        for i in members:
+            row = comparison.rows[i]
+            for run in row.runs:
+                for k, group in run.own_steps.items():
+                    lines.append(
+                        {
+                            "label": row.label,
+                            "data": block_title(comparison, block),
+                            "seed": str(run.seed),
+                            "steps": str(k),
+                            "clients": str(group.clients),
+                            comparison.scale.name: _text(group.mean),
+                            "worst_decile": _text(group.worst_decile),
+                            "other_reading": _text(group.other),
+                        }
+                    )
+    return as_csv(lines)
+
+
+def own_steps_as_text(comparison: Comparison) -> list[str]:
+    """For each block a table of its unseen clients by steps of their own, and a plot, in characters of ASCII alone."""
+    found = []
+    for block, members in comparison.stepping.items():
+        rows = [comparison.rows[i] for i in members]
+        steps, letters = own_steps_of(rows), _letters([row.label for row in rows])
+        width = max(7, min(9, (80 - NARROW - 5) // max(len(steps), 1)))
+        title = f"A client never seen in training, after steps of its own (test {comparison.scale.words})"
+        if len(comparison.blocks) > 1:
+            title += f"\n{block_title(comparison, block)}"
+        lines = [title, ""]
+        lines += _plotted(rows, steps, letters, width)
+        lines.append(f"{'steps':<{NARROW + 4}}" + "".join(f"{k:>{width}}" for k in steps))
+        for row, letter in zip(rows, letters, strict=True):
+            shown = [plain(comparison, row.own_steps[k]) if k in row.own_steps else "-" for k in steps]
+            cells = "".join(f"{text:>{width}}" for text in shown)
+            label = row.label if len(row.label) <= NARROW else row.label[: NARROW - 3] + "..."
+            lines.append(f"{letter} {label:<{NARROW + 2}}{cells}")
+        found.append("\n".join(lines))
+    return found
+
+
+PLOT_LINES = 12
+
+
+def _plotted(rows: Sequence[Row], steps: Sequence[int], letters: Sequence[str], width: int) -> list[str]:
+    """A letter for each row and number of steps, by height; ``*`` where letters meet."""
+    values = [value.mean for row in rows for value in row.own_steps.values()]
+    low, high = min(values), max(values)
+    room = (high - low) or 1.0
+    canvas = [[" "] * (width * len(steps)) for _ in range(PLOT_LINES)]
+    for row, letter in zip(rows, letters, strict=True):
+        for k, value in row.own_steps.items():
+            y = round((high - value.mean) / room * (PLOT_LINES - 1))
+            x = width * (steps.index(k) + 1) - 1
+            canvas[y][x] = letter if canvas[y][x] in (" ", letter) else "*"
+    scale = rows[0].scale
+    shown = {0: high, PLOT_LINES // 2: high - room * (PLOT_LINES // 2) / (PLOT_LINES - 1), PLOT_LINES - 1: low}
+    return [
+        f"{scale.shown(Spread(shown[y], None)) if y in shown else '':>{NARROW + 2}} |{''.join(line)}".rstrip()
+        for y, line in enumerate(canvas)
+    ]
+
+
+def _letters(labels: Sequence[str]) -> list[str]:
+    """A letter of each label, its first one that no other has; digits where they run out."""
+    found: list[str] = []
+    for n, label in enumerate(labels, start=1):
+        own = (c for c in label.upper() if c.isascii() and c.isalpha() and c not in found)
+        found.append(next(own, str(n % 10)))
+    return found
+
+
 def as_latex(comparison: Comparison) -> str:
     r"""A ``table`` for a document that uses the package ``booktabs``: best in bold, tied with it underlined."""
     values = _value_cells(comparison)

@@ -98,6 +98,8 @@ class Run:
     ``titles``: how tables call its predictors.
 
     ``by_loss``: its data have no classes, what was measured are losses.
+
+    ``own_steps``: of the unseen clients' models after so many steps of their own, where it was measured.
     """
 
     path: Path
@@ -117,6 +119,7 @@ class Run:
     wire_down: int | None
     duration_s: float
     training_loss: Mapping[int, float]
+    own_steps: Mapping[int, GroupStatistics]
     results: Mapping[str, Result]
 
     @property
@@ -238,6 +241,7 @@ def read_run(folder: Path) -> Run:
             wire_down=None if traffic["wire_down"] is None else int(traffic["wire_down"]),
             duration_s=float(summary["duration_s"]),
             training_loss=files.training_loss(),
+            own_steps=_own_steps(summary.get("own_steps"), masked=masked, by_loss=by_loss),
             results={
                 p: _result(summary, history, best, clients, p, masked=masked, by_loss=by_loss) for p in predictors
             },
@@ -314,6 +318,13 @@ def _losses(group: Mapping[str, Any] | None, clients: Mapping[str, tuple[int, in
         std=statistics.pstdev(losses) if losses else None,
         worst_decile=statistics.fmean(losses[: math.ceil(len(losses) / 10)]) if losses else None,
     )
+
+
+def _own_steps(found: Sequence[Mapping[str, Any]] | None, *, masked: bool, by_loss: bool) -> dict[int, GroupStatistics]:
+    """What ``own_steps`` of a summary says, by the number of steps; a run before there was any has none."""
+    groups = {int(line["steps"]): line["unseen"] for line in found or ()}
+    measured = {k: _losses(group, {}) if by_loss else _measured(group, masked=masked) for k, group in groups.items()}
+    return {k: group for k, group in measured.items() if group is not None}
 
 
 def _point(line: Mapping[str, Any], predictor: str, method: str, *, by_loss: bool) -> Point:

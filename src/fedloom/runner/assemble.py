@@ -66,6 +66,11 @@ class Parts:
         """A client half."""
         return self.algorithm.client(self.settings, self.task)
 
+    def after_steps(self) -> dict[int, ClientHalf]:
+        """Those of which a new client makes so many steps of its own, by ``evaluation.own_steps``."""
+        steps = self.experiment.evaluation.own_steps or ()
+        return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.task) for k in steps}
+
 
 def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> Parts:
     """Put an experiment and its manifest together; ``trained_on`` is what it was trained with, if that is another.
@@ -334,6 +339,7 @@ def client_side(
         StoredStates(open_store(states)) if half.stateful and states is not None else None,
         start_afresh=parts.experiment.federation.lost_state == "afresh",
         secret=secret,
+        after_steps=parts.after_steps(),
     )
 
 
@@ -423,6 +429,7 @@ def loop(
         seed=e.seed,
         enough=_enough(e.federation.until) if upto is None else None,
         measure_last=measure_last,
+        own_steps=e.evaluation.own_steps or (),
     )
     roster = FixedRoster(parts.manifest) if roster is None else roster
     return Loop(

@@ -137,6 +137,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
         client_steps=steps,
         training_s=run.training_seconds(),
         titles=parts.algorithm.titles(parts.settings),
+        after_steps=run.after_steps,
         extra=extra,
     )
     folder.write_json("summary.json", result)
