@@ -21,12 +21,13 @@ from fedloom.models.flat import FlatModel
 
 def proximal_sgd(model: FlatModel, group: Group, theta: Tensor, s: FedProxSettings) -> Trained:
     """SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""
-    return train(model, group, theta, s.local, correct=proximal(s.mu) if s.mu else None, counts=work(group, s))
+    term = proximal(s.mu) if s.mu else None
+    return train(model, group, theta, s.local, correct=term, counts=work(group, s))  # lines 2, 3
 
 
 def work(group: Group, s: FedProxSettings) -> list[int]:
     """Steps that each client makes: all of them, or fewer if it is a straggler in this round."""
-    counts = [s.local.count(len(client.train)) for client in group.clients]
+    counts = [s.local.count(len(client.train)) for client in group.clients]  # line 2
     for i, count in enumerate(counts):
         late, share = torch.rand(2, generator=group.generator(i, "straggler")).tolist()
         if late < s.stragglers and count > 1:

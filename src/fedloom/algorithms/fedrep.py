@@ -22,10 +22,10 @@ from fedloom.models.flat import FlatModel
 
 def head_then_body(model: FlatModel, group: Group, body: Tensor, s: FedRepSettings) -> Trained:
     """ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""
-    theta = with_heads(model, group, body)
-    head = train(model, group, theta, s.head, only="head", purpose="head", key="head.lr")
-    both = train(model, group, head.theta, s.local, only="body")
-    group.keep(head=both.theta[:, body.shape[1] :])
+    theta = with_heads(model, group, body)  # line 1
+    head = train(model, group, theta, s.head, only="head", purpose="head", key="head.lr")  # line 2
+    both = train(model, group, head.theta, s.local, only="body")  # line 3
+    group.keep(head=both.theta[:, body.shape[1] :])  # line 4
     return Trained(both.theta[:, : body.shape[1]], head.steps + both.steps, both.loss)
 
 
@@ -33,7 +33,7 @@ def with_own_head(key: str) -> Personalize:
     """The shared body with the client's head; who has none trains one by the SGD of a key, the body frozen."""
 
     def personalize(model: FlatModel, group: Group, body: Tensor, s: Any) -> dict[str, Tensor]:
-        theta, new, sgd = with_heads(model, group, body), group.new, getattr(s, key)
+        theta, new, sgd = with_heads(model, group, body), group.new, getattr(s, key)  # line 6
         if new and s.personalize_epochs:
             sgd = sgd.lasting(epochs=s.personalize_epochs)
             made = train(

@@ -24,23 +24,23 @@ from fedloom.models.flat import FlatModel
 def moreau_steps(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> Trained:
     """A client in Algorithm 1: R steps of every w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""
     local = Local(model, group)
-    w, personal = local.parameters(theta), local.parameters(theta)
+    w, personal = local.parameters(theta), local.parameters(theta)  # line 1
     w_i, theta_i = list(w.values()), list(personal.values())
     correct, losses = proximal(s.proximity), []
-    for batch in local.batches(s.batch_size, [s.steps] * len(group), "train"):
-        for _ in range(s.inner_steps):
+    for batch in local.batches(s.batch_size, [s.steps] * len(group), "train"):  # line 2
+        for _ in range(s.inner_steps):  # line 3
             gradients, loss = local.gradient(personal, batch)
             losses.append(loss)
             with torch.no_grad():
                 local.descend(theta_i, correct(gradients, theta_i, w_i, {}), s.inner_lr)
         with torch.no_grad():
-            local.descend(w_i, list(torch._foreach_sub(w_i, theta_i)), s.lr * s.proximity)
+            local.descend(w_i, list(torch._foreach_sub(w_i, theta_i)), s.lr * s.proximity)  # line 4
     return local.trained(local.join(w), losses, [s.steps * s.inner_steps] * len(group), "inner_lr", s.inner_lr)
 
 
 def proximal_model(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
     """``personal`` is θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖²; ``global`` is w."""
-    correct = proximal(s.proximity)
+    correct = proximal(s.proximity)  # line 6
     made = train(model, group, theta, by_epochs(s), correct=correct, purpose="personalize", key="inner_lr")
     return {"personal": made.theta, "global": theta}
 
