@@ -88,6 +88,9 @@ def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> Persona
     epsilon, delta, clip
         (ε, δ)-differential privacy of what is told of the data, with each example's embedding shortened to norm C
         (docs/serving.md); without ``epsilon`` as the run was trained.
+    ledger, budget
+        A file that counts what requests have spent of the data's privacy, and the largest ε that they may come to
+        together; one that would exceed it is refused before anything is told.
     tls_ca, tls_certificate, tls_key, token_file, token, insecure
         Credentials for a server; by default those of the environment (docs/security.md).
     timeout_s

@@ -9,6 +9,7 @@ import math
 import queue
 import re
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -37,15 +38,16 @@ from fedloom.cli.use import personalize
 from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
-from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
+from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import vocabulary
 from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import serving as aggregator_serving
+from fedloom.runner.ledger import Ledger
 from fedloom.runner.personal import Asked, Speaking, _client_of, personal_model
 from fedloom.runner.run_experiment import _models
 from fedloom.runner.serve import DurableRounds, serve
-from fedloom.theory.privacy import gaussian_epsilon
+from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.personalization import ServingLimits
 from fedloom.transport.spoken import PERSONALIZE, RETRY, SERVICE, frames, pieces
@@ -558,6 +560,78 @@ def test_what_the_server_learns_is_private_if_the_client_says_so(run: Path, tmp_
     assert (told["epsilon"], told["mechanism"], told["neighbours"]) == (pytest.approx(1.0), "gaussian", "replace one")
 
 
+def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, tmp_path: Path) -> None:
+    (x, y), file = examples(1), tmp_path / "ledger.jsonl"
+    how: dict[str, Any] = {"epsilon": 1.0, "clip": 0.5, "ledger": file, "budget": 2.0}
+    z = noise_multiplier(1.0, 1e-5)
+    with served(run) as at:
+        for k, where in enumerate((at, str(run), at), 1):
+            told = fedloom.personalize(where, x, y, **how).card.privacy
+            assert told is not None
+            assert (told.requests, told.epsilon) == (k, pytest.approx(1.0))
+            assert told.total_epsilon == pytest.approx(gaussian_epsilon(z, 1e-5, k))
+        before = file.read_bytes()
+        assert [json.loads(line)["version"] for line in before.splitlines()] == [1, 1, 1]
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        for where in (at, str(run)):
+            with pytest.raises(ExperimentError, match=r"--budget: found ε = 2.1.*the 3 before it.*allowed: 2"):
+                fedloom.personalize(where, x, y, **how)
+        assert file.read_bytes() == before
+        assert handed_out(at) == 2
+        more = fedloom.personalize(at, x, y, **{**how, "epsilon": 0.1, "delta": 1e-4}).card.privacy  # of another size
+    assert more is not None
+    together = (3 / z**2 + 1 / noise_multiplier(0.1, 1e-4) ** 2) ** -0.5
+    assert more.total_epsilon == pytest.approx(gaussian_epsilon(together, 1e-4))
+
+
+def handed_out(address: str) -> int:
+    async def ask() -> int:
+        models = Models(address)
+        try:
+            return (await models.describe(WAIT_S)).handed_out
+        finally:
+            await models.close()
+
+    return asyncio.run(ask())
+
+
+def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tmp_path: Path) -> None:
+    client = _client_of(DurableRounds(RunFolder(run)).about, Asked(*examples(1), epsilon=1.0, clip=0.5))
+    ledger = Ledger(tmp_path / "ledger")
+    speaking = Speaking(client.parts, client.data, client.id, once=True, tell=lambda: client.spend("here", ledger))
+    found = DurableRounds(RunFolder(run))(None)
+    assert found is not None
+    assert not (tmp_path / "ledger").exists()
+    for _ in "ab":  # a connection that broke
+        speaking.speak(1, 0, found.opening)
+        assert len((tmp_path / "ledger").read_bytes().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        ({"budget": 1.0}, ExperimentError, "--budget: found 1 without --ledger"),
+        ({"ledger": "l", "budget": 0.0}, ExperimentError, "--budget: found 0.0; allowed: a number above 0"),
+        ({"ledger": "l", "budget": math.nan}, ExperimentError, "--budget: found nan"),
+        ({"ledger": "l", "epsilon": None, "clip": None}, ExperimentError, "--epsilon: found none with --ledger"),
+        ({"ledger": "l", "epsilon": math.inf}, ExperimentError, "--epsilon: found inf with --ledger"),
+        ({"ledger": "nowhere/l"}, StorageError, "cannot be written: no such file or directory; nothing was told"),
+        ({"ledger": "torn"}, DataError, 'torn, line 2: found \'{"version": 1, "noise_mul\'; allowed: a JSON object'),
+        ({"ledger": "newer"}, DataError, "newer, line 1: found "),
+    ],
+)
+def test_what_is_no_ledger_or_budget_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torn").write_text('{"version": 1, "noise_multiplier": 3.7}\n{"version": 1, "noise_mul')
+    (tmp_path / "newer").write_text('{"version": 2, "noise_multiplier": 3.7}\n')
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(error, match=re.escape(said)):
+        fedloom.personalize(str(run), *examples(1), **{"epsilon": 1.0, "clip": 0.5, **how})
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == kept
+
+
 def test_a_private_descriptor_is_told_once(tmp_path: Path) -> None:
     on_vowels(tmp_path, PEFLL, rounds=2).run()
     run, (x, y) = tmp_path / "run", examples(1)
@@ -720,6 +794,8 @@ def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Pat
         ({"clients": "a"}, "--clients: found with --from"),
         ({"epsilon": 0.0}, "--epsilon: found 0.0"),
         ({"run": run, "from_": None, "epsilon": 1.0}, "found with RUN"),
+        ({"run": run, "from_": None, "ledger": tmp_path / "l"}, "found with RUN"),
+        ({"epsilon": 1.0, "clip": 1.0, "budget": 1.0}, "--budget: found 1 without --ledger"),
         ({"run": run}, "found both"),
         ({"from_": None}, "found neither"),
         ({"from_": "nowhere"}, "allowed: HOST:PORT"),

@@ -123,6 +123,22 @@ def personalize(
             help="With --epsilon, the largest norm of an example's embedding; by default the run's.", metavar="C"
         ),
     ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --epsilon, a file that counts what requests have spent of the data's privacy; it is made if it "
+            "is not there.",
+            metavar="FILE",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="With --ledger, the largest ε that all requests in it may come to; one that would exceed it is "
+            "refused before anything is told.",
+            metavar="E",
+        ),
+    ] = None,
     tls_ca: trusted.CaOfAggregator = None,
     tls_certificate: trusted.Certificate = None,
     tls_key: trusted.Key = None,
@@ -145,12 +161,15 @@ def personalize(
         if data is None or len(data) != 1:
             raise ExperimentError(f"--data: found {len(data or ())} with --from; allowed: one packed client")
         trust = ClientOptions(tls_ca, tls_certificate, tls_key, token_file, token_of(), insecure)
-        private = {"epsilon": epsilon, "delta": delta, "clip": clip}
+        private = {"epsilon": epsilon, "delta": delta, "clip": clip, "ledger": ledger, "budget": budget}
         _personalize_one(from_, data[0], out, checkpoint, predictor, precision, timeout, trust, private)
         return
     assert run is not None
-    if epsilon is not None or delta is not None or clip is not None:
-        raise ExperimentError("--epsilon, --delta, --clip: found with RUN, where nothing travels; allowed: with --from")
+    if any(given is not None for given in (epsilon, delta, clip, ledger, budget)):
+        raise ExperimentError(
+            "--epsilon, --delta, --clip, --ledger, --budget: found with RUN, where nothing travels; "
+            "allowed: with --from"
+        )
     RunFolder.open(run)  # before torch is imported
     from fedloom.runner.client_models import personalize
 
@@ -172,7 +191,7 @@ def _personalize_one(
     precision: str,
     timeout_s: float,
     trust: ClientOptions,
-    private: Mapping[str, float | None],
+    private: Mapping[str, Any],
 ) -> None:
     """Ask for the model of one packed client, and save it."""
     from fedloom.runner.personal import Asked, personal_model
@@ -190,6 +209,11 @@ def _personalize_one(
             f"what the server learned of its {counted(promise.examples, 'example')}: ({promise.epsilon:.3g}, "
             f"{promise.delta:.3g})-differentially private, replacing one; each model more costs as much again"
         )
+        if promise.total_epsilon is not None:
+            typer.echo(
+                f"all told, after {counted(promise.requests or 0, 'request')} in {private['ledger']}: "
+                f"({promise.total_epsilon:.3g}, {promise.delta:.3g})"
+            )
 
 
 def report(

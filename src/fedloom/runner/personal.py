@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors
 from fedloom.runner import assemble
 from fedloom.runner.assemble import Parts
+from fedloom.runner.ledger import Ledger
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.personal_model import PersonalModel, Promise, card_of
 from fedloom.runner.serve import DurableRounds, run_folder
@@ -81,6 +82,10 @@ class Asked:
         without noise.
     clip
         C of it; None: the run's.
+    ledger
+        File that counts what requests have spent of the data's privacy.
+    budget
+        The largest ε that those in the ledger may come to, this one among them; None: any.
     """
 
     x: Any = None
@@ -94,6 +99,8 @@ class Asked:
     epsilon: float | None = None
     delta: float | None = None
     clip: float | None = None
+    ledger: Path | None = None
+    budget: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +124,31 @@ class _Client:
         z, delta = promised.noise_multiplier, promised.delta
         examples = self.data.manifest.clients[0].train
         return Promise(gaussian_epsilon(z, delta), delta, promised.clip, z, examples)
+
+    def spend(self, where: str, ledger: Ledger | None) -> Promise | None:
+        """What is promised, written to the ledger if there is one: before anything is told."""
+        promise = self.promise
+        if ledger is None or promise is None:
+            return promise
+        return ledger.spend(promise, where=where, run=self.parts.experiment.name, client=self.id)
+
+    def ledger(self, asked: Asked) -> Ledger | None:
+        """Where it is counted what this costs.
+
+        Raises
+        ------
+        ExperimentError
+            If there is nothing to count.
+        """
+        if asked.ledger is None:
+            return None
+        if self.promise is None:
+            found = "none" if asked.epsilon is None else f"{asked.epsilon:g}"
+            raise ExperimentError(
+                f"--epsilon: found {found} with --ledger, which counts what is told with noise; allowed: a finite "
+                "number above 0"
+            )
+        return Ledger(asked.ledger, asked.budget)
 
 
 def personal_model(where: str, asked: Asked, trust: ClientOptions | None = None) -> PersonalModel:
@@ -155,7 +187,14 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
     try:
         found = await models.describe(asked.timeout_s)
         client = await asyncio.to_thread(_client_of, found.about, asked)
-        speaking = Speaking(client.parts, client.data, client.id, once=client.promise is not None)
+        ledger = client.ledger(asked)
+        speaking = Speaking(
+            client.parts,
+            client.data,
+            client.id,
+            once=client.promise is not None,
+            tell=lambda: client.spend(where, ledger),
+        )
         answered = await models.converse(
             found.about,
             client.id,
@@ -169,7 +208,7 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
         )
     finally:
         await models.close()
-    return _made(client, speaking.predictors, asked, answered)
+    return _made(client, speaking.predictors, asked, answered, speaking.told)
 
 
 def is_run(where: str) -> bool:
@@ -207,6 +246,11 @@ def check_privacy(asked: Asked) -> None:
     ExperimentError
         What was found, and what is allowed.
     """
+    if asked.budget is not None:
+        if asked.ledger is None:
+            raise ExperimentError(f"--budget: found {asked.budget:g} without --ledger; allowed: with it")
+        if not 0 < asked.budget < math.inf:
+            raise ExperimentError(f"--budget: found {asked.budget}; allowed: a number above 0")
     if asked.epsilon is None:
         for name in ("delta", "clip"):
             if getattr(asked, name) is not None:
@@ -296,11 +340,24 @@ class Speaking:
         Whose these are, of theirs.
     once
         An opening is answered, and no other: another answer would tell more of the data.
+    tell
+        Called once, before the first answer to a server; what it returns is in ``told``.
     """
 
-    def __init__(self, parts: Parts, data: FederatedDataset, client: str, *, once: bool = False) -> None:
+    told: Promise | None = None
+
+    def __init__(
+        self,
+        parts: Parts,
+        data: FederatedDataset,
+        client: str,
+        *,
+        once: bool = False,
+        tell: Callable[[], Promise | None] = lambda: None,
+    ) -> None:
         self._id = client
         self._once = once
+        self._tell = tell
         self._opening: Message | None = None
         self._threads = parts.experiment.runtime.threads
         self._nothing = nothing_measured(1, len(parts.client_half().predictors), parts.task.classes)
@@ -339,6 +396,8 @@ class Speaking:
                     "(ε, δ) again",
                     hint="ask again to spend it",
                 )
+            if self._opening is None:
+                self.told = self._tell()
             self._opening = message
             self._side.close_all()
         with torch_threads(self._threads):
@@ -458,7 +517,9 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _made(client: _Client, predictors: dict[str, Predictor], asked: Asked, answered: Answered) -> PersonalModel:
+def _made(
+    client: _Client, predictors: dict[str, Predictor], asked: Asked, answered: Answered, promise: Promise | None
+) -> PersonalModel:
     if asked.predictor not in predictors:
         raise ExperimentError(f"predictor: found {asked.predictor!r}; allowed: {', '.join(predictors)}")
     e = client.parts.experiment
@@ -472,7 +533,7 @@ def _made(client: _Client, predictors: dict[str, Predictor], asked: Asked, answe
         model=e.model.name,
         client=client.id,
         precision=answered.precision,
-        privacy=client.promise,
+        privacy=promise,
     )
     return PersonalModel(predictors[asked.predictor], card)
 
@@ -491,6 +552,8 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
         data = _data(asked, Wanted.of(json.loads(about.problem)))
         _check_labels(asked, trained)
         parts = private(asked, dataclasses.replace(trained, manifest=data.manifest))
+        client = _Client(parts, about, data)
+        ledger = client.ledger(asked)
         with torch_threads(parts.experiment.runtime.threads):
             found = Checkpoints(folder.checkpoints).load(check_checkpoint(asked.checkpoint))
             made: list[dict[str, Predictor]] = []
@@ -506,13 +569,14 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
             served_round(about, parts.algorithm, loop.server, found)  # refuses a method with nothing for newcomers
             loop.server.load(found.state)
             loop.round = found.round
+            promise = client.spend(where, ledger)
             lost = loop.personalize([data.client_id])
         if lost:
             raise DataError(lost[data.client_id].removeprefix("DataError: "))
         if not made:
             raise QuorumError(f"{parts.algorithm.name} gave client {data.client_id} no model")
     answered = Answered(parts.experiment.name, found.round, found.digest, "float32", 0, 0, False)
-    return _made(_Client(parts, about, data), made[0], asked, answered)
+    return _made(client, made[0], asked, answered, promise)
 
 
 def on_cpu(parts: Parts) -> Parts:
@@ -565,6 +629,8 @@ def asked_for(
     epsilon: float | None = None,
     delta: float | None = None,
     clip: float | None = None,
+    ledger: str | Path | None = None,
+    budget: float | None = None,
 ) -> tuple[Asked, ClientOptions | None]:
     """What :func:`fedloom.personalize` was asked for, and what it dials with: as given, else as the environment says.
 
@@ -574,7 +640,9 @@ def asked_for(
         If a token is none.
     """
     folder = None if data is None else Path(data)
-    asked = Asked(x, y, folder, client, str(checkpoint), predictor, precision, timeout_s, epsilon, delta, clip)
+    counted = None if ledger is None else Path(ledger)
+    private = (epsilon, delta, clip, counted, budget)
+    asked = Asked(x, y, folder, client, str(checkpoint), predictor, precision, timeout_s, *private)
     if is_run(where):
         return asked, None
     said = ClientOptions.from_environment()

@@ -40,6 +40,9 @@ class Promise:
         Data between which nobody can tell: as many examples, one of them another.
     clip, noise_multiplier, examples
         C, z and n: the noise of each coordinate has deviation z·2C/n.
+    requests, total_epsilon
+        How many requests the client's ledger counts, this one among them, and their ε together, at this δ; None
+        without a ledger.
     """
 
     epsilon: float
@@ -49,6 +52,8 @@ class Promise:
     examples: int
     mechanism: str = "gaussian"
     neighbours: str = "replace one"
+    requests: int | None = None
+    total_epsilon: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""What a client has spent of its privacy, in a file of its own: the (ε, δ) of its requests add up."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from fedloom.errors import DataError, ExperimentError, StorageError
+from fedloom.runner.personal_model import Promise
+from fedloom.storage.folder import PRIVATE_FILE
+from fedloom.theory.privacy import gaussian_epsilon
+
+VERSION = 1
+"""Of a line of the file."""
+
+
+class Ledger:
+    """A file with one JSON object for each request that has told something of the data it stands for.
+
+    It counts every request that names it, whatever data, server and round the request was about: two sets of data may
+    share examples. Any number of processes may use it at once.
+
+    Parameters
+    ----------
+    path
+        The file; it is made, for its owner alone (0600), if it is not there. Its folder is.
+    budget
+        The largest ε that all requests may come to, at the δ of the one at hand; None: any.
+    """
+
+    def __init__(self, path: Path, budget: float | None = None) -> None:
+        self._path = path
+        self._budget = budget
+
+    def spend(self, promise: Promise, **about: str) -> Promise:
+        """Write down a request that is about to tell something, and return its promise with the total.
+
+        It is on the disk when the call returns, so that a request that then fails has been counted.
+
+        Raises
+        ------
+        ExperimentError
+            If the total would exceed the budget; the file stays as it is.
+        DataError
+            If the file is not a ledger.
+        StorageError
+            If it cannot be written.
+        """
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
+            with os.fdopen(descriptor, "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                before = list(self._multipliers(file))
+                total = _total([*before, promise.noise_multiplier], promise.delta)
+                if self._budget is not None and total > self._budget:
+                    raise ExperimentError(
+                        f"--budget: found ε = {total:.4g} at δ = {promise.delta:g} with this request "
+                        f"({_total(before, promise.delta):.4g} after the {len(before)} before it in {self._path}); "
+                        f"allowed: {self._budget:g}",
+                        hint="ask with a smaller --epsilon, or accept a larger --budget",
+                    )
+                line = {
+                    "version": VERSION,
+                    "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                    **about,
+                    "epsilon": promise.epsilon,
+                    "delta": promise.delta,
+                    "noise_multiplier": promise.noise_multiplier,
+                    "examples": promise.examples,
+                }
+                file.write(json.dumps(line).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(
+                f"--ledger: {self._path} cannot be written: {(error.strerror or str(error)).lower()}; nothing was told",
+                hint="give a file in a folder that is there, on a disk with room",
+            ) from error
+        return replace(promise, requests=len(before) + 1, total_epsilon=total)
+
+    def _multipliers(self, file: BinaryIO) -> Iterator[float]:
+        """z of each request before."""
+        for number, line in enumerate(file, 1):
+            try:
+                said = json.loads(line)
+                version, z = said["version"], float(said["noise_multiplier"])
+            except (ValueError, TypeError, KeyError):
+                version, z = None, 0.0
+            if version != VERSION or not 0 < z < math.inf or not line.endswith(b"\n"):
+                shown = line[:80].decode(errors="replace").strip()
+                raise DataError(
+                    f"{self._path}, line {number}: found {shown!r}; allowed: a JSON object of a ledger, version "
+                    f"{VERSION}, with a noise_multiplier above 0",
+                    hint="give another file with --ledger, or put this one right",
+                )
+            yield z
+
+
+def _total(multipliers: list[float], delta: float) -> float:
+    """The smallest ε of Gaussian releases with these multipliers z together: they are one with 1/z² = Σ 1/zᵢ².
+
+    Dong, Roth and Su 2022 (arXiv 1905.02383), Corollary 3.3; also where each was chosen by what came before.
+    """
+    return gaussian_epsilon(sum(z**-2 for z in multipliers) ** -0.5, delta) if multipliers else 0.0
