@@ -3,7 +3,7 @@
     python experiments/private_descriptors.py choose RUN       C by validation accuracy of seen clients at ε = 1
     python experiments/private_descriptors.py measure RUN C    new clients' test accuracy by ε and number of images
 
-What is found is added to RUN/new-clients.json. The noise is the seed's, as everywhere in a simulation.
+What is found is added to RUN/new-clients.json, C to RUN/clip. The noise is the seed's, as everywhere in a simulation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from fedloom.theory.privacy import noise_multiplier
 DELTA = 1e-5
 EPSILONS = (math.inf, 8.0, 2.0, 1.0, 0.5)
 CLIPS = (0.4, 0.6, 0.8, 1.0, 1.25)
-SIZES = (500, 100)
+FEW = 100
+"""Images of a client that has few; the other size is all that each has."""
 DRAWS = 3
 
 
@@ -103,10 +104,11 @@ def main() -> None:
             validation = statistics.fmean(accuracies(made, loop, dataset, seen, "validation", 1))
             found[f"C={clip:g}"] = {"validation": validation}
             print(f"C = {clip:g}: validation accuracy of seen clients at ε = 1: {validation:.2f}", flush=True)
-        print(max(CLIPS, key=lambda clip: found[f"C={clip:g}"]["validation"]))
+        best = max(CLIPS, key=lambda clip: found[f"C={clip:g}"]["validation"])
+        write_atomically(given.run / "clip", f"{best:g}\n".encode())
     else:
         new = [entry.id for entry in entries if not entry.seen]
-        for size in SIZES:
+        for size in (min(len(dataset.client(name).train) for name in new), FEW):
             fewer = Fewer(dataset, size)
             for epsilon in (None, *EPSILONS):
                 made = parts if epsilon is None else with_privacy(parts, given.clip, epsilon)
