@@ -1,9 +1,9 @@
-"""What a run shows while it goes: a bar with ETA and phases on a terminal, a line every few seconds elsewhere."""
+"""What a run shows while it goes: a bar with ETA and phases on a terminal or in a notebook, else a line at times."""
 
 from __future__ import annotations
 
+import io
 import time
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -19,6 +19,51 @@ if TYPE_CHECKING:
     from fedloom.federation.journal import Attempt
 
 LINE_EVERY_S = 10.0
+"""Seconds between the lines of rounds where there is no bar."""
+
+PAGE_EVERY_S = 0.25
+"""Seconds between two versions of what a notebook shows: each is a message to the browser."""
+
+STYLE = "line-height:normal;font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace"
+
+
+class Page:
+    """One output of a notebook's cell that is renewed in place, and so is kept with the notebook as it was last.
+
+    Attributes
+    ----------
+    heading, found
+        Lines above and below the bars: what runs, and what was measured last.
+    """
+
+    def __init__(self) -> None:
+        self.heading: list[str] = []
+        self.found = ""
+        self._handle: Any = None
+        self._shown = -PAGE_EVERY_S
+
+    def show(self, bars: Progress | None = None, *, now: bool = False) -> None:
+        """Show it as it is, unless that has just been done; ``now``: in any case."""
+        if not now and time.monotonic() - self._shown < PAGE_EVERY_S:
+            return
+        from IPython.display import display
+
+        console = Console(record=True, file=io.StringIO(), force_jupyter=False, width=100, highlight=False)
+        parts: list[str | Progress | None] = [*self.heading, bars, self.found]
+        for part in parts:
+            if isinstance(part, Progress):
+                console.print(part.get_renderable())
+            elif part:
+                console.print(printable(part, keep="\n"), markup=False, soft_wrap=True)
+        data = {
+            "text/plain": console.export_text(clear=False),
+            "text/html": console.export_html(inline_styles=True, code_format=f'<pre style="{STYLE}">{{code}}</pre>'),
+        }
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+        self._shown = time.monotonic()
 
 
 class Watch(RunObserver):
@@ -28,17 +73,19 @@ class Watch(RunObserver):
     ----------
     choosing
         Whether settings are being chosen: then evaluations show validation accuracy, and none on test data.
+    page
+        In a notebook, where it is shown; None: in an output of its own.
     """
 
-    def __init__(self, *, choosing: bool = False) -> None:
+    def __init__(self, *, choosing: bool = False, page: Page | None = None) -> None:
         self._choosing = choosing
         self._console = Console(stderr=True, highlight=False)
+        self._page = Page() if page is None and self._console.is_jupyter else page
         self._seconds: list[float] = []
         self._phases: dict[str, float] = {}
         self._bar: Progress | None = None
         self._said = time.monotonic()
-        # A notebook shows a bar by ipywidgets, and lines without them.
-        if self._console.is_terminal or (self._console.is_jupyter and find_spec("ipywidgets") is not None):
+        if self._console.is_terminal or self._page is not None:
             self._bar = Progress(
                 TextColumn("{task.fields[what]}", markup=False),
                 BarColumn(bar_width=30),
@@ -52,11 +99,17 @@ class Watch(RunObserver):
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
         """Show the bar, and what is run."""
-        if self._bar is not None:
-            self._bar.update(self._train, total=experiment.federation.rounds)
-            self._bar.start()
         e, count = experiment, counted(clients, "client")
-        self.say(f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {count}, {where}")
+        what = f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {count}, {where}"
+        if self._bar is not None:
+            self._bar.update(self._train, total=e.federation.rounds)
+        if self._page is not None:
+            self._page.heading.append(what)
+            self._page.show(self._bar, now=True)
+            return
+        if self._bar is not None:
+            self._bar.start()
+        self.say(what)
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
         """Show the command of a worker."""
@@ -76,8 +129,10 @@ class Watch(RunObserver):
         self.say(text)
 
     def ended(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
+        """Take the bar away; a notebook keeps it."""
+        if self._page is not None:
+            self._page.show(self._bar, now=True)
+        elif self._bar is not None:
             self._bar.stop()
 
     def say(self, text: str) -> None:
@@ -96,6 +151,8 @@ class Watch(RunObserver):
         note = f"{loss}{per_round:.2f} s/round{left}" + (f", {lost} lost" if lost else "")
         if self._bar is not None:
             self._bar.update(self._train, completed=attempt.round, note=note)
+            if self._page is not None:
+                self._page.show(self._bar)
         elif time.monotonic() - self._said >= LINE_EVERY_S or attempt.round == rounds:
             self._said = time.monotonic()
             of = "" if rounds is None else f"/{rounds}"
@@ -111,6 +168,8 @@ class Watch(RunObserver):
             self._bar.update(
                 self._measure, completed=done, total=clients, visible=done < clients, note=f"after round {round}"
             )
+            if self._page is not None:
+                self._page.show(self._bar)
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Show the accuracies of an evaluation, or the losses of data without classes."""
@@ -126,7 +185,12 @@ class Watch(RunObserver):
             found = loss if accuracy is None else accuracy
             parts = ["none: no validation examples" if found is None else f"seen {found:.4f}"]
         where = f" (time: {self.phases()})" if self._phases else ""
-        self.say(f"after round {line['round']}: {what} {', '.join(parts)}{where}")
+        said = f"after round {line['round']}: {what} {', '.join(parts)}{where}"
+        if self._page is None:
+            self.say(said)
+        else:
+            self._page.found = said
+            self._page.show(self._bar)
 
     def phases(self) -> str:
         """Share of each phase so far."""
@@ -146,11 +210,12 @@ class SweepWatch(SweepObserver):
     def __init__(self, *, choosing: bool) -> None:
         self._choosing = choosing
         self._console = Console(stderr=True, highlight=False)
+        self._page = Page() if self._console.is_jupyter else None
 
     def begins(self, number: int, points: int, point: Point) -> RunObserver:
         """Say which run begins, and show how it goes."""
         self._say(number, points, point)
-        return Watch(choosing=self._choosing)
+        return Watch(choosing=self._choosing, page=self._page)
 
     def finished_before(self, number: int, points: int, point: Point) -> None:
         """Say so."""
@@ -166,12 +231,15 @@ class SweepWatch(SweepObserver):
 
     def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
         """Say why."""
-        self._say(number, points, point, f": failed: {error}")
+        self._say(number, points, point, f": failed: {error}", keep=True)
 
-    def _say(self, number: int, points: int, point: Point, what: str = "") -> None:
-        self._console.print(
-            printable(f"run {number} of {points}, {point.name}{what}", keep="\n"), markup=False, soft_wrap=True
-        )
+    def _say(self, number: int, points: int, point: Point, what: str = "", *, keep: bool = False) -> None:
+        said = f"run {number} of {points}, {point.name}{what}"
+        if self._page is None or keep:
+            self._console.print(printable(said, keep="\n"), markup=False, soft_wrap=True)
+        else:
+            self._page.heading, self._page.found = [said], ""
+            self._page.show(now=True)
 
 
 def clock(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from io import StringIO
+from io import BytesIO, StringIO
 from typing import Any, ParamSpec, TypeAlias
 from xml.sax.saxutils import escape
 
@@ -85,6 +85,15 @@ class Drawing(str):
     figure: Figure
 
 
+class Sheet(Figure):
+    """A figure that a notebook shows also where nothing has imported pyplot, which else would see to it."""
+
+    def _repr_png_(self) -> bytes:
+        image = BytesIO()
+        self.savefig(image, format="png", dpi=120, facecolor="white")
+        return image.getvalue()
+
+
 def as_svg(draw: Callable[_P, Figure]) -> Callable[_P, Drawing]:
     """Give a drawing function the style of a report and its text the form of an SVG."""
 
@@ -101,7 +110,7 @@ def as_svg(draw: Callable[_P, Figure]) -> Callable[_P, Drawing]:
 
 def sheet(width: float, height: float, **layout: Any) -> Figure:
     """An empty figure of so many inches, whose parts find their own room."""
-    return Figure(figsize=(width, height), **{"layout": "constrained", **layout})
+    return Sheet(figsize=(width, height), **{"layout": "constrained", **layout})
 
 
 def panel(height: float, width: float = HALF) -> tuple[Figure, Axes]:
