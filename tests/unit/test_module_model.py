@@ -173,6 +173,11 @@ class WrongLoss(Squared):
         return super().loss(logits, y).mean()
 
 
+class NoLoss(Squared):
+    def loss(self, logits: Tensor) -> Tensor:  # type: ignore[override]
+        return logits
+
+
 def frozen() -> nn.Module:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     module[0].requires_grad_(False)
@@ -197,6 +202,7 @@ def frozen() -> nn.Module:
         (lambda: nn.Linear(3, 2).double(), ("float64", "float32")),
         (nn.Identity, ("Identity", "no parameters")),
         (WrongLoss, ("WrongLoss.loss", "[]", "[3]")),
+        (NoLoss, ("NoLoss.loss", "TypeError")),
     ],
 )
 def test_what_cannot_be_flattened_is_named(make: Any, said: tuple[str, ...]) -> None:
@@ -243,7 +249,7 @@ def test_a_module_of_another_process_is_said_and_can_be_given_again(tmp_path: Pa
     assert fedloom.load(tmp_path / "run", model=net).models("ann")(torch.zeros(1, 3)).shape == (1, 2)
     with refused("runtime.workers", "2", "memory"):
         fedloom.run(TASK, data=data, model=net, runtime__workers=2, out=tmp_path / "other", progress=False)
-    with refused("--parallel", "2", "memory"):
+    with refused("parallel: found 2", "memory"):
         fedloom.sweep(TASK, data=data, model=net, seeds="1-2", parallel=2, out=tmp_path / "sweep", progress=False)
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from facts import tells
 from federations import CLASSES, IMAGE, Federation, clients, federation, group, task
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from fedloom.algorithms.base import Task, find
+from fedloom.algorithms.base import Task, available, find
 from fedloom.algorithms.client import LocalSGD, batches, train
 from fedloom.data.federated import ClientData
+from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
@@ -49,6 +51,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedbabu": {"local": LOCAL, "personalize_epochs": 1},
     "fedper": {"local": LOCAL, "personalize_epochs": 1},
     "fedadam": {"local": LOCAL, "personalize_steps": 2},
+    "fedavgm": {"local": LOCAL, "personalize_steps": 2},
+    "fedyogi": {"local": LOCAL, "personalize_steps": 2},
+    "knn-per": {"local": LOCAL, "neighbours": [2]},
     "fedprox": {"local": LOCAL, "mu": 0.5},
     "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
     "per-fedavg": {"local": LOCAL, "hessian": "exact"},
@@ -77,7 +82,7 @@ def run(folder: Path, name: str, model: FlatModel, data: Sequence[ClientData] | 
     method = find(name.split()[0])
     roster = tuple(c.id for c in data)
     problem = Task(model, CLASSES, IMAGE, len(data), torch.float64, roster=roster)
-    settings = method.settings.model_validate(METHODS[name])
+    settings = method.settings.model_validate(METHODS.get(name, {}))
     f = federation(folder, method, settings, problem, data, rounds=int(method.trains), evaluation_cohort=2)
     f.run()
     return f
@@ -99,8 +104,17 @@ def test_every_method_trains_with_the_models_own_loss(tmp_path: Path, name: str)
     assert own.keys() == plain.keys()
     trained = [key for key in own if key in ("theta", "v", "eta_v", "eta_h.fc1.weight") or ".personal." in key]
     assert len(trained) > len(SIZES) - 1
-    for key in trained:
+    chosen = (".labels", ".k", ".mixing", ".scale")  # kNN-Per's, which may be the same
+    for key in (key for key in trained if not key.endswith(chosen)):
         assert (own[key] - plain[key]).abs().max() > 1e-6, key
+
+
+def test_no_method_is_missing_above_and_the_one_with_another_loss_refuses_it(tmp_path: Path) -> None:
+    ours = {name for name in available() if find(name).server.__module__.startswith("fedloom.")}
+    assert ours - {name.split()[0] for name in METHODS} == {"pfedgp"}
+    with pytest.raises(ExperimentError) as error:
+        run(tmp_path, "pfedgp", OWN)
+    assert tells(str(error.value), "model.name", "loss of its own", "pfedgp")
 
 
 def test_fedavg_is_sgd_on_it(tmp_path: Path) -> None:

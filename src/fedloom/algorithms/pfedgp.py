@@ -337,6 +337,7 @@ PFEDGP = shared_model(
     limits=lambda s, examples: s.sgd.limits(examples),
     shared="body",
     needs_classes=True,
+    own_loss=False,
     unfit=unfit,
     titles={"personal": "pFedGP"},
 )

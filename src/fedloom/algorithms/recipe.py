@@ -233,6 +233,7 @@ def shared_model(
     whole: bool = False,
     needs_head: bool = False,
     needs_features: bool = False,
+    own_loss: bool = True,
     stateful: bool = False,
     needs_classes: bool = False,
     update: type[Update] = Update,
@@ -263,6 +264,8 @@ def shared_model(
         A model of one layer is refused; so it is wherever a part is shared.
     needs_features
         A model without a last layer that has features is refused.
+    own_loss
+        Whether the method trains with the model's loss. If not, a model that has one of its own is refused.
     stateful
         Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
     update
@@ -290,6 +293,11 @@ def shared_model(
                 raise ExperimentError(
                     f"model.name: found a model whose outputs are not those of one linear layer, with {name}, which "
                     "needs what goes into that; allowed: a model whose are"
+                )
+            if task.model.own_loss and not own_loss:
+                raise ExperimentError(
+                    f"model.name: found a model with a loss of its own, with {name}, which trains with another; "
+                    "allowed: a model without one"
                 )
             self._part = part_of(task.model.layout, shared) if whole else slice(None)  # of what is sent
 

@@ -142,6 +142,11 @@ class FlatModel(FlatNetwork):
         """Logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
         return self.forward(self.layout.split(theta), x)
 
+    @property
+    def own_loss(self) -> bool:
+        """Whether it has a loss of its own, other than the cross-entropy."""
+        return type(self).loss is not FlatModel.loss
+
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Loss of each example, ``[b, *input_shape], [b] -> [b]``: here the cross-entropy.
 

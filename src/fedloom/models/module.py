@@ -103,9 +103,14 @@ class ModuleModel(FlatModel):
         """``[b, *input_shape] -> [b, C]`` logits."""
         return self._own()(parameters, x)
 
+    @property
+    def own_loss(self) -> bool:
+        """Whether the module has a ``loss``."""
+        return hasattr(self._module, "loss")
+
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Loss of each example, ``[b]``: the module's own ``loss(logits, y)``, if it has one."""
-        if not hasattr(self._module, "loss"):
+        if not self.own_loss:
             return super().loss(parameters, x, y)
         found: Tensor = self._module.loss(self.forward(parameters, x), y)  # type: ignore[operator]  # a method
         return found
@@ -318,7 +323,12 @@ def _check_outputs(module: nn.Module, x: Tensor, classes: int) -> None:
     if not torch.equal(first, second):
         raise ExperimentError(f"{what} gives other outputs for the same inputs; allowed: nothing drawn at random")
     if hasattr(module, "loss"):
-        losses = module.loss(first, torch.zeros(len(x), dtype=torch.long))  # type: ignore[operator]
+        try:
+            losses = module.loss(first, torch.zeros(len(x), dtype=torch.long))  # type: ignore[operator]
+        except Exception as error:
+            raise ExperimentError(
+                f"{what}.loss(logits, y) failed ({type(error).__name__}: {error}); allowed: a loss of each example"
+            ) from error
         if not isinstance(losses, Tensor) or losses.shape != (len(x),):
             found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ExperimentError(f"{what}.loss gives {found} for {len(x)} examples; allowed: one each, [{len(x)}]")

@@ -20,6 +20,9 @@ from fedloom.errors import DataError
 
 ROWS = 4096
 
+MOST_CHANNELS = 4
+"""Images that are no wider, and have more channels, have their channels last."""
+
 
 def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
     """Read the arrays of a file.
@@ -133,6 +136,7 @@ def examples_of(
                     f"{whose}{prefix}x: found {x.dtype} of shape {list(x.shape)}; allowed: numbers [n, features], or "
                     "pixels from 0 to 255 as uint8, [n, height, width] or [n, channels, height, width]"
                 )
+            _check_channels(x, f"{whose}{prefix}x")
             form = x.shape[1:] if form is None else form
             if x.shape[1:] != form:
                 raise DataError(
@@ -205,6 +209,7 @@ def _form(x: NDArray[Any], own: Own | None, path: Path) -> tuple[Kind, tuple[int
     if own is not None:
         return own.kind, own.input_shape
     if x.ndim == 4 and x.dtype == np.uint8:
+        _check_channels(x, f"{path}: x")
         return "pixels", tuple(int(size) for size in x.shape[1:])
     if x.ndim == 2:
         return "features", (int(x.shape[1]),)
@@ -212,6 +217,14 @@ def _form(x: NDArray[Any], own: Own | None, path: Path) -> tuple[Kind, tuple[int
         f"{path}: x is {x.dtype} of shape {list(x.shape)}; allowed without --experiment: [n, features], or uint8 of "
         "shape [n, channels, height, width]"
     )
+
+
+def _check_channels(x: NDArray[Any], what: str) -> None:
+    if x.ndim == 4 and x.shape[1] > MOST_CHANNELS >= x.shape[3]:
+        raise DataError(
+            f"{what}: found images of shape {list(x.shape[1:])}; allowed: [channels, height, width], as "
+            "x.transpose(0, 3, 1, 2) makes them"
+        )
 
 
 def _labels(
