@@ -1,7 +1,8 @@
 """FedLoom: personalized federated learning on one machine, on Kubernetes, under Kubeflow.
 
 ``run`` runs an experiment and returns it as a :class:`Run`; ``sweep`` runs many, ``load`` opens one that was run,
-``compare`` puts some side by side, ``personalize`` gets a model for a client that a run does not know (docs/python.md).
+``compare`` puts some side by side, ``personalize`` gets a model for a client that a run does not know, and ``fetch``
+fetches a data set (docs/python.md).
 Nothing heavy is imported before it is used.
 """
 
@@ -11,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedloom.api.calls import compare, load, run, sweep
+    from fedloom.api.calls import compare, fetch, load, run, sweep
     from fedloom.api.federated import Federated
     from fedloom.api.run import Comparison, Run, Sweep
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
@@ -32,6 +33,7 @@ __all__ = [
     "Runtime",
     "Sweep",
     "compare",
+    "fetch",
     "load",
     "personalize",
     "personalize_async",
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 _LATER = {
-    **dict.fromkeys(("compare", "load", "run", "sweep"), "fedloom.api.calls"),
+    **dict.fromkeys(("compare", "fetch", "load", "run", "sweep"), "fedloom.api.calls"),
     **dict.fromkeys(("Comparison", "Run", "Sweep"), "fedloom.api.run"),
     **dict.fromkeys(
         ("Data", "Evaluation", "Experiment", "Federation", "OwnData", "Runtime"), "fedloom.experiment.sections"

@@ -16,7 +16,8 @@ from facts import tells
 from safetensors.torch import load_file
 
 import fedloom
-from fedloom.errors import DataError, ExperimentError
+from fedloom.api.keywords import in_keywords
+from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.runner.assemble import make_partition
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
@@ -95,6 +96,7 @@ def test_figures_are_matplotlibs(run: fedloom.Run, tmp_path: Path) -> None:
     figure = run.figure(run.figures[0])
     figure.savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows without pyplot
     with refused(ExperimentError, "figure", "nothing", run.figures[0]):
         run.figure("nothing")
 
@@ -141,7 +143,7 @@ def test_a_finished_run_is_loaded_and_compared(run: fedloom.Run, vowels: dict[st
     other = fedloom.run(vowels, out=tmp_path / "local", report=False, progress=False, algorithm__personalize_steps=5)
     comparison = fedloom.compare([run, other.folder])
     assert set(comparison.table["seen_clients"]) == {12}
-    assert "FedAvg" in str(comparison)
+    assert "FedAvg" in repr(comparison)
     assert len(comparison.pairs)
     with refused(DataError, str(tmp_path / "nowhere")):
         fedloom.load(tmp_path / "nowhere")
@@ -173,3 +175,36 @@ def test_every_name_that_is_offered_is_there() -> None:
         assert getattr(fedloom, name).__doc__
     with pytest.raises(AttributeError):
         _ = fedloom.nothing
+
+
+def test_errors_name_keywords_and_not_options(run: fedloom.Run, vowels: dict[str, Any], tmp_path: Path) -> None:
+    def told(kind: type[Exception], **how: Any) -> str:
+        with pytest.raises(kind) as error:
+            fedloom.run(vowels, progress=False, **how)
+        assert "--" not in str(error.value)
+        return str(error.value)
+
+    assert tells(told(ExperimentError, out=run.folder), "resume=True", "with out")
+    assert "federation.round" in told(ExperimentError, federation__round=3)
+    with refused(ExperimentError, "parallel: found 0"):
+        fedloom.sweep(vowels, seeds="1-2", parallel=0, out=tmp_path / "sweep")
+    error = QuorumError("--out, and", hint="go on with --resume: `fedloom data pack SOURCE --out DIR`")
+    in_keywords(error)
+    assert str(error) == "out, and\n  go on with resume=True: `fedloom data pack SOURCE --out DIR`"
+
+
+def test_one_is_several_of_one_and_other_kinds_are_named(vowels: dict[str, Any], tmp_path: Path) -> None:
+    with refused(ExperimentError, "'tensorbord'", "tensorboard"):
+        fedloom.run(vowels, track="tensorbord", out=tmp_path / "run")
+    for values in (0.1, "0.1"):
+        with refused(ExperimentError, "grid['algorithm.local.lr']", "0.1", "list"):
+            fedloom.sweep(vowels, grid={"algorithm.local.lr": values}, out=tmp_path / "sweep")  # type: ignore[dict-item]
+    with refused(ExperimentError, "seeds", "3"):
+        fedloom.sweep(vowels, seeds=3, out=tmp_path / "sweep")  # type: ignore[arg-type]
+
+
+def test_what_has_been_fetched_is_found(vowels: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    root = vowels["data"]["root"]
+    assert fedloom.fetch("vowel", root) == Path(root) / "datasets" / "vowel"
+    with refused(ExperimentError, "'vowels'", "vowel"):
+        fedloom.fetch("vowels", root)

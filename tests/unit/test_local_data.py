@@ -100,6 +100,7 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ({"a": ([[1, 2], [3]], [0, 1])}, None, ("client a: x", "one length")),
         ({"a": {"train_x": X, "train_y": Y}}, None, ("client a", "train_x", "test_x")),
         ({"a": (X[:0], Y[:0])}, None, ("0 examples",)),
+        ({"a": (np.zeros((6, 8, 8, 3), np.uint8), Y)}, None, ("client a: x", "[8, 8, 3]", "transpose(0, 3, 1, 2)")),
     ],
 )
 def test_bad_arrays_are_named(clients: Any, classes: Any, said: tuple[str, ...], tmp_path: Path) -> None:
@@ -146,8 +147,13 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path) -> None:
         fedloom.Federated.from_frame(good, label="kind", scheme={"scheme": "iid", "clients": 2}, root=tmp_path)
     hole = good.copy()
     hole.loc[3, "age"] = float("nan")
-    with refused(DataError, "client ann", "nan"):
+    with refused(DataError, "column 'age'", "nan", "row 3"):
         fedloom.Federated.from_frame(hole, client="hospital", label="kind", root=tmp_path)
+    with refused(DataError, "column 'age'", "nan", "row 3", "and 1 more"):
+        whole = good.assign(age=pandas.array([None if row in (3, 5) else 1 for row in range(len(good))], dtype="Int64"))
+        fedloom.Federated.from_frame(whole, client="hospital", label="kind", root=tmp_path)
+    with refused(DataError, "dict", "DataFrame"):
+        fedloom.Federated.from_frame({"age": [1]}, client="age", label="kind", root=tmp_path)  # type: ignore[arg-type]
     good.to_csv(tmp_path / "t.csv", index=False)
     sections: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"dataset": "table"}, ("data.source", "missing")),
@@ -232,3 +238,10 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
         fedloom.Federated.from_torchvision(Pictures(turned), scheme, root=tmp_path)
     with refused(ExperimentError, "data.partition"):
         of(TASK, data=fedloom.Federated.from_torchvision(Pictures(), {"scheme": "odd"}, root=tmp_path))
+
+
+def test_what_is_wrong_with_the_section_is_named_when_it_is_opened(tmp_path: Path) -> None:
+    with refused(ExperimentError, "unseen_fracton", "did you mean unseen_fraction?"):
+        fedloom.Federated.from_arrays(people(), root=tmp_path, unseen_fracton=0.2).open()
+    with refused(ExperimentError, "partition.scheme", '"dirichlt"', "did you mean dirichlet?"):
+        fedloom.Federated.from_arrays(people(), root=tmp_path, partition={"scheme": "dirichlt"}).open()

@@ -1,4 +1,4 @@
-"""``fedloom.run``, ``sweep``, ``load`` and ``compare``: the whole of FedLoom as four functions."""
+"""``fedloom.run``, ``sweep``, ``load``, ``compare`` and ``fetch``: what one does with FedLoom, as functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.api.keywords import in_keywords, with_keywords
 from fedloom.api.run import Comparison, Run, Sweep
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fedloom.runner.sweep import SweepObserver
 
 
+@with_keywords
 def run(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
@@ -27,11 +29,11 @@ def run(
     resume: bool = False,
     replay: str | Path | None = None,
     partition: str | Path | None = None,
-    packed: Iterable[str | Path] = (),
-    observe: Iterable[str | Path] = (),
+    packed: str | Path | Iterable[str | Path] = (),
+    observe: str | Path | Iterable[str | Path] = (),
     publish: str | None = None,
     report: bool = True,
-    track: Iterable[str] = (),
+    track: str | Iterable[str] = (),
     progress: bool | RunObserver = True,
     **overrides: Any,
 ) -> Run:
@@ -104,6 +106,7 @@ def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunO
     return Run(found.folder)
 
 
+@with_keywords
 def sweep(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
@@ -114,11 +117,11 @@ def sweep(
     out: str | Path | None = None,
     resume: bool = False,
     partition: str | Path | None = None,
-    packed: Iterable[str | Path] = (),
-    observe: Iterable[str | Path] = (),
+    packed: str | Path | Iterable[str | Path] = (),
+    observe: str | Path | Iterable[str | Path] = (),
     publish: str | None = None,
     report: bool = True,
-    track: Iterable[str] = (),
+    track: str | Iterable[str] = (),
     progress: bool = True,
     **overrides: Any,
 ) -> Sweep:
@@ -157,15 +160,22 @@ def sweep(
 
     axes = []
     for key, values in (grid or {}).items():
+        if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+            raise ExperimentError(f"grid[{key!r}]: found {values!r}; allowed: a list of values")
         found = ",".join(experiments.as_yaml(plain(value, f"grid[{key!r}]")) for value in values)
         axes.append(f"{key.replace('__', '.')}={found}")
+    if not isinstance(seeds, str | Iterable | None):
+        raise ExperimentError(f"seeds: found {seeds!r}; allowed: [1, 2, 3], or '1-3'")
     asked = seeds if seeds is None or isinstance(seeds, str) else ",".join(map(str, seeds))
     if asked is None and not axes:
         raise ExperimentError("sweep: found neither grid nor seeds; allowed: one of them, or both")
     e = experiments.of(experiment, **with_module(overrides))
     points = experiments.points(e, (), asked, axes)
     options = _options(out, resume, partition, packed, observe, publish, report, track, None)
-    return carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
+    done = carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
+    for error in done.failures.values():
+        in_keywords(error)
+    return done
 
 
 def carry_out_sweep(
@@ -182,6 +192,7 @@ def carry_out_sweep(
     return Sweep(folder, done, failures)
 
 
+@with_keywords
 def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
     """Return a run, finished or not, from its folder or from the URL where it is published.
 
@@ -205,6 +216,7 @@ def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
     return run
 
 
+@with_keywords
 def compare(runs: Iterable[Run | Sweep | str | Path]) -> Comparison:
     """Put finished runs side by side; runs that differ in the seed alone are one row.
 
@@ -226,6 +238,30 @@ def compare(runs: Iterable[Run | Sweep | str | Path]) -> Comparison:
     return Comparison(folders)
 
 
+@with_keywords
+def fetch(name: str, root: str | Path | None = None) -> Path:
+    """Fetch a data set, and return its folder; what is there already is only checked.
+
+    Parameters
+    ----------
+    name
+        Such as ``fashion-mnist`` (docs/data-sources.md).
+    root
+        Folder for data; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
+
+    Raises
+    ------
+    DataError
+        If there is no data set of that name, or it cannot be had: what was tried, and what to do.
+    """
+    from fedloom.api.progress import progress
+    from fedloom.data import sources
+
+    source = sources.find(name)
+    with progress(bytes_counted=True) as tell:
+        return sources.fetch(source, root, on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total))
+
+
 def with_module(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides in which a model that is an ``nn.Module`` is named; only this process has it, which then does all."""
     if isinstance(overrides.get("model"), Mapping | str | None) or hasattr(overrides["model"], "model_dump"):
@@ -240,11 +276,11 @@ def _options(
     out: str | Path | None,
     resume: bool,
     partition: str | Path | None,
-    packed: Iterable[str | Path],
-    observe: Iterable[str | Path],
+    packed: str | Path | Iterable[str | Path],
+    observe: str | Path | Iterable[str | Path],
     publish: str | None,
     report: bool,
-    track: Iterable[str],
+    track: str | Iterable[str],
     replay: str | Path | None,
 ) -> RunOptions:
     from fedloom.runner.options import RunOptions
@@ -254,13 +290,17 @@ def _options(
         resume=resume,
         replay=None if replay is None else Path(replay),
         partition=None if partition is None else str(partition),
-        data=tuple(map(Path, packed)),
-        observe=tuple(map(Path, observe)),
+        data=tuple(map(Path, _several(packed))),
+        observe=tuple(map(Path, _several(observe))),
         publish=publish,
         report=report,
-        track=tuple(track),
+        track=tuple(map(str, _several(track))),
         signals=True,
     )
+
+
+def _several(one_or_more: str | Path | Iterable[str | Path]) -> Iterable[str | Path]:
+    return [one_or_more] if isinstance(one_or_more, str | Path) else one_or_more
 
 
 def _sweep_watch(*, choosing: bool) -> SweepObserver:

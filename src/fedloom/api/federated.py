@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.api.frames import pandas
 from fedloom.errors import DataError, ExperimentError
 
 if TYPE_CHECKING:
@@ -151,6 +153,10 @@ class Federated:
         DataError
             If a column is missing, or holds no numbers, or a value is missing: the column and the row.
         """
+        import numpy as np
+
+        if not isinstance(frame, pandas("from_frame").DataFrame):
+            raise DataError(f"frame: found a {type(frame).__name__}; allowed: a DataFrame of pandas")
         columns = [str(name) for name in frame.columns]
         for option, name in (("label", label), ("client", client)):
             if name is not None and name not in columns:
@@ -161,6 +167,14 @@ class Federated:
         for name in features:
             if frame[name].dtype.kind not in "iufb":
                 raise DataError(f"column {name!r}: found {frame[name].dtype}; allowed: numbers, or a frame without it")
+            values = frame[name].to_numpy(dtype="float64", na_value=math.nan)
+            wrong = [int(place) for place in np.flatnonzero(~np.isfinite(values))]
+            if wrong:
+                others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                raise DataError(
+                    f"column {name!r}: found {values[wrong[0]]} in row {frame.index[wrong[0]]!r}{others}; allowed: a "
+                    "finite number"
+                )
         for name in (label, *([] if client is None else [client])):
             if (missing := frame.index[frame[name].isna()].tolist())[:1]:
                 raise DataError(f"column {name!r}: found no value in row {missing[0]!r}; allowed: one in each row")
@@ -201,13 +215,22 @@ class Federated:
         Raises
         ------
         ExperimentError
-            If the scheme cannot be met with these data.
+            If a key is unknown, or the scheme cannot be met with these data.
         """
+        from pydantic import ValidationError
+
         from fedloom.experiment.loading import plain
         from fedloom.experiment.sections import Data
+        from fedloom.experiment.validation_errors import explain, listing
         from fedloom.runner.assemble import make_data
 
-        return make_data(Data.model_validate(plain(self.section, "data")), seed)
+        section = plain(self.section, "data")
+        try:
+            data = Data.model_validate(section)
+        except ValidationError as error:
+            mistakes = explain(error, Data.model_json_schema(), section)
+            raise ExperimentError(listing("data", mistakes, {})) from None
+        return make_data(data, seed)
 
     def __repr__(self) -> str:
         """Say where it is kept, and how it is dealt out."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fedloom.api.frames import of_csv, of_lines
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.words import counted
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class Sweep(Sequence[Run]):
         Why runs failed, by the names of their folders.
     """
 
-    def __init__(self, folder: Path, runs: Sequence[Run], failures: Mapping[str, Exception]) -> None:
+    def __init__(self, folder: Path, runs: Sequence[Run], failures: Mapping[str, FedloomError]) -> None:
         self.folder = folder
         self.failures = dict(failures)
         self._runs = tuple(runs)
@@ -357,7 +357,7 @@ class Comparison:
         write_comparison(self._comparison, Path(folder))
         return Path(folder) / PAGE
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Show what each client would get, as text."""
         from fedloom.reporting.compare_tables import as_text, headings
 

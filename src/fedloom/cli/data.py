@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.progress import progress
+from fedloom.api.progress import progress
 
 if TYPE_CHECKING:
     from fedloom.data.sources import Official, Source

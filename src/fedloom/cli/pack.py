@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.progress import progress
+from fedloom.api.progress import progress
 
 
 def pack(

@@ -1,11 +1,13 @@
-"""How long work shows that it moves: a bar with ETA on a terminal, plain lines elsewhere; always on standard error."""
+"""How long work shows that it moves: a bar with ETA on a terminal or in a notebook, else lines on standard error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
-import typer
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Tell = Callable[[str, float, float | None], None]
 """Called with what is being done, how much of it is done, and out of how much (None where that is not known)."""
@@ -31,28 +33,36 @@ def progress(*, bytes_counted: bool = False) -> Iterator[Tell]:
         TimeRemainingColumn,
     )
 
+    from fedloom.api.watch import Page
+
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines()
+    if not console.is_terminal and not console.is_jupyter:
+        yield _lines(console)
         return
     amount: ProgressColumn = DownloadColumn() if bytes_counted else MofNCompleteColumn()
-    with Progress(
+    bar = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(), amount, TimeRemainingColumn(), console=console
-    ) as bar:
-        task = bar.add_task("", total=None)
-        doing = ""
+    )
+    page = Page() if console.is_jupyter else None
+    task = bar.add_task("", total=None)
+    doing = ""
 
-        def tell(what: str, done: float, total: float | None) -> None:
-            nonlocal doing
-            if what != doing:
-                doing = what
-                bar.reset(task, description=what)
-            bar.update(task, completed=done, total=total)
+    def tell(what: str, done: float, total: float | None) -> None:
+        nonlocal doing
+        if what != doing:
+            doing = what
+            bar.reset(task, description=what)
+        bar.update(task, completed=done, total=total)
+        if page is not None:
+            page.show(bar)
 
+    with bar if page is None else nullcontext():
         yield tell
+    if page is not None and doing:
+        page.show(bar, now=True)
 
 
-def _lines() -> Tell:
+def _lines(console: Console) -> Tell:
     """One line for each new thing that is done."""
     doing = ""
 
@@ -60,6 +70,6 @@ def _lines() -> Tell:
         nonlocal doing
         if what != doing:
             doing = what
-            typer.echo(what, err=True)
+            console.print(what, markup=False, highlight=False, soft_wrap=True)
 
     return tell
