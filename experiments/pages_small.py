@@ -52,11 +52,13 @@ def _validation(runs: Runs, folder: str, size: str) -> float:
     )
 
 
-WGA_COLUMNS = ("step_size", "simulated_loss", "exact_loss", "simulated", "exact")
+MEANS = ("alone", "known", "harmonic", "constant", "estimated", "bc")
+NOISES = ("alone", "wga", "bc", "bc_biased", "gain")
+WGA_COLUMNS = ("step_size", "simulated_loss", "exact_loss", "simulated", "exact", *dict.fromkeys((*MEANS, *NOISES)))
 
 
 def wga(runs: Runs) -> Iterator[str]:
-    """Figures 1, 2, 4 and 5 of papers/004 in numbers."""
+    """Figures 1, 2, 4 and 5 of papers/004 in numbers, its mean estimation, and its relaxed noise."""
     ratios = (0.0001, 0.001, 0.01, 0.1, 1.0)
     rows = [(str(n), *(f"{speedup(n, r):.1f}" for r in ratios)) for n in (1, 10, 100, 1000)]
     yield table(("N", *(f"r = {r:g}" for r in ratios)), rows)
@@ -75,6 +77,14 @@ def wga(runs: Runs) -> Iterator[str]:
     for figure, symbol in (("4", "ζ"), ("5", "N")):
         rows = [(name.removeprefix(f"{symbol} = "), *(five(line, q) for q in both)) for name, line in ends(figure)]
         yield table((symbol, *both), rows, left=3)
+    rows = [(*name.split("/"), *(five(line, q) for q in MEANS)) for name, line in ends("mean")]
+    shown = ("Alone", "α known", "WGA, η = 1/(t + 1)", "WGA, constant η", "α estimated", "BC")
+    yield table(("N", "ζ", *shown), rows, left=2)
+    rows = [
+        (m, *(five(line, q) for q in NOISES[:-1]), f"{line['alone'] / line['wga']:.0f}", f"{line['gain']:.0f}")
+        for m, line in ends("noise")
+    ]
+    yield table(("M", "Alone", "WGA, ζ = 0", "BC, ζ = 0", "BC, ζ = 2", "gain of WGA", "by the bound"), rows)
 
 
 def losses(runs: Runs) -> Figure:

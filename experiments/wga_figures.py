@@ -1,4 +1,4 @@
-"""Figures 1-5 of papers/004 in shape: the noisy quadratic model in one dimension, many runs at once.
+"""Figures 1-5 of papers/004 in shape, its mean estimation and its Appendix A: one dimension, many runs at once.
 
     OMP_NUM_THREADS=1 python experiments/wga_figures.py [--out docs/results/wga.csv]
 
@@ -29,7 +29,10 @@ POINTS = 40
 
 @dataclass(frozen=True)
 class Setting:
-    """One method on f_i(x) = (x - m_i)²/2, m_0 = 0, gradients with noise of variance σ²; β is None for WGA."""
+    """One method on f_i(x) = (x - m_i)²/2, m_0 = 0; β is None for WGA.
+
+    Every user's gradient has noise of variance σ² + M x² (``noise`` and ``growth``; Appendix A of the paper).
+    """
 
     helpers: int = 100
     bias: float = 2.0
@@ -39,11 +42,12 @@ class Setting:
     step_size: float = 0.01
     steps: int = 4000
     start: float = -1.0
+    growth: float = 0.0
 
     @property
     def problem(self) -> Problem:
         """As theory has it."""
-        return Problem(self.helpers, self.bias**2, self.noise)
+        return Problem(self.helpers, self.bias**2, self.noise, growth=self.growth)
 
     def exact(self) -> list[float]:
         """E F(x_t), t = 0 ... T."""
@@ -63,7 +67,7 @@ def simulate(s: Setting, seed: int = 0, runs: int = RUNS) -> Tensor:
     c = torch.zeros_like(x)
     losses = [x.square().mean() / 2]
     for _ in range(s.steps):
-        noise = math.sqrt(s.noise) * torch.randn(2, runs, generator=random, dtype=torch.float64)
+        noise = (s.noise + s.growth * x.square()).sqrt() * torch.randn(2, runs, generator=random, dtype=torch.float64)
         own, helpers = x + noise[0], x + s.bias + noise[1] / math.sqrt(s.helpers)
         x = x - s.step_size * weighted_gradient(own, helpers, s.alpha, c)
         if s.beta is not None:
@@ -111,6 +115,74 @@ def curves() -> Iterator[Run]:
         s = replace(base, helpers=helpers, beta=beta, alpha=alpha, bias=0.1, steps=8000)
         name = f"5/{helpers}, best α = {alpha:.3f}, β = 0.2 η/N"
         yield (Evaluation(name, "", {}, s.steps, None, {"step_size": s.step_size, "exact": floor(s)}, {}),)
+    for helpers, bias in MEANS:
+        yield measured(f"mean/{helpers}/{bias:g}", mean_estimation(helpers, bias))
+    for growth in (0.0, 1.0, 10.0, 50.0):
+        yield measured(f"noise/{growth:g}", relaxed(growth))
+
+
+MEANS = [(helpers, bias) for helpers in (1, 20) for bias in (0.0, 0.1, 0.3, 1.0, 3.0)]
+SAMPLES, SAMPLE_NOISE = 100, 10.0
+
+
+def mean_estimation(helpers: int, bias: float, runs: int = 100_000) -> dict[str, float]:
+    """E F of estimates of m_0 from 100 samples of each user, alone and by averaging with the helpers' (papers/004, §4).
+
+    ``alone``, ``known`` (the best weight for known σ and ζ) and ``constant`` (WGA with a constant step size, both
+    tuned) are exact; ``harmonic`` (WGA with that weight and η_t = 1/(t + 1)), ``estimated`` (the weight with s² for σ²
+    and the squared distance of the sample means for ζ²) and ``bc`` (η_t = β_t = 1/(t + 1), α = N/(N + 1)) are
+    simulated.
+    """
+    p = Problem(helpers, bias**2, SAMPLE_NOISE)
+    alpha = collaboration.optimal_alpha(p, 1 / SAMPLES)
+    random = torch.Generator().manual_seed(0)
+    x, y, c, own_sum, own_squares, helpers_sum = torch.zeros(6, runs, dtype=torch.float64)
+    for t in range(SAMPLES):
+        drawn = torch.randn(2, runs, generator=random, dtype=torch.float64) * math.sqrt(SAMPLE_NOISE)
+        own, average = drawn[0], bias + drawn[1] / math.sqrt(helpers)
+        own_sum, own_squares, helpers_sum = own_sum + own, own_squares + own.square(), helpers_sum + average
+        x = x - weighted_gradient(x - own, x - average, alpha) / (t + 1)
+        y_own, y_average = y - own, y - average
+        y = y - weighted_gradient(y_own, y_average, helpers / (helpers + 1), c) / (t + 1)
+        c = next_bias(c, y_own, y_average, 1 / (t + 1))
+    mean, others = own_sum / SAMPLES, helpers_sum / SAMPLES
+    variance = (own_squares - SAMPLES * mean.square()) / (SAMPLES - 1) / SAMPLES
+    weight = variance / (variance * (1 + 1 / helpers) + (others - mean).square())
+    start = math.sqrt(SAMPLE_NOISE)  # a sample's distance from m_0, on either side
+    constant = min(
+        sum(collaboration.quadratic_losses(p, 1.0, a / 50, None, eta, SAMPLES, x0)[-1] for x0 in (start, -start)) / 2
+        for eta in (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1)
+        for a in range(51)
+    )
+    return {
+        "alone": collaboration.mean_estimation_loss(p, 0.0, SAMPLES),
+        "known": collaboration.mean_estimation_loss(p, alpha, SAMPLES),
+        "harmonic": float(x.square().mean()) / 2,
+        "constant": constant,
+        "estimated": float((mean + weight * (others - mean)).square().mean()) / 2,
+        "bc": float(y.square().mean()) / 2,
+    }
+
+
+def relaxed(growth: float) -> dict[str, float]:
+    """The exact loss after long, with noise of variance σ² + M‖∇f_0‖²: alone, WGA without bias, BC with two biases.
+
+    Each with the α that is best for it without M, at the same step size; ``gain`` is what the bounds say of WGA.
+    """
+    s = Setting(alpha=0.0, beta=None, growth=growth, steps=20_000)
+    unbiased = replace(s, bias=0.0, alpha=s.helpers / (s.helpers + 1))
+    beta = 0.2 * s.step_size / s.helpers
+    corrected = replace(s, beta=beta, alpha=collaboration.optimal_alpha_bc(s.problem, s.step_size, beta), steps=800_000)
+    ends = [replace(corrected, bias=bias).exact()[-1] for bias in (0.0, 2.0)]
+    p = unbiased.problem
+    floors = [collaboration.wga_floor(p, a, s.step_size) for a in (0.0, collaboration.optimal_alpha(p, s.step_size))]
+    found = (s.exact()[-1], unbiased.exact()[-1], *ends, floors[0] / floors[1])
+    return dict(zip(("alone", "wga", "bc", "bc_biased", "gain"), found, strict=True))
+
+
+def measured(name: str, values: dict[str, float]) -> Run:
+    """One line."""
+    return (Evaluation(name, "", {}, 0, None, {key: float(f"{value:.6g}") for key, value in values.items()}, {}),)
 
 
 def best_unknowing() -> str:

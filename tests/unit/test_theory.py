@@ -15,6 +15,8 @@ from fedloom.theory.collaboration import (
     bc_bound,
     bc_bound_pl,
     bc_step_size,
+    descent,
+    mean_estimation_loss,
     optimal_alpha,
     optimal_alpha_bc,
     optimal_alpha_oracle,
@@ -38,10 +40,14 @@ def exact_floor(s: Setting) -> float:
     return replace(s, steps=4000).exact()[-1]
 
 
-@pytest.mark.parametrize("beta", [None, 0.02, 0.3])
-@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
-def test_the_moments_on_a_quadratic_are_those_of_the_algorithms_updates(alpha: float, beta: float | None) -> None:
-    s = replace(QUICK, alpha=alpha, beta=beta)
+@pytest.mark.parametrize(
+    ("alpha", "beta", "growth"),
+    [*((alpha, beta, 0.0) for alpha in (0.0, 0.7, 1.0) for beta in (None, 0.02, 0.3)), (0.7, 0.3, 3.0)],
+)
+def test_the_moments_on_a_quadratic_are_those_of_the_algorithms_updates(
+    alpha: float, beta: float | None, growth: float
+) -> None:
+    s = replace(QUICK, alpha=alpha, beta=beta, growth=growth)
     simulated = simulate(s, seed=1, runs=20_000)[::50]
     torch.testing.assert_close(simulated, torch.tensor(s.exact()[::50], dtype=torch.float64), rtol=0.05, atol=1e-3)
 
@@ -82,12 +88,14 @@ def test_without_bias_the_best_weights_divide_the_variance_by_n_plus_one(helpers
 @pytest.mark.parametrize("helpers", [1, 20])
 @pytest.mark.parametrize("bias", [0.0, 0.01, 1.0])
 @pytest.mark.parametrize("scaling", [0.0, 0.5, 3.0])
-def test_the_best_alpha_minimizes_the_bound(helpers: int, bias: float, scaling: float) -> None:
-    p = Problem(helpers, bias, 2.0, 4.0, 0.5, scaling)
-    allowed = [alpha for alpha in GRID if alpha**2 * scaling < 1]
+@pytest.mark.parametrize("growth", [0.0, 1.5])
+def test_the_best_alpha_minimizes_the_bound(helpers: int, bias: float, scaling: float, growth: float) -> None:
+    p = Problem(helpers, bias, 2.0, 4.0, 0.5, scaling, growth=growth)
+    noise = [0.4 * weighted_variance(alpha, growth, helpers) for alpha in GRID]
+    allowed = [alpha for alpha, grown in zip(GRID, noise, strict=True) if alpha**2 * scaling + grown < 1]
     best = min(allowed, key=lambda alpha: wga_floor(p, alpha, 0.1))
     assert optimal_alpha(p, 0.1) == pytest.approx(best, abs=1e-3)
-    if scaling == 0:
+    if scaling == growth == 0:
         gain = wga_floor(p, 0.0, 0.1) / wga_floor(p, optimal_alpha(p, 0.1), 0.1)
         assert gain == pytest.approx(speedup(helpers, relative_bias(p, 0.1)))
 
@@ -155,43 +163,76 @@ def test_linear_speedup_of_bias_correction_where_beta_falls_with_n() -> None:
     assert gain(50, 0.05) < 1.5 * gain(10, 0.05)
 
 
+@pytest.mark.parametrize("helpers", [1, 20])
+@pytest.mark.parametrize("bias", [0.0, 0.3, 3.0])
+def test_mean_estimation_is_wga_with_harmonic_steps(helpers: int, bias: float) -> None:
+    p, samples = Problem(helpers, bias**2, 4.0), 25
+    alpha = optimal_alpha(p, 1 / samples)
+    best = min(GRID, key=lambda a: mean_estimation_loss(p, a, samples))
+    assert alpha == pytest.approx(best, abs=1e-3)
+    random = torch.Generator().manual_seed(0)
+    drawn = 2 * torch.randn(samples, 2, 20_000, generator=random, dtype=torch.float64)
+    own, average = drawn[:, 0], bias + drawn[:, 1] / math.sqrt(helpers)
+    x = torch.full((20_000,), 7.0, dtype=torch.float64)  # wherever it starts: the first step has size 1
+    for t in range(samples):
+        x = x - figures.weighted_gradient(x - own[t], x - average[t], alpha) / (t + 1)
+    torch.testing.assert_close(x, (1 - alpha) * own.mean(0) + alpha * average.mean(0))
+    assert float(x.square().mean()) / 2 == pytest.approx(mean_estimation_loss(p, alpha, samples), rel=0.03)
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.5])
 @pytest.mark.parametrize("beta", [0.02, 0.2, 1.0])
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 @pytest.mark.parametrize("steps", [1, 10, 300])
-def test_bounds_hold_on_quadratics(alpha: float, beta: float, steps: int) -> None:
+def test_bounds_hold_on_quadratics(alpha: float, beta: float, steps: int, growth: float) -> None:
     """L = μ = h, δ = 0; the gradient is h z."""
     h, eta, start = 0.8, 0.5, -2.0
-    p = Problem(5, 1.5, 2.0, h, h)
+    p = Problem(5, 1.5, 2.0, h, h, growth=growth)
     excess = h * start**2 / 2
     wga = quadratic_losses(p, h, alpha, None, eta, steps, start)
     assert wga[-1] <= wga_bound_pl(p, alpha, eta, steps, excess)
     assert 2 * h * sum(wga[:-1]) / steps <= wga_bound(p, alpha, eta, steps, excess)
     bc = quadratic_losses(p, h, alpha, beta, eta, steps, start)
-    assert bc[-1] <= bc_bound_pl(p, alpha, beta, eta, steps, excess, p.bias)
+    if growth == 0:
+        assert bc[-1] <= bc_bound_pl(p, alpha, beta, eta, steps, excess, p.bias)
     assert 2 * h * sum(bc[:-1]) / steps <= bc_bound(p, alpha, beta, eta, steps, excess, p.bias)
     unbiased = quadratic_losses(replace(p, bias=0.0), h, alpha, None, eta, steps, start)
     assert unbiased[-1] <= oracle_bound_pl(p, alpha, eta, steps, excess, 0.0)
 
 
-def test_the_bound_with_unlike_hessians_holds_in_simulation() -> None:
+@pytest.mark.parametrize("growth", [0.0, 0.15])
+def test_the_bound_with_unlike_hessians_holds_in_simulation(growth: float) -> None:
     """f_0 = x²/2, f_avg = (1 + δ) (x - m)²/2: B(x) = δx - (1 + δ) m."""
     delta, m, alpha, beta, noise, helpers, steps = 0.5, 1.0, 0.8, 0.3, 1.0, 10, 400
-    p = Problem(helpers, 0.0, noise, dissimilarity=delta)
+    p = Problem(helpers, 0.0, noise, dissimilarity=delta, growth=growth)
     eta = min(bc_step_size(p, alpha, beta), beta / 2)
     random = torch.Generator().manual_seed(0)
     x, c = torch.full((4000,), -2.0, dtype=torch.float64), torch.zeros(4000, dtype=torch.float64)
     start, squares = float(x[0]), 0.0
     for _ in range(steps):
         squares += float(x.square().mean()) / steps
-        n = torch.randn(2, 4000, generator=random, dtype=torch.float64) * math.sqrt(noise)
+        n = torch.randn(2, 4000, generator=random, dtype=torch.float64) * (noise + growth * x.square()).sqrt()
         own, average = x + n[0], (1 + delta) * (x - m) + n[1] / math.sqrt(helpers)
         x = x - eta * figures.weighted_gradient(own, average, alpha, c)
         c = figures.next_bias(c, own, average, beta)
     excess, bias = start**2 / 2, (delta * start - (1 + delta) * m) ** 2
     assert squares <= bc_bound(p, alpha, beta, eta, steps, excess, bias)
+    if growth:
+        with pytest.raises(ValueError, match=r"growth: found 0\.15, allowed: 0"):
+            bc_bound_pl(p, alpha, beta, eta, steps, excess, bias)
+        return
     assert float(x.square().mean()) / 2 <= bc_bound_pl(p, alpha, beta, eta, steps, excess, bias)
     with pytest.raises(ValueError, match=r"step_size: found 0\.9, allowed: above 0 and at most"):
         bc_bound(p, alpha, beta, 0.9, steps, excess, bias)
+
+
+def test_noise_that_grows_takes_from_the_descent_and_too_much_is_refused() -> None:
+    p = Problem(4, 1.0, 1.0, 2.0, 1.0, 0.5, growth=3.0)
+    assert descent(p, 0.5, 0.1) == pytest.approx(1 - 0.25 * 0.5 - 0.2 * 3 * (0.25 + 0.0625))
+    with pytest.raises(ValueError, match=r"step_size: found 0\.5, allowed: below 0\.46"):
+        wga_floor(p, 0.5, 0.5)
+    with pytest.raises(ValueError, match=r"growth: found 3, allowed: below 2\.66667"):
+        bc_bound(p, 0.5, 1.0, 0.1, 10, 1.0, 1.0)
 
 
 def test_what_is_no_problem_is_refused() -> None:

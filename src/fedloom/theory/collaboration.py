@@ -5,13 +5,14 @@ and the constants are ours; every step is in docs/theory.md, "Collaboration".
 
 User 0 minimizes f_0 with N helpers. A1: f_0 is L-smooth. A2: ‖∇f_0(x)‖² ≥ 2μ F(x), with F = f_0 - min f_0. A3:
 ‖B(x) - B(y)‖ ≤ δ‖x - y‖ with B = ∇f_avg - ∇f_0. A4: ‖B(x)‖² ≤ m‖∇f_0(x)‖² + ζ². A5: every user's gradient has variance
-σ², independently of the others'. ``excess`` is F at the start.
+at most σ² + M‖∇f_0(x)‖² (Appendix A; M = 0 in the main text), independently of the others'. ``excess`` is F at the
+start.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Problem:
         m of A4.
     dissimilarity
         δ of A3.
+    growth
+        M of Appendix A's A5, the part of the variance that grows with ‖∇f_0‖².
     """
 
     helpers: float
@@ -45,6 +48,7 @@ class Problem:
     pl: float = 1.0
     scaling: float = 0.0
     dissimilarity: float = 0.0
+    growth: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no problem.
@@ -58,7 +62,7 @@ class Problem:
             raise ValueError(f"helpers: found {self.helpers}, allowed: above 0")
         if not 0 < self.pl <= self.smoothness:
             raise ValueError(f"pl: found {self.pl}, allowed: above 0 and at most smoothness, {self.smoothness}")
-        for name in ("bias", "noise", "scaling", "dissimilarity"):
+        for name in ("bias", "noise", "scaling", "dissimilarity", "growth"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: found {getattr(self, name)}, allowed: 0 or more")
 
@@ -91,18 +95,29 @@ def relative_bias(p: Problem, step_size: float) -> float:
 def optimal_alpha(p: Problem, step_size: float) -> float:
     """The α that minimizes :func:`wga_floor`: papers/004, "Speedup over training alone", with our constants.
 
-    With A = L η σ² and D = A/N + ζ² it is the smaller root of m A α² - (A (1 + m) + D) α + A = 0. For m = 0 this is
-    1/(1 + 1/N + r), r = :func:`relative_bias`; without bias N/(N + 1).
+    With A = L η σ², D = A/N + ζ² and q = m A - L η M ζ² it is the smaller root of q α² - (A + D + q) α + A = 0. For
+    m = M = 0 this is 1/(1 + 1/N + r), r = :func:`relative_bias`; without bias and m N/(N + 1), whatever M is.
     """
     a = p.smoothness * step_size * p.noise
     if a == 0:
         return 0.0  # nothing to reduce: any collaboration could only add bias
-    b = a * (1 + p.scaling) + a / p.helpers + p.bias
-    return 2 * a / (b + math.sqrt(b * b - 4 * p.scaling * a * a))
+    growing = p.smoothness * step_size * p.growth * p.bias
+    b = a * (1 + p.scaling) + a / p.helpers + p.bias - growing
+    return 2 * a / (b + math.sqrt(b * b - 4 * (p.scaling * a - growing) * a))
+
+
+def mean_estimation_loss(p: Problem, alpha: float, samples: int) -> float:
+    """E F of (1 - α) x̄_0 + α x̄_avg: ((1 - α)² σ²/T + α² (σ²/(N T) + ζ²))/2, T samples of each user (papers/004, §4).
+
+    f_i(x) = E(x - s_i)²/2, so that F is half the squared error of m_0. It is model averaging as Grimberg et al. study
+    it (arXiv 2110.12946), and what WGA with η_t = 1/(t + 1) comes to. Its best weight, for known σ and ζ, is
+    :func:`optimal_alpha` at η = 1/T.
+    """
+    return (weighted_variance(alpha, p.noise, p.helpers) / samples + alpha**2 * p.bias) / 2
 
 
 def speedup(helpers: float, relative: float) -> float:
-    """:func:`wga_floor` of training alone over that with the best α, for m = 0: 1 + N/(1 + N r).
+    """:func:`wga_floor` of training alone over that with the best α, for m = M = 0: 1 + N/(1 + N r).
 
     N + 1 without bias (linear speedup); 1 + 1/r however many helpers there are, with bias (papers/004, Figure 1). It is
     a ratio of bounds: without bias that of the losses, too, which with bias may be half of it (docs/theory.md).
@@ -140,17 +155,26 @@ def optimal_beta(p: Problem, steps: int) -> float:
 # --- Theorem 1 and 2 --------------------------------------------------------------------------------------------------
 
 
-def wga_floor(p: Problem, alpha: float, step_size: float, oracle: float = 0.0) -> float:
-    """α² ζ² + L η σ²(α), over 1 - α² m: 2μ times the loss at which WGA stops improving (Theorem 1, PL case).
+def descent(p: Problem, alpha: float, step_size: float) -> float:
+    """1 - α² m - L η M ((1 - α)² + α²/N): what bias and noise that grow with ‖∇f_0‖² leave of a step's descent.
 
     Raises
     ------
     ValueError
-        If α² m ≥ 1: nothing is known then.
+        If nothing is left: no bound is known then.
     """
-    left = 1 - alpha**2 * p.scaling
-    if left <= 0:
+    if alpha**2 * p.scaling >= 1:
         raise ValueError(f"alpha: found {alpha}, allowed: below {1 / math.sqrt(p.scaling):g} = 1/√m")
+    left = 1 - alpha**2 * p.scaling
+    growing = p.smoothness * weighted_variance(alpha, p.growth, p.helpers)
+    if step_size * growing >= left:
+        raise ValueError(f"step_size: found {step_size:g}, allowed: below {left / growing:g}")
+    return left - step_size * growing
+
+
+def wga_floor(p: Problem, alpha: float, step_size: float, oracle: float = 0.0) -> float:
+    """α² ζ² + L η σ²(α), over :func:`descent`: 2μ times the loss at which WGA stops improving (Theorem 1, PL case)."""
+    left = descent(p, alpha, step_size)
     noise = p.smoothness * step_size * weighted_variance(alpha, p.noise, p.helpers, oracle)
     return (alpha**2 * p.bias + noise) / left
 
@@ -158,13 +182,13 @@ def wga_floor(p: Problem, alpha: float, step_size: float, oracle: float = 0.0) -
 def wga_bound(p: Problem, alpha: float, step_size: float, steps: int, excess: float) -> float:
     """Bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T, for η ≤ 1/L (form of Theorem 1, non-convex case)."""
     _check_step(p, step_size)
-    return 2 * excess / (step_size * steps * (1 - alpha**2 * p.scaling)) + wga_floor(p, alpha, step_size)
+    return 2 * excess / (step_size * steps * descent(p, alpha, step_size)) + wga_floor(p, alpha, step_size)
 
 
 def wga_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, excess: float) -> float:
     """Bound on E F(x_T) for η ≤ 1/L under A2 (form of Theorem 1, PL case)."""
     _check_step(p, step_size)
-    contraction = 1 - step_size * p.pl * (1 - alpha**2 * p.scaling)
+    contraction = 1 - step_size * p.pl * descent(p, alpha, step_size)
     return float(contraction**steps * excess + wga_floor(p, alpha, step_size) / (2 * p.pl))
 
 
@@ -173,9 +197,10 @@ def oracle_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, exce
 
     Neither ζ nor m is in it.
     """
+    unbiased = replace(p, bias=0.0, scaling=0.0)
     _check_step(p, step_size)
-    noise = p.smoothness * step_size * weighted_variance(alpha, p.noise, p.helpers, oracle)
-    return float((1 - step_size * p.pl) ** steps * excess + noise / (2 * p.pl))
+    contraction = 1 - step_size * p.pl * descent(unbiased, alpha, step_size)
+    return float(contraction**steps * excess + wga_floor(unbiased, alpha, step_size, oracle) / (2 * p.pl))
 
 
 # --- Theorem 3 --------------------------------------------------------------------------------------------------------
@@ -198,17 +223,25 @@ def bc_bound(p: Problem, alpha: float, beta: float, step_size: float, steps: int
     Raises
     ------
     ValueError
-        If η is above :func:`bc_step_size`.
+        If η is above :func:`bc_step_size`, or M too large for it.
     """
     _check_step(p, step_size, bc_step_size(p, alpha, beta))
-    variance = weighted_variance(alpha, p.noise, p.helpers)
-    observed = p.noise * (1 + 1 / p.helpers)
+
+    def of(noise: float) -> float:  # what noise of this variance adds
+        variance, observed = weighted_variance(alpha, noise, p.helpers), noise * (1 + 1 / p.helpers)
+        if p.dissimilarity == 0:
+            return p.smoothness * step_size * variance + alpha**2 * beta * observed / (2 - beta)
+        drift = 16 * (alpha * p.dissimilarity * step_size / beta) ** 2 * variance
+        return 2 * p.smoothness * step_size * variance + 16 * alpha**2 * beta * observed + drift
+
+    left = 1 - of(p.growth)
+    if left <= 0:
+        raise ValueError(f"growth: found {p.growth:g}, allowed: below {1 / of(1.0):g} at this α, β and η")
     if p.dissimilarity == 0:
         start = 2 * excess / step_size + alpha**2 * bias / (beta * (2 - beta))
-        return start / steps + p.smoothness * step_size * variance + alpha**2 * beta * observed / (2 - beta)
-    start = 4 * excess / step_size + 8 * alpha**2 * bias / beta
-    drift = 16 * (alpha * p.dissimilarity * step_size / beta) ** 2 * variance
-    return start / steps + 2 * p.smoothness * step_size * variance + 16 * alpha**2 * beta * observed + drift
+    else:
+        start = 4 * excess / step_size + 8 * alpha**2 * bias / beta
+    return (start / steps + of(p.noise)) / left
 
 
 def bc_bound_pl(
@@ -216,13 +249,15 @@ def bc_bound_pl(
 ) -> float:
     """Bound on E F(x_T) under A2 (form of Theorem 3, PL case); arguments as in :func:`bc_bound`.
 
-    What does not vanish with T has no ζ and no m in it.
+    What does not vanish with T has no ζ and no m in it. For M = 0 alone.
 
     Raises
     ------
     ValueError
-        If η is too large.
+        If η is too large, or M is not 0.
     """
+    if p.growth:
+        raise ValueError(f"growth: found {p.growth:g}, allowed: 0")
     allowed = bc_step_size(p, alpha, beta)
     variance = weighted_variance(alpha, p.noise, p.helpers)
     observed = p.noise * (1 + 1 / p.helpers)
@@ -262,7 +297,8 @@ def quadratic_losses(
 
         z⁺ = (1 - ηh) z + η α e - η ((1 - α) n_0 + α n_avg),    e⁺ = (1 - β) e + β (n_avg - n_0),
 
-    so that first and second moments follow a linear recursion.
+    so that first and second moments follow a linear recursion. With M > 0 every user's noise has the variance
+    σ² + M h² z², which is linear in the moments, too.
 
     Parameters
     ----------
@@ -279,14 +315,18 @@ def quadratic_losses(
     z_noise = step_size**2 * weighted_variance(alpha, noise, helpers)
     e_noise = beta**2 * noise * (1 + 1 / helpers)
     shared = step_size * beta * noise * ((1 - alpha) - alpha / helpers)
+    growth = p.growth * curvature**2
+    z_growth = step_size**2 * weighted_variance(alpha, growth, helpers)
+    e_growth = beta**2 * growth * (1 + 1 / helpers)
+    both_grow = step_size * beta * growth * ((1 - alpha) - alpha / helpers)
     bias = math.sqrt(p.bias)
     zz, ze, ee = start * start, -start * bias, bias * bias
     losses = [curvature * zz / 2]
     for _ in range(steps):
         zz, ze, ee = (
-            keep * keep * zz + 2 * keep * pull * ze + pull * pull * ee + z_noise,
-            keep * (1 - beta) * ze + pull * (1 - beta) * ee + shared,
-            (1 - beta) ** 2 * ee + e_noise,
+            keep * keep * zz + 2 * keep * pull * ze + pull * pull * ee + z_noise + z_growth * zz,
+            keep * (1 - beta) * ze + pull * (1 - beta) * ee + shared + both_grow * zz,
+            (1 - beta) ** 2 * ee + e_noise + e_growth * zz,
         )
         losses.append(curvature * zz / 2)
     return losses
