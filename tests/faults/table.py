@@ -158,4 +158,13 @@ def keep(out: Path) -> None:
     before, begin, rest = page.read_text().partition("<!-- table -->")
     _, end, after = rest.partition("<!-- /table -->")
     page.write_text(f"{before}{begin}\n{markdown(found)}{end}{after}")
-    kept.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    kept.write_text(in_lines(found))
+
+
+def in_lines(found: Mapping[str, Any]) -> str:
+    """JSON with one line for each sitting and each fault: what a sitting changed is what a diff shows."""
+    sittings = ",\n".join(json.dumps(sitting, ensure_ascii=False) for sitting in found["sittings"])
+    rows = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(row, ensure_ascii=False)}" for name, row in found["faults"].items()
+    )
+    return f'{{"sittings": [\n{sittings}\n],\n"faults": {{\n{rows}\n}}}}\n'
