@@ -78,6 +78,7 @@ docs: setup ## write the pages that are made from the code
 	@$(BIN)/python docs/generate_keys.py
 	@$(BIN)/python docs/generate_chart.py
 	@$(BIN)/python docs/generate_reference.py
+	@$(BIN)/python docs/generate_notebooks.py
 	@$(BIN)/fedloom pipeline compile --out pipelines
 
 site: setup ## build the documentation as a site, in build/site; a warning is an error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import runpy
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,36 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.
 def test_the_pages_made_from_the_code_are_up_to_date(page: str, make: str) -> None:
     made = runpy.run_path(str(DOCS / "generate_reference.py"))[make]()
     assert (DOCS / page).read_text(encoding="utf-8") == made, "make docs"
+
+
+def test_what_the_python_of_the_pages_names_is_there() -> None:
+    """Each block is whole Python, what it imports from FedLoom exists, and so does each ``fedloom.name``."""
+    missing, looked = [], 0
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            if page.name == "api.md":  # signatures, made from the code
+                continue
+            for node in ast.walk(ast.parse(block.replace("await ", ""), str(page))):
+                named: list[tuple[str, str]] = []
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedloom":
+                    named = [(node.module or "", alias.name) for alias in node.names]
+                elif (
+                    isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fedloom"
+                ):
+                    named = [("fedloom", node.attr)]
+                looked += len(named)
+                for module, name in named:
+                    if not hasattr(importlib.import_module(module), name) and not find_spec(f"{module}.{name}"):
+                        missing.append(f"{page.relative_to(ROOT)}: {module}.{name}")
+    assert looked > 20
+    assert missing == []
+
+
+def test_the_notebooks_are_those_of_their_pages() -> None:
+    made = runpy.run_path(str(DOCS / "generate_notebooks.py"))
+    for name in made["PAGES"]:
+        page, found = ((DOCS / "tutorials" / f"{name}.{end}").read_text(encoding="utf-8") for end in ("md", "ipynb"))
+        assert found == made["notebook"](page), "make docs"
 
 
 @pytest.mark.parametrize("page", ["how-to.md", "troubleshooting.md"])
