@@ -1,4 +1,4 @@
-"""``make images``: the worker's image, built with what is here (docs/images.md)."""
+"""``make images``: images for a CPU, built with what is here (docs/images.md)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ import fedloom
 from fedloom.cluster.manifests import USER
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 900_000_000
-"""Unpacked; what fills it is in docs/images.md."""
+MOST_BYTES = {"worker": 900_000_000, "aggregator": 1_000_000_000, "components": 1_050_000_000}
+"""Unpacked; what fills them is in docs/images.md."""
+LOOK = """
+import json, os
+os.environ["_KFP_RUNTIME"] = "true"  # as the command of a component does
+import fedloom, kubernetes.client, kfp.dsl, fedloom.kubeflow.steps
+print(json.dumps({"version": fedloom.__version__, "user": os.getuid()}))
+"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,6 +71,10 @@ print("LOOKED " + json.dumps({"imported": len(ours), "not compiled": lacking, "u
 """
 
 
+def written(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 @contextlib.contextmanager
 def within(image: str, folders: dict[str, str], *, docker: bool) -> Iterator[list[str]]:
     """A command line that runs what follows in a container of the image, which sees these folders (host -> there)."""
@@ -80,7 +90,8 @@ def within(image: str, folders: dict[str, str], *, docker: bool) -> Iterator[lis
         subprocess.run(["buildah", "rm", container], check=True, capture_output=True, timeout=60)
 
 
-def test_make_images_builds_the_worker(tmp_path: Path, fresh_root: Path) -> None:
+@pytest.mark.parametrize("target", MOST_BYTES)
+def test_make_images_builds_an_image(target: str, tmp_path: Path, fresh_root: Path) -> None:
     """And it trains: rounds with workers, over sockets; what such a run imports has been compiled."""
     docker = answers("docker buildx version") and answers("docker info")
     if not docker and not answers("buildah --version"):
@@ -90,7 +101,7 @@ def test_make_images_builds_the_worker(tmp_path: Path, fresh_root: Path) -> None
         environment["BASE"] = base
 
     def build() -> None:
-        line = ["make", "images", "TARGETS=worker"]
+        line = ["make", "images", f"TARGETS={target}"]
         done = subprocess.run(
             line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BUILD_S, check=False
         )
@@ -105,13 +116,14 @@ def test_make_images_builds_the_worker(tmp_path: Path, fresh_root: Path) -> None
             build()
     else:
         build()
-    found = inspected(f"localhost/fedloom/worker:{fedloom.__version__}", docker=docker)
-    print(f"worker: {found['Size'] / 1e6:.0f} MB unpacked")
+    image = f"localhost/fedloom/{target}:{fedloom.__version__}"
+    found = inspected(image, docker=docker)
+    print(f"{target}: {found['Size'] / 1e6:.0f} MB unpacked")
     assert found["User"] == f"{USER}:{USER}"
-    assert found["Entrypoint"] == ["fedloom"]
+    assert (found.get("Entrypoint") or []) == ([] if target == "components" else ["fedloom"])
     assert found["Labels"]["org.opencontainers.image.version"] == fedloom.__version__
     assert found["Labels"]["org.opencontainers.image.revision"] == "test"
-    assert found["Size"] < MOST_BYTES
+    assert found["Size"] < MOST_BYTES[target]
 
     told = experiment(tmp_path, Path("/root-of-data"), federation={"rounds": 2, "checkpoint_every_s": 0})
     told.chmod(0o644)
@@ -125,11 +137,12 @@ def test_make_images_builds_the_worker(tmp_path: Path, fresh_root: Path) -> None
     (data / "partitions").chmod(0o777)
     shutil.copytree((fresh_root / "datasets").resolve() / "fashion-mnist", data / "datasets" / "fashion-mnist")
     folders = {str(tmp_path): "/given", str(data): "/root-of-data"}
-    with within(f"localhost/fedloom/worker:{fedloom.__version__}", folders, docker=docker) as line:
+    report = "no-report" if target == "worker" else "report"
+    with within(image, folders, docker=docker) as line:
         for workers in (2, 0):
             options = ["run", "/given/experiment.yaml", "--workers", str(workers), "--out", f"/given/run-{workers}"]
             done = subprocess.run(
-                [*line, "python", "-c", RUN_AND_LOOK, *options, "--no-report"],
+                [*line, "python", "-c", RUN_AND_LOOK, *options, f"--{report}"],
                 capture_output=True, text=True, timeout=RUN_S, check=False,
             )  # fmt: skip
             assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -137,5 +150,11 @@ def test_make_images_builds_the_worker(tmp_path: Path, fresh_root: Path) -> None
             print(f"with {workers} workers: {looked['imported']} modules")
             assert looked["user"] == USER
             assert len(looked["not compiled"]) < looked["imported"] / 50, looked["not compiled"]
+            assert ("<svg" in written(tmp_path / f"run-{workers}" / "report.html")) == (report == "report")
+        if target == "components":
+            done = subprocess.run(
+                [*line, "python", "-c", LOOK], check=True, capture_output=True, text=True, timeout=RUN_S
+            )
+            assert json.loads(done.stdout) == {"version": fedloom.__version__, "user": USER}
     last = "checkpoints/round-000002.safetensors"
     assert (tmp_path / "run-2" / last).read_bytes() == (tmp_path / "run-0" / last).read_bytes()
