@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from click.testing import Result
 from s3_support import S3Server
+from typer.testing import CliRunner
 
+from fedloom.cli.main import app
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import shard_path
 from fedloom.data.partition import partition
@@ -187,3 +191,32 @@ def test_a_partition_that_is_published_again_is_as_new(folder: Path, tmp_path: P
     publish(folder, store)
     found = {entry.name: entry.modified > 0 for entry in store.entries()}
     assert {name for name, new in found.items() if new} == {"partition.json"}
+
+
+def test_a_partition_that_is_published_needs_no_data_set_any_more(
+    folder: Path, published: Store, tmp_path: Path
+) -> None:
+    """An aggregator that starts anew does not depend on whoever offers the data set."""
+    experiment = tmp_path / "e.yaml"
+
+    def again(seed: int) -> Result:
+        data = {
+            "dataset": "tiny",
+            "root": str(tmp_path / "empty"),
+            "partition": {"scheme": "classes", "clients": 6, "classes_per_client": 2},
+            "unseen_fraction": 1 / 3,
+            "validation_fraction": 0.25,
+        }
+        parts = {
+            "model": {"name": "mlp"},
+            "algorithm": {"name": "fedavg"},
+            "federation": {"rounds": 1, "clients_per_round": 2},
+        }
+        experiment.write_text(yaml.safe_dump({"name": "e", "seed": seed, "data": data, **parts}))
+        return CliRunner().invoke(app, ["partition", str(experiment), "--fetch", "--out", published.url])
+
+    found = again(seed=1)
+    assert found.exit_code == 0, found.output
+    assert "already" in found.output
+    assert not (tmp_path / "empty").exists()
+    assert again(seed=2).exit_code != 0  # another one: it has to be made, and nobody has the files

@@ -133,7 +133,10 @@ def partition(
         ),
     ] = None,
     fetch: Annotated[
-        bool, typer.Option("--fetch", help="Fetch the data set first if it is not on this machine.")
+        bool,
+        typer.Option(
+            "--fetch", help="Fetch the data set first if it is not on this machine, nor its partition published."
+        ),
     ] = False,
 ) -> None:
     """Make or repair an experiment's partition."""
@@ -147,7 +150,7 @@ def partition(
     from fedloom.data.federated import FederatedDataset  # with torch, which a mistake in the file need not wait for
     from fedloom.data.folders import published
     from fedloom.data.partition import partition as make_partition
-    from fedloom.data.remote import publish
+    from fedloom.data.remote import is_published, publish
 
     store = open_store(out) if out is not None and is_url(out) else None
     if store is not None:
@@ -160,11 +163,19 @@ def partition(
             f"data.own: found in {experiment}, whose clients bring data of their own; allowed: dataset and partition",
             hint="pack a client's data: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
         )
-    if fetch:
+    if fetch and data.source is None:
         from fedloom.data import sources
 
-        if data.source is None:
-            sources.fetch(sources.find(data.dataset), data.root)
+        made_with = (
+            data.partition.model_dump(mode="json"),
+            settings.seed,
+            data.unseen_fraction,
+            data.validation_fraction,
+        )
+        if store is not None and (found := is_published(store, data.dataset, *made_with)):
+            typer.echo(f"{len(found.roster)} seen and {len(found.unseen)} unseen clients in {out}, already")
+            return
+        sources.fetch(sources.find(data.dataset), data.root)
     folder = make_partition(
         data.opened(),
         data.partition,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from fedloom.data.manifest import ClientEntry, Manifest, check_shard, read_manifest, read_shard, shard_path
 from fedloom.errors import DataError
@@ -68,6 +70,40 @@ def publish(folder: Path, store: Store) -> None:
                 raise
     store.write(MANIFEST, manifest.to_json().encode())
     log.info("published the partition of %s (%d clients) at %s", manifest.dataset, len(manifest.clients), store.url)
+
+
+def is_published(
+    store: Store, dataset: str, scheme: Mapping[str, Any], seed: int, unseen_fraction: float, validation_fraction: float
+) -> Manifest | None:
+    """Return the manifest of a partition that is published already, whole; None if none is, or another.
+
+    Who finds it needs no data set to go on: an aggregator that starts anew must not depend on whoever offers one for
+    download. It is published anew as to its age, as by :func:`publish`.
+
+    Parameters
+    ----------
+    store
+        For this partition alone.
+    dataset, scheme, seed, unseen_fraction, validation_fraction
+        What it would be made with; ``scheme`` as JSON.
+
+    Raises
+    ------
+    DataError
+        If what is there is no manifest.
+    StorageError, RefusedError
+        If the store fails, or refuses us.
+    """
+    try:
+        there = store.read(MANIFEST)
+    except Absent:
+        return None
+    found = Manifest.from_json(there.decode(), where=f"{store.url}/{MANIFEST}")
+    made_with = found.dataset, found.scheme, found.seed, found.unseen_fraction, found.validation_fraction
+    if made_with != (dataset, scheme, seed, float(unseen_fraction), float(validation_fraction)):
+        return None
+    store.write(MANIFEST, there)
+    return found
 
 
 class Remote:
