@@ -456,6 +456,15 @@ class Container:
 
     def _variables(self) -> dict[str, str]:
         made: dict[str, str] = {}
+        for source in self.spec.get("envFrom") or []:
+            if "secretRef" not in source:
+                raise Waiting("CreateContainerConfigError", f"the fake cluster covers no {list(source)}")
+            name = source["secretRef"]["name"]
+            try:
+                keys = [*self._held(SECRETS, name)]
+            except ApiError:
+                raise Waiting("CreateContainerConfigError", f'secret "{name}" not found') from None
+            made |= {key: self._secret_key({"name": name, "key": key}) or "" for key in keys}
         for entry in self.spec.get("env") or []:
             value_from = entry.get("valueFrom")
             if not value_from:

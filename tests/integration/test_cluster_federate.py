@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from fake_cluster import FakeCluster
 from forked import Popen
 from run_processes import ENVIRONMENT, WAIT_S, alive, children, scores, until
 from s3_support import S3Server
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
 from fedloom import experiment as experiments
@@ -110,7 +112,9 @@ def place(
 
 @pytest.mark.slow
 def test_a_launcher_is_killed_and_the_run_is_whole_all_the_same(place: Place, small_run: tuple[Path, Path]) -> None:
-    changes = {"orphan_after_s": 10.0, "clients_per_worker": 10}
+    changes: dict[str, Any] = {"orphan_after_s": 10.0, "clients_per_worker": 10}
+    place.cluster.add_secret("tracker", {"FEDLOOM_TRACK": "csv"})
+    changes["aggregator"] = {"env": {"FEDLOOM_TRACK": "csv tensorboard"}, "env_secrets": ("tracker",)}
     settings = json.dumps({**SETTINGS, **changes})
     arguments = [place.file, place.partition, place.folder / "first", place.storage, settings, "run"]
     command = [sys.executable, "-c", LAUNCH, *map(str, arguments)]
@@ -135,6 +139,11 @@ def test_a_launcher_is_killed_and_the_run_is_whole_all_the_same(place: Place, sm
         path.name for path in out.iterdir()
     }
     assert not {"states", "blobs", "published"} & {path.name for path in out.iterdir()}
+    # The aggregator's trackers were named by its environment; what they wrote comes along with the run.
+    with (out / "tracking.csv").open(newline="") as file:
+        written = [int(row["round"]) for row in csv.DictReader(file) if row["name"] == "train/loss"]
+    seen = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert written == [event.step for event in seen.Scalars("train/loss")] == [1, 2, 3, 4]
     # A launcher that was killed after the end, before it could say so: the run is there, nothing starts again.
     name = f"fl-{identity('run', 'federate')}"
     metadata = {"name": name, "namespace": place.cluster.namespace, "labels": {"app.kubernetes.io/instance": name}}

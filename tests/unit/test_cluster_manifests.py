@@ -189,6 +189,20 @@ def test_workers_have_a_secret_of_their_own() -> None:
         assert names == {secret}
 
 
+def test_trackers_are_told_to_the_aggregator_alone() -> None:
+    own = {"env": {"FEDLOOM_TRACK": "wandb", "HOME": "/elsewhere"}, "env_secrets": ("tracker",)}
+    settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "aggregator": own})
+    federation = dataclasses.replace(PLAIN, settings=settings)
+    kubernetes_validate.validate(aggregator_job(federation), VERSIONS[-1], strict=True)
+    told, alone = aggregator_job(federation), worker_job(federation)
+    assert environment(told)["FEDLOOM_TRACK"] == "wandb"
+    assert [entry["value"] for entry in container(told)["env"] if entry["name"] == "HOME"] == ["/elsewhere"]
+    assert container(told)["envFrom"] == [{"secretRef": {"name": "tracker"}}]
+    assert "FEDLOOM_TRACK" not in environment(alone)
+    assert "envFrom" not in container(alone)
+    assert "envFrom" not in container(aggregator_job(PLAIN))
+
+
 def test_a_token_comes_from_a_secret() -> None:
     settings = PLAIN.settings.model_copy(update={"token_secret": "federation"})
     for job in (aggregator_job, worker_job):

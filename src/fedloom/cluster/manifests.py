@@ -139,6 +139,11 @@ def aggregator_job(federation: Federation) -> Manifest:
     if f.orphan_after_s is not None:
         command += ["--orphan-after", _seconds(f.orphan_after_s)]
     container = _container(f, AGGREGATOR, s.image, command, resources(s.aggregator))
+    own = s.aggregator.env
+    container["env"] = [entry for entry in container["env"] if entry["name"] not in own]
+    container["env"] += [{"name": key, "value": value} for key, value in own.items()]
+    if s.aggregator.env_secrets:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in s.aggregator.env_secrets]
     probe = {"grpc": {"port": PORT}, "periodSeconds": 2, "timeoutSeconds": 5}
     container |= {
         "ports": [{"name": "grpc", "containerPort": PORT, "protocol": "TCP"}],

@@ -77,10 +77,16 @@ class Resources(Settings):
 
 
 class AggregatorPod(Resources):
-    """The aggregator's container and where it runs."""
+    """The aggregator's container, where it runs, and what it alone is told."""
 
     tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Taints that it stands.")
     node_selector: dict[str, str] = Field(default={}, description="Labels that its node must have.")
+    env: dict[str, str] = Field(
+        default={}, description="Its environment besides `env`, such as `FEDLOOM_TRACK` and `MLFLOW_TRACKING_URI`."
+    )
+    env_secrets: tuple[str, ...] = Field(
+        default=(), description="Secrets whose keys are variables of its environment, such as `WANDB_API_KEY`."
+    )
 
 
 class Gpu(Settings):
@@ -104,7 +110,9 @@ class ClusterSettings(Settings):
         default=None, ge=1, description="Each worker pod serves its own block of this many clients; decides `workers`."
     )
     worker: Resources = Field(default=Resources(), description="Resources of each worker.")
-    aggregator: AggregatorPod = Field(default=AggregatorPod(), description="Resources and place of the aggregator.")
+    aggregator: AggregatorPod = Field(
+        default=AggregatorPod(), description="Resources, place and environment of the aggregator."
+    )
     gpu: Gpu | None = Field(
         default=None,
         description='GPUs of each worker, as in `{"count": 1, "resource": "nvidia.com/gpu"}`; needs device: cuda.',
