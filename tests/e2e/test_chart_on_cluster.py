@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def values(place: Place, case: Case, folder: Path) -> dict[str, Any]:
         "insecure": True,
         "auth": {"tokens": {"existingSecret": place.secret_with("tokens", **{"tokens.json": tokens.read_text()})}},
         "aggregator": {"resources": small, "report": False},
+        "tracking": ["csv"],
         "workers": {
             "kind": "StatefulSet",
             "replicas": 2,
@@ -72,6 +74,9 @@ def test_a_release_lives_through_what_happens_to_it(place: Place, case: Case, tm
 
         until(over, f"{fed.name} is over; it says: {log(place, aggregator)}", place.patience_s)
         assert_equals_reference(place.fetch(f"runs/{fed.name}", tmp_path / "run"), case)
+        with (tmp_path / "run" / "tracking.csv").open(newline="") as file:  # what its tracker wrote came along
+            rounds = [int(row["round"]) for row in csv.DictReader(file) if row["name"] == "train/loss"]
+        assert rounds == [*range(1, case.rounds + 1)]
         assert "finished" in fed.test()  # it stays, and says so to whom it knows
 
         more = {**given, "experiment": {"values": yaml.safe_load(case.experiment)}}

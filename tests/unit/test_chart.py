@@ -226,6 +226,171 @@ def test_network_policies_are_closed(scenario: str) -> None:
             assert rule["ports"]
 
 
+def rule_of(policy: dict[str, Any], direction: str, port: int) -> list[dict[str, Any]]:
+    rules = [r for r in policy["spec"][direction] if port in [entry["port"] for entry in r["ports"]]]
+    return [peer for rule in rules for peer in rule.get("from", rule.get("to"))]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_network_policies_name_only_pods_that_there_are(scenario: str) -> None:
+    text = helm.rendered(scenario)
+    components = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in of_kind(text, "Pod")}
+    components |= {
+        item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+        for item in (*of_kind(text, "StatefulSet"), *of_kind(text, "Deployment"))
+    }
+    for policy in of_kind(text, "NetworkPolicy"):
+        named = [policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]]
+        for rule in (*policy["spec"]["ingress"], *policy["spec"]["egress"]):
+            for peer in rule.get("from", rule.get("to")):
+                if "app.kubernetes.io/component" in peer.get("podSelector", {}).get("matchLabels", {}):
+                    named.append(peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"])
+        assert set(named) <= components, policy["metadata"]["name"]
+
+
+def test_pods_reach_what_they_need_by_hand() -> None:
+    """Of ``silos``, by component: where to, and who comes, port by port."""
+    found = {policy["metadata"]["name"]: policy for policy in of_kind(helm.rendered("silos"), "NetworkPolicy")}
+    store, monitoring = {"ipBlock": {"cidr": "198.51.100.7/32"}}, "kubernetes.io/metadata.name"
+    aggregator, worker, serve, test = (found[f"fed-fedloom-{n}"] for n in ("aggregator", "worker", "serve", "test"))
+
+    def component(peer: dict[str, Any]) -> str:
+        return str(peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"])
+
+    assert [component(peer) for peer in rule_of(aggregator, "ingress", 7733)] == ["worker", "test"]
+    assert [component(peer) for peer in rule_of(worker, "egress", 7733)] == ["aggregator"]
+    assert [component(peer) for peer in rule_of(test, "egress", 7733)] == ["aggregator"]
+    assert [component(peer) for peer in rule_of(test, "egress", 7734)] == ["serve"]
+    first, second = rule_of(serve, "ingress", 7734)
+    assert component(first) == "test"
+    assert second == {"namespaceSelector": {"matchLabels": {"team": "clinics"}}}
+    for policy in (aggregator, serve):
+        (peer,) = rule_of(policy, "ingress", 7736)
+        assert peer == {"namespaceSelector": {"matchLabels": {monitoring: "monitoring"}}}
+    for policy in (aggregator, worker, serve):
+        assert rule_of(policy, "egress", 443) == [store]
+    for policy in (aggregator, worker):  # those that are traced
+        assert rule_of(policy, "egress", 4317)
+    for policy in (serve, test):
+        assert not rule_of(policy, "egress", 4317)
+    for policy in found.values():
+        assert len(rule_of(policy, "egress", 53)) == 2  # kube-dns, and the cache of the node
+    assert worker["spec"]["ingress"] == test["spec"]["ingress"] == []
+    assert not any(rule_of(policy, "ingress", 7735) for policy in found.values())  # the kubelet's, which is let in
+
+
+def test_dns_may_be_on_another_port() -> None:
+    text = helm.rendered("trial", "--set", "networkPolicy.dns.port=5353")
+    for policy in of_kind(text, "NetworkPolicy"):
+        if not policy["metadata"]["name"].endswith("-seaweedfs"):
+            assert rule_of(policy, "egress", 5353)
+            assert not rule_of(policy, "egress", 53)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_refused_experiment_does_not_keep_a_rollback_from_being_taken_up(scenario: str) -> None:
+    """With ``OrderedReady`` the controller waits for a pod that will never be ready (Kubernetes: forced rollback)."""
+    for item in of_kind(helm.rendered(scenario), "StatefulSet"):
+        assert item["spec"]["podManagementPolicy"] == "Parallel"
+
+
+def test_those_that_serve_listen_where_a_headless_service_says() -> None:
+    """Nothing translates the port of a headless Service: clients dial the pods themselves."""
+    text = helm.rendered("silos", "--set", "serve.port=8443")
+    (serve,) = of_kind(text, "Deployment")
+    pod = serve["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "--listen=0.0.0.0:8443" in container["args"]
+    assert {"name": "grpc", "containerPort": 8443, "protocol": "TCP"} in container["ports"]
+    (policy,) = [item for item in of_kind(text, "NetworkPolicy") if named(item)[1].endswith("-serve")]
+    assert rule_of(policy, "ingress", 8443)
+    (tested,) = [item for item in of_kind(text, "NetworkPolicy") if named(item)[1].endswith("-test")]
+    assert rule_of(tested, "egress", 8443)
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain = int(next(word for word in container["args"] if word.startswith("--drain=")).partition("=")[2])
+    assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_what_is_mounted_from_secrets_and_settings_is_read_only_and_no_more_than_asked_for(scenario: str) -> None:
+    for name, pod in helm.pods(helm.rendered(scenario)):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            for mount in container["volumeMounts"]:
+                volume = volumes[mount["name"]]
+                if "secret" in volume or "configMap" in volume:
+                    assert mount["readOnly"] is True, (name, mount)
+                if mount["name"] in ("token", "tokens"):
+                    assert len(volume["secret"]["items"]) == 1
+                if "secret" in volume:
+                    assert volume["secret"]["defaultMode"] == 0o440
+
+
+def test_certificates_have_every_name_under_which_members_dial(tmp_path: Path) -> None:
+    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
+    base |= {"ingress": {"enabled": True, "host": "in.example.org"}}
+    base |= {"gateway": {"parentRefs": [{"name": "g"}], "hostnames": ["fl.example.org", "gw.example.org"]}}
+    base["gateway"]["tlsRoute"] = {"enabled": True}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(base))
+    done = helm.run("template", "fed", CHART, "-n", "fl", "-f", tmp_path / "values.yaml")
+    (certificate,) = [c for c in of_kind(done.stdout, "Certificate") if named(c)[1] == "fed-fedloom-aggregator"]
+    names = certificate["spec"]["dnsNames"]
+    assert {"fed-fedloom.fl", "fed-fedloom.fl.svc", "fl.example.org", "gw.example.org", "in.example.org"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_labels_of_ones_own_are_said_once(tmp_path: Path) -> None:
+    """Where two values say the same label, the nearer one counts; YAML with one key twice is refused by kubectl."""
+
+    class Strict(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+            assert len(keys) == len(set(keys)), keys
+            return super().construct_mapping(node, deep)
+
+    more = {"commonLabels": {"release": "all", "team": "a"}, "aggregator": {"podLabels": {"team": "b"}}}
+    base = merged(yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text()), more)
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(base))
+    done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
+    found = [item for item in yaml.load_all(done.stdout, Strict) if item]
+    (monitor,) = [item for item in found if item["kind"] == "ServiceMonitor"]
+    assert monitor["metadata"]["labels"] | {"release": "prometheus", "team": "a"} == monitor["metadata"]["labels"]
+    (aggregator,) = [item for item in found if item["kind"] == "StatefulSet"]
+    assert aggregator["spec"]["template"]["metadata"]["labels"]["team"] == "b"
+
+
+def test_two_releases_have_a_dashboard_each() -> None:
+    (first,) = [c for c in of_kind(helm.rendered("members"), "ConfigMap") if named(c)[1].endswith("-dashboard")]
+    second_text = helm.rendered("members", "--set", "fullnameOverride=other")
+    (second,) = [c for c in of_kind(second_text, "ConfigMap") if named(c)[1].endswith("-dashboard")]
+    boards = [json.loads(content) for item in (first, second) for content in item["data"].values()]
+    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 2
+    assert all(len(board["uid"]) <= 40 for board in boards)
+    assert len({*first["data"], *second["data"]}) == 2
+
+
+def test_an_ingress_ends_tls_with_the_certificate_that_is_named() -> None:
+    text = helm.rendered("plaintext-gateway", "--set", "ingress.tlsSecret=fl-old-tls")
+    (ingress,) = of_kind(text, "Ingress")
+    assert ingress["spec"]["tls"] == [{"hosts": ["fl-old.example.org"], "secretName": "fl-old-tls"}]
+
+
+def test_trackers_are_the_aggregators_and_their_secrets_are_references(tmp_path: Path) -> None:
+    token = {"valueFrom": {"secretKeyRef": {"name": "mlflow", "key": "token"}}}
+    told = [{"name": "MLFLOW_TRACKING_URI", "value": "https://m"}, {"name": "MLFLOW_TRACKING_TOKEN", **token}]
+    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
+    base |= {"tracking": ["mlflow", "csv"], "aggregator": {"extraEnv": told}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(base))
+    done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
+    for name, pod in helm.pods(done.stdout):
+        env = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+        if name.endswith("-aggregator"):
+            assert env["FEDLOOM_TRACK"]["value"] == "mlflow csv"
+            assert env["MLFLOW_TRACKING_TOKEN"]["valueFrom"] == token["valueFrom"]
+        else:
+            assert not {"FEDLOOM_TRACK", "MLFLOW_TRACKING_TOKEN"} & set(env)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_selectors_find_the_pods_that_they_mean(scenario: str) -> None:
     text = helm.rendered(scenario)
@@ -403,6 +568,29 @@ REFUSED = {
         {"aggregator": {"extraEnv": [{"value": "x"}]}},
         "missing property 'name'",
     ),
+    "alerts of what is not scraped": (
+        {"metrics": {"prometheusRule": {"enabled": True}}},
+        "metrics.prometheusRule.enabled: found without metrics.serviceMonitor.enabled",
+    ),
+    "workers that cannot get out": (
+        {"workers": {"kind": "Deployment", "aggregator": "fl.example.org:443"}},
+        "networkPolicy.workersEgress: found none with workers.aggregator fl.example.org:443",
+    ),
+    "a label by which the chart finds its own": (
+        {"aggregator": {"podLabels": {"app.kubernetes.io/component": "x"}}},
+        "aggregator.podLabels: found app.kubernetes.io/component",
+    ),
+    "a scaler of nothing": (
+        {"serve": {"enabled": True, "resources": {"requests": {"cpu": None}}}},
+        "serve.resources.requests.cpu: found none with serve.autoscaling.enabled",
+    ),
+    "serving where health is": ({"serve": {"enabled": True, "port": 7735}}, "serve.port: found 7735"),
+    "serving where only root may": ({"serve": {"port": 443}}, "/serve/port': minimum: got 443"),
+    "an ingress that ends TLS that goes through": (
+        {"ingress": {"enabled": True, "host": "a.example.org", "tlsSecret": "t"}},
+        "ingress.tlsSecret: found with tls.mode certManager",
+    ),
+    "a tracker with a space": ({"tracking": ["csv tensorboard"]}, "/tracking/0"),
     "ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host: found none"),
 }
 

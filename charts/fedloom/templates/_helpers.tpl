@@ -22,16 +22,16 @@ app.kubernetes.io/part-of: fedloom
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
+{{- with merge (dict) (default (dict) .labels) .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
-{{/* Labels of a pod: no versions, so that another one of the chart restarts nothing by itself. */}}
+{{/* Labels of a pod: no versions, so that another one of the chart restarts nothing by itself. (dict ... "own" .Values.workers) */}}
 {{- define "fedloom.podLabels" -}}
 {{ include "fedloom.selector" . }}
 app.kubernetes.io/part-of: fedloom
-{{- with .root.Values.commonLabels }}
+{{- with merge (dict) (default (dict) (.own).podLabels) .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -43,9 +43,6 @@ metadata:
   namespace: {{ .root.Release.Namespace }}
   labels:
     {{- include "fedloom.labels" . | nindent 4 }}
-    {{- with .labels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
   {{- $annotations := merge (dict) (default (dict) .annotations) .root.Values.commonAnnotations }}
   {{- with $annotations }}
   annotations:
@@ -179,6 +176,14 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
+{{/* Where the aggregator sends its numbers; what trackers are told besides is `aggregator.extraEnv`. */}}
+{{- define "fedloom.trackingEnv" -}}
+{{- with .Values.tracking }}
+- name: FEDLOOM_TRACK
+  value: {{ join " " . }}
+{{- end }}
+{{- end }}
+
 {{/* Environment of who takes part in rounds, where they are traced. */}}
 {{- define "fedloom.tracingEnv" -}}
 {{- if .Values.tracing.enabled }}
@@ -253,7 +258,22 @@ topologySpreadConstraints:
     {{- end }}
 {{- end }}
 
-{{/* Whether a service has a claim of its own. */}}
+{{/* Names under which a Service is dialled within the cluster. */}}
+{{- define "fedloom.clusterNames" -}}
+- {{ .name }}
+- {{ .name }}.{{ .root.Release.Namespace }}
+- {{ .name }}.{{ .root.Release.Namespace }}.svc
+- {{ .name }}.{{ .root.Release.Namespace }}.svc.cluster.local
+{{- end }}
+
+{{/* Whether `helm test` has a credential that it can show. */}}
+{{- define "fedloom.tested" -}}
+{{- $own := or (eq .Values.tls.mode "certManager") .Values.workers.tls.existingSecret -}}
+{{- $token := or .Values.workers.token.existingSecret (not .Values.auth.tokens.existingSecret) -}}
+{{- if and $token (or $own (not (include "fedloom.mutual" .))) }}true{{ end -}}
+{{- end }}
+
+{{/* The claim of the state. */}}
 {{- define "fedloom.claim" -}}
 {{- default (printf "%s-state" (include "fedloom.fullname" .)) .Values.state.persistentVolumeClaim.existingClaim -}}
 {{- end }}

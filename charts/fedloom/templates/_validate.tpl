@@ -66,6 +66,9 @@
 {{- if and $v.networkPolicy.enabled (not $v.networkPolicy.peers) (eq $v.workers.kind "none") }}
 {{- $wrong = append $wrong "networkPolicy.peers: found none with workers.kind none, so that nobody could dial the aggregator; allowed: who may, such as [{ipBlock: {cidr: 203.0.113.0/24}}], or networkPolicy.enabled: false" }}
 {{- end }}
+{{- if and $v.networkPolicy.enabled $v.workers.aggregator (not $v.networkPolicy.workersEgress) (ne $v.workers.kind "none") }}
+{{- $wrong = append $wrong (printf "networkPolicy.workersEgress: found none with workers.aggregator %s, which workers could not reach; allowed: a rule to where it is" $v.workers.aggregator) }}
+{{- end }}
 {{- if and $v.networkPolicy.enabled $url (not $v.networkPolicy.store.to) (not $v.seaweedfs.enabled) }}
 {{- $wrong = append $wrong "networkPolicy.store.to: found none with a store, which pods could not reach; allowed: where it is, such as [{ipBlock: {cidr: 198.51.100.7/32}}], or networkPolicy.enabled: false" }}
 {{- end }}
@@ -77,6 +80,9 @@
 {{- end }}
 {{- if and $v.networkPolicy.enabled $v.metrics.serviceMonitor.enabled (not $v.networkPolicy.metrics) }}
 {{- $wrong = append $wrong "networkPolicy.metrics: found none with metrics.serviceMonitor.enabled, so that Prometheus could not read; allowed: where it is, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" }}
+{{- end }}
+{{- if and $v.metrics.prometheusRule.enabled (not $v.metrics.serviceMonitor.enabled) }}
+{{- $wrong = append $wrong "metrics.prometheusRule.enabled: found without metrics.serviceMonitor.enabled, whose labels alerts select by: without them one would fire for ever; allowed: with it" }}
 {{- end }}
 {{- if and (not $v.metrics.enabled) (or $v.metrics.serviceMonitor.enabled $v.metrics.prometheusRule.enabled $v.metrics.dashboard.enabled) }}
 {{- $wrong = append $wrong "metrics.enabled: found false with a monitor, alerts or a dashboard; allowed: true with them" }}
@@ -93,6 +99,9 @@
 {{- if and $v.gateway.grpcRoute.enabled (ne $v.tls.mode "none") }}
 {{- $wrong = append $wrong (printf "gateway.grpcRoute.enabled: found with tls.mode %s, and TLS would end at the gateway; allowed with tls.mode none, or gateway.tlsRoute" $v.tls.mode) }}
 {{- end }}
+{{- if and $v.ingress.tlsSecret (ne $v.tls.mode "none") }}
+{{- $wrong = append $wrong (printf "ingress.tlsSecret: found with tls.mode %s, and TLS would end at the ingress; allowed with tls.mode none" $v.tls.mode) }}
+{{- end }}
 {{- if and $v.ingress.enabled (not $v.ingress.host) }}
 {{- $wrong = append $wrong "ingress.host: found none; allowed: the name under which members dial" }}
 {{- end }}
@@ -101,6 +110,12 @@
 {{- end }}
 {{- if and $v.serve.enabled $v.networkPolicy.enabled (not $v.networkPolicy.servePeers) }}
 {{- $wrong = append $wrong "networkPolicy.servePeers: found none with serve.enabled, so that nobody could ask; allowed: who may, such as [{namespaceSelector: {}}] for the cluster" }}
+{{- end }}
+{{- if and $v.serve.enabled (has (int $v.serve.port) (list 7735 7736)) }}
+{{- $wrong = append $wrong (printf "serve.port: found %d, where pods serve health and metrics; allowed: another one" (int $v.serve.port)) }}
+{{- end }}
+{{- if and $v.serve.enabled $v.serve.autoscaling.enabled (not (dig "requests" "cpu" "" $v.serve.resources)) }}
+{{- $wrong = append $wrong "serve.resources.requests.cpu: found none with serve.autoscaling.enabled, which goes by the part of it that is used; allowed: an amount, or serve.autoscaling.enabled: false" }}
 {{- end }}
 {{- if and $v.serve.autoscaling.enabled (gt (int $v.serve.autoscaling.minReplicas) (int $v.serve.autoscaling.maxReplicas)) }}
 {{- $wrong = append $wrong (printf "serve.autoscaling.minReplicas: found %d; allowed: at most maxReplicas, %d" (int $v.serve.autoscaling.minReplicas) (int $v.serve.autoscaling.maxReplicas)) }}
@@ -113,6 +128,15 @@
 {{- end }}
 {{- if and (ne $v.service.type "LoadBalancer") (or $v.service.loadBalancerClass $v.service.loadBalancerSourceRanges) }}
 {{- $wrong = append $wrong (printf "service.type: found %s with what only a load balancer has; allowed: LoadBalancer" $v.service.type) }}
+{{- end }}
+{{- $labels := dict "commonLabels" $v.commonLabels "metrics.serviceMonitor.labels" $v.metrics.serviceMonitor.labels "metrics.prometheusRule.labels" $v.metrics.prometheusRule.labels "metrics.dashboard.labels" $v.metrics.dashboard.labels }}
+{{- range list "aggregator" "workers" "serve" }}{{ $_ := set $labels (printf "%s.podLabels" .) (index $v . "podLabels") }}{{ end }}
+{{- range $key, $of := $labels }}
+{{- range $label, $_ := $of }}
+{{- if or (hasPrefix "app.kubernetes.io/" $label) (hasPrefix "helm.sh/" $label) (hasPrefix "fedloom.dev/" $label) }}
+{{- $wrong = append $wrong (printf "%s: found %s, by which the chart finds what is its own; allowed: labels that do not begin with app.kubernetes.io/, helm.sh/ or fedloom.dev/" $key $label) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if $wrong }}
 {{- fail (printf "\n\nThese values cannot be installed:\n  - %s\n" (join "\n  - " $wrong)) }}
