@@ -530,6 +530,20 @@ def test_a_comparison_on_paper(many: Path, written: Path) -> None:
     assert f"{100 * row.mean:.1f} ± {100 * row.std:.1f}" in page
 
 
+def test_many_methods_are_counted_where_their_names_would_fill_the_page(tmp_path: Path) -> None:
+    names = ("apfl", "ditto", "fedavg", "fedper", "fedprox", "fedrep", "local", "pefll")
+    for i, name in enumerate(names):  # one client's accuracy tells them apart, which no test takes for a difference
+        folder = run(tmp_path / name, name, rounds=(0,) if name == "local" else (0, 2))
+        measured(folder, [0.5] * 8 + [0.5 + 0.01 * i])
+    found = compare([tmp_path])
+    page = write_comparison(found, tmp_path / "out").read_text()
+    assert "<h1>8 methods compared</h1>" in page
+    assert "Not told from it: 7 of the 7 others." in page
+    table = page[page.index("<h2>Paired comparison") : page.index("<h2>Validation")]
+    assert table.count('<th scope="col"') == 10  # without a column for the best, which is in every pair
+    assert "; first: " in table
+
+
 def test_the_page_asks_nobody_for_anything(written: Path) -> None:
     page = (written / "compare.html").read_text()
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))

@@ -39,6 +39,9 @@ PAGE = "compare.html"
 MANY_PAIRS = 15
 """Beyond so many pairs of a group, the page shows those with the best row; ``pairs.csv`` has them all."""
 
+NAMED = 6
+"""More methods than that are counted, where a sentence or the title would name them."""
+
 WHAT_THE_TEST_SAYS = {
     "clients": "There is one seed: a small p says that, of these clients under this one training, one method is better "
     "more often or by more than chance would have it. It says nothing of what training again would show, because the "
@@ -155,9 +158,8 @@ def write_comparison(comparison: Comparison, out: str | Path) -> Path:
         lstrip_blocks=True,
     )
     environment.filters["inline"] = lambda part: Markup(drawing.inline(part.svg, part.figure, compare_figures.COLOURS))
-    methods = list(dict.fromkeys(row.method for row in comparison.rows))
     page = environment.get_template("compare.html.j2").render(
-        title=f"{', '.join(methods[:-1])} and {methods[-1]}" if len(methods) > 1 else methods[0],
+        title=_title(comparison),
         subtitle=_subtitle(comparison),
         notices=comparison.notices,
         facts=_facts(comparison),
@@ -193,6 +195,13 @@ def _whole(out: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
 
 
+def _title(comparison: Comparison) -> str:
+    names = list(dict.fromkeys(row.method for row in comparison.rows))
+    if len(names) > NAMED:
+        return f"{counted(len({row.runs[0].method for row in comparison.rows}), 'method')} compared"
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
 def _subtitle(comparison: Comparison) -> str:
     runs = {run.path: run for row in comparison.rows for run in row.runs}.values()
     parts = (", ".join(dict.fromkeys(getattr(run, what) for run in runs)) for what in ("dataset", "model"))
@@ -213,7 +222,8 @@ def _facts(comparison: Comparison) -> list[Fact]:
         best = best_of(comparison.rows, group)
         if best is not None:
             tied = [r.label for r, m in zip(comparison.rows, comparison.marks(group), strict=True) if m == "tied"]
-            note = f"{best.label}. " + (f"Not told from it: {'; '.join(tied)}." if tied else "")
+            others = "; ".join(tied) if len(tied) <= NAMED else f"{len(tied)} of the {len(comparison.rows) - 1} others"
+            note = f"{best.label}. " + (f"Not told from it: {others}." if tied else "")
             look = looks[best.label].name if best.label in looks else ""
             value = f"{value_cell(comparison, best, group)} {comparison.scale.unit}".rstrip()
             facts.append(Fact(f"best, {GROUP_NAMES[group]}", value, note, look))
@@ -396,7 +406,7 @@ def _pairs(comparison: Comparison) -> tuple[Part, ...]:
 
     if not comparison.pairs:
         return ()
-    blocks = []
+    blocks: list[tuple[str, list[Pair]]] = []
     left_out = 0
     for group in (group for group in GROUPS if group in comparison.groups):
         for block, featured in comparison.featured.items():
@@ -409,8 +419,9 @@ def _pairs(comparison: Comparison) -> tuple[Part, ...]:
                 pairs = kept
             title = f"{group} clients" + (f", {block_title(comparison, block)}" if len(comparison.blocks) > 1 else "")
             if pairs:
-                blocks.append((title, tuple(Line(_pair_cells(comparison, pair)) for pair in pairs)))
+                blocks.append((title, pairs))
     tested = {group: sum(p.group == group and p.p is not None for p in comparison.pairs) for group in GROUPS}
+    told_apart = any(pair.p_holm is not None and pair.p_holm < LEVEL for pair in comparison.pairs)
     text = (
         f"{comparison.scale.name.capitalize()} of the first less that of the second, for each client that both have. "
         "Mean: over seeds, of the mean over clients. 95 %: with several seeds Student's interval over them, with one a "
@@ -419,6 +430,7 @@ def _pairs(comparison: Comparison) -> tuple[Part, ...]:
         f"correction over all pairs tested of a group ({tested['seen']} seen, {tested['unseen']} unseen). "
         + " ".join(WHAT_THE_TEST_SAYS[over] for over in comparison.tested_over.split(" or "))
         + (f" {left_out} pairs without the best of their group are in pairs.csv." if left_out else "")
+        + ("" if told_apart else " No pair is told apart.")
     )
     if not any(tested.values()):
         text = "Only rows that were measured on the same clients can be compared client by client."
@@ -426,7 +438,15 @@ def _pairs(comparison: Comparison) -> tuple[Part, ...]:
         *("first", "second", "seeds", "pairs", "first better", "equal", "second better"),
         *("median", "mean", "95 %", "p (Holm)"),
     )
-    return (Part(table=Table(headings, tuple(blocks), left=2), text=text),)
+    lines = {title: [Line(_pair_cells(comparison, pair)) for pair in pairs] for title, pairs in blocks}
+    # Where all are with the best, its name stands above the others once: the table fits the page.
+    once = left_out > 0 and all(len({pair.first for pair in pairs}) == 1 for _, pairs in blocks)
+    if once:
+        headings = headings[1:]
+        firsts = {title: comparison.rows[pairs[0].first].label for title, pairs in blocks}
+        lines = {f"{t}; first: {firsts[t]}": [Line(line.cells[1:]) for line in found] for t, found in lines.items()}
+    table = Table(headings, tuple((title, tuple(found)) for title, found in lines.items()), left=1 if once else 2)
+    return (Part(table=table, text=text),)
 
 
 def _pair_cells(comparison: Comparison, pair: Pair) -> tuple[Cell, ...]:
