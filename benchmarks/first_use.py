@@ -1,11 +1,11 @@
 """A first-time user's path, timed: a wheel of the repository, an empty environment, a notebook outside the checkout.
 
-    .venv/bin/python benchmarks/first_use.py [--uv] [--json FILE] [REQUIREMENT ...]
+    .venv/bin/python benchmarks/first_use.py [--uv] [--notebook FILE] [--out FILE] [--json FILE] [REQUIREMENT ...]
 
 Builds the wheel, makes an empty environment, installs the wheel with the extra ``notebook`` and what runs a notebook
-(and further requirements, such as another build of torch), and runs docs/tutorials/images.ipynb in a new folder: load,
-partition, PeFLL and FedAvg, a figure, a personalized module on a new image. Data that were fetched before are at hand
-under $FEDLOOM_DATA. Seconds are wall and CPU, of all processes.
+(and further requirements, such as another build of torch), and runs docs/tutorials/images.ipynb, or another, in a new
+folder: load, partition, PeFLL and FedAvg, a figure, a personalized module on a new image. Data that were fetched before
+are at hand under $FEDLOOM_DATA. Seconds are wall and CPU, of all processes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _cpu() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def first_use(folder: Path, requirements: Sequence[str] = (), *, uv: bool = False) -> tuple[Parts, dict[str, Any]]:
-    """Go the path in an empty folder, and return what it took, and the notebook with its outputs.
+def first_use(folder: Path, notebook: Path, requirements: Sequence[str], *, uv: bool) -> tuple[Parts, str]:
+    """Go the path in an empty folder, and return what it took, and the text of the notebook with its outputs.
 
     Raises
     ------
@@ -85,10 +85,10 @@ def first_use(folder: Path, requirements: Sequence[str] = (), *, uv: bool = Fals
     parts.timed("import of all methods", lambda: call(python, "-c", TRIED, ROOT))
     away = folder / "notebook"
     away.mkdir()
-    shutil.copy(NOTEBOOK, away)
-    run = [python.with_name("jupyter-execute"), "--inplace", "--timeout=1800", NOTEBOOK.name]
+    shutil.copy(notebook, away)
+    run = [python.with_name("jupyter-execute"), "--inplace", "--timeout=1800", notebook.name]
     parts.timed("notebook", lambda: call(*run, cwd=away))
-    return parts, json.loads((away / NOTEBOOK.name).read_text(encoding="utf-8"))
+    return parts, (away / notebook.name).read_text(encoding="utf-8")
 
 
 def main() -> None:
@@ -96,13 +96,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("requirements", nargs="*", metavar="REQUIREMENT", help="to install beside: torch==2.13.0+cpu")
     parser.add_argument("--uv", action="store_true", help="install with uv in place of pip")
+    parser.add_argument("--notebook", type=Path, default=NOTEBOOK, help="run this one")
+    parser.add_argument("--out", type=Path, help="write the notebook with its outputs to this file")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     about = machine()
     print(describe(about), flush=True)
     with tempfile.TemporaryDirectory(prefix="fedloom-first-use-") as folder:
-        parts, notebook = first_use(Path(folder), options.requirements, uv=options.uv)
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        parts, notebook = first_use(Path(folder), options.notebook, options.requirements, uv=options.uv)
+    if options.out is not None:
+        options.out.write_text(notebook, encoding="utf-8")
+    cells = [cell for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"]
     for cell in cells:
         for output in cell["outputs"]:
             print("".join(output.get("text", output.get("data", {}).get("text/plain", ""))).rstrip())
