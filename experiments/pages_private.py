@@ -21,8 +21,8 @@ IMAGES = {"fashion-mnist": ("500", "100"), "cifar10": ("400", "100")}
 def tables(runs: Runs) -> Iterator[str]:
     """New clients' accuracy by ε, the noise behind it, the search for C, and training with noise."""
     for data, images in IMAGES.items():
-        if plain := _seeds(runs, data, "plain"):
-            yield _by_epsilon(runs, data, plain, images)
+        if folders := _seeds(runs, data, "plain"):
+            yield _by_epsilon(runs, data, folders, images)
     z = [noise_multiplier(float(epsilon), 1e-5) for epsilon in EPSILONS]
     rows = [("z", *(f"{one:.2f}" for one in z))]
     rows += [(f"norm of the noise, {n} images", *(f"{LENGTH**0.5 * 2 * one / n:.3f}" for one in z)) for n in (500, 100)]
@@ -43,7 +43,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 def _by_epsilon(runs: Runs, data: str, folders: Sequence[str], images: Sequence[str]) -> str:
     """Mean over seeds ± their deviation; of one seed, that of draws of the noise. Then what is lost, seed by seed."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for n in images:
         lines = [[_one(runs, folder, n, epsilon) for folder in folders] for epsilon in ("none", "inf", *EPSILONS)]
         several = len(folders) > 1

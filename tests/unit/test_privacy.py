@@ -39,7 +39,7 @@ from fedloom.models.embedding import EmbeddingSettings, clipped
 from fedloom.runner.assemble import make_partition, make_parts
 from fedloom.runner.results import conclude
 from fedloom.runner.worker import Worker, WorkerOptions
-from fedloom.theory.privacy import gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
+from fedloom.theory.privacy import gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid, together
 from fedloom.transport.worker import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
@@ -83,6 +83,17 @@ def test_delta_is_the_hockey_stick_divergence_by_quadrature(epsilon: float, z: f
 def test_multipliers_are_those_of_an_accountant(epsilon: float, releases: int, z: float) -> None:
     assert noise_multiplier(epsilon, 1e-5, releases) == pytest.approx(z, rel=2e-3)
     assert gaussian_epsilon(z, 1e-5, releases) == pytest.approx(epsilon, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "delta", "epsilon"),
+    # found once with dp-accounting 0.6.0: PLDAccountant().compose(GaussianDpEvent(z)) for each, get_epsilon(δ)
+    [((3.73, 1.99, 0.6), 1e-5, 8.557651511), ((7.03, 3.73, 30.0, 5.0), 1e-6, 1.598024266), ((), 1e-5, 0.0)],
+)
+def test_releases_of_several_multipliers_tell_what_an_accountant_says(
+    multipliers: tuple[float, ...], delta: float, epsilon: float
+) -> None:
+    assert gaussian_epsilon(together(multipliers), delta) == pytest.approx(epsilon, rel=1e-6)
 
 
 @given(st.floats(1e-3, 200), st.floats(1e-12, 0.4), st.integers(1, 10_000))

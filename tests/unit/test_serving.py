@@ -47,7 +47,7 @@ from fedloom.runner.ledger import Ledger
 from fedloom.runner.personal import Asked, Speaking, _client_of, personal_model
 from fedloom.runner.run_experiment import _models
 from fedloom.runner.serve import DurableRounds, serve
-from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier
+from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier, together
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.personalization import ServingLimits
 from fedloom.transport.spoken import PERSONALIZE, RETRY, SERVICE, frames, pieces
@@ -580,8 +580,7 @@ def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, 
         assert handed_out(at) == 2
         more = fedloom.personalize(at, x, y, **{**how, "epsilon": 0.1, "delta": 1e-4}).card.privacy  # of another size
     assert more is not None
-    together = (3 / z**2 + 1 / noise_multiplier(0.1, 1e-4) ** 2) ** -0.5
-    assert more.total_epsilon == pytest.approx(gaussian_epsilon(together, 1e-4))
+    assert more.total_epsilon == pytest.approx(gaussian_epsilon(together([z, z, z, noise_multiplier(0.1, 1e-4)]), 1e-4))
 
 
 def handed_out(address: str) -> int:

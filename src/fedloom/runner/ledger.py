@@ -15,7 +15,7 @@ from typing import BinaryIO
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.runner.personal_model import Promise
 from fedloom.storage.folder import PRIVATE_FILE
-from fedloom.theory.privacy import gaussian_epsilon
+from fedloom.theory.privacy import gaussian_epsilon, together
 
 VERSION = 1
 """Of a line of the file."""
@@ -58,11 +58,12 @@ class Ledger:
             with os.fdopen(descriptor, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 before = list(self._multipliers(file))
-                total = _total([*before, promise.noise_multiplier], promise.delta)
+                total = gaussian_epsilon(together([*before, promise.noise_multiplier]), promise.delta)
                 if self._budget is not None and total > self._budget:
+                    spent = gaussian_epsilon(together(before), promise.delta)
                     raise ExperimentError(
                         f"--budget: found ε = {total:.4g} at δ = {promise.delta:g} with this request "
-                        f"({_total(before, promise.delta):.4g} after the {len(before)} before it in {self._path}); "
+                        f"({spent:.4g} after the {len(before)} before it in {self._path}); "
                         f"allowed: {self._budget:g}",
                         hint="ask with a smaller --epsilon, or accept a larger --budget",
                     )
@@ -101,11 +102,3 @@ class Ledger:
                     hint="give another file with --ledger, or put this one right",
                 )
             yield z
-
-
-def _total(multipliers: list[float], delta: float) -> float:
-    """The smallest ε of Gaussian releases with these multipliers z together: they are one with 1/z² = Σ 1/zᵢ².
-
-    Dong, Roth and Su 2022 (arXiv 1905.02383), Corollary 3.3; also where each was chosen by what came before.
-    """
-    return gaussian_epsilon(sum(z**-2 for z in multipliers) ** -0.5, delta) if multipliers else 0.0

@@ -3,14 +3,15 @@
 Borja Balle and Yu-Xiang Wang, "Improving the Gaussian Mechanism for Differential Privacy", ICML 2018, arXiv 1805.06530,
 Theorem 8; Jinshuo Dong, Aaron Roth and Weijie Su, "Gaussian Differential Privacy", JRSS-B 2022, arXiv 1905.02383, for
 several releases. Noise is told by its multiplier z: the deviation of each coordinate over the ℓ2 sensitivity of what is
-released. Releases of all data, and not of a random part of them, compose exactly: k with multiplier z are one with z/√k
-(Corollary 3.3 of the latter), so that no bound is involved, and no accountant that computes one.
+released. Releases of all data, and not of a random part of them, compose exactly: those with multipliers z₁, z₂, ...
+are one with 1/z² = Σ 1/zᵢ², k with z one with z/√k (Corollary 3.3 of the latter, also where each is chosen by what the
+others gave), so that no bound is involved, and no accountant that computes one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -52,6 +53,12 @@ def noise_multiplier(epsilon: float, delta: float, releases: int = 1) -> float:
     if math.isinf(epsilon):
         return 0.0
     return math.sqrt(releases) * _least(lambda z: gaussian_delta(epsilon, z) <= delta, 0.0)
+
+
+def together(multipliers: Iterable[float]) -> float:
+    """The multiplier of one release that tells as much as these do together; inf of none."""
+    told = sum(z**-2 for z in multipliers)
+    return 1 / math.sqrt(told) if told else math.inf
 
 
 def on_grid(values: Tensor, deviation: float) -> Tensor:
