@@ -207,6 +207,8 @@ def test_models_are_served_by_pods_that_scale_drain_and_are_spread() -> None:
     assert f"--publish={container['args'][1]}" in aggregator["containers"][0]["args"]
     secrets = {entry["valueFrom"]["secretKeyRef"]["name"] for entry in container["env"] if "valueFrom" in entry}
     assert secrets == {"store-readers"}
+    startup = container["startupProbe"]  # what waits for the first round is not killed meanwhile
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= int(arguments["--wait"]) + 60
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.published import SEGMENTS, Published, segments
+from fedloom.runner.serve import run_folder as run_to_serve
+from fedloom.runner.serve import waiting
 from fedloom.storage import Absent, Store, open_store
 from fedloom.storage.folder import FolderStore, copy_atomically
 
@@ -50,6 +53,37 @@ def test_what_is_published_is_taken_up_elsewhere(store: Store, tmp_path: Path) -
         (2, 4, "a"),
         (3, 6, "a"),
     ]
+
+
+def test_who_serves_a_run_waits_for_its_first_publication(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{s3_server.new_bucket()}/runs/late"
+    run_folder(tmp_path / "a", 1)
+    asked: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        asked.append(seconds)
+        if len(asked) == 2:
+            aggregator(tmp_path / "a", open_store(url), "a").publish(1)
+        return True
+
+    with run_to_serve(url, wait) as (folder, _):
+        assert contents(folder.path) == contents(tmp_path / "a")
+    assert len(asked) == 2
+    said: list[str] = []
+    stop = threading.Event()
+    patient, at_once = waiting(url, 600.0, stop, said.append), waiting(url, 0.0, stop, said.append)
+    assert patient(0.0)
+    assert patient(0.0)
+    assert not at_once(600.0)
+    stop.set()
+    assert not patient(600.0)
+    assert len(said) == 1
+    with pytest.raises(DataError, match="no published run there"), run_to_serve(f"{url}-other"):
+        pass
 
 
 def test_files_that_only_older_records_need_are_removed_and_none_is_copied_twice(store: Store, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ def serve(
     follow: Annotated[
         bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as a checkpoint holds it.")
     ] = False,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait while nothing is published at the URL.", min=0, metavar="S")
+    ] = 0.0,
     checkpoint: Annotated[str, typer.Option(help="last, best or a round.", metavar="last|best|N")] = "last",
     linger: Annotated[
         float,
@@ -94,5 +97,6 @@ def serve(
         say=lambda text: typer.echo(text, err=True),
         health=health,
         metrics=metrics,
+        wait_s=wait,
     )
     typer.echo(f"{counted(handed_out, 'model')} handed out")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from fedloom.storage import is_url, open_store
 from fedloom.transport.personalization import Personalization, ServingLimits, serve_models
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
+
+LOOK_S = 1.0
+"""How often it is looked for a first publication."""
 
 
 def about(parts: Parts) -> About:
@@ -116,14 +120,47 @@ class DurableRounds:
         return served_round(self.about, parts.algorithm, parts.server_half(), found)
 
 
+def wait_nowhere(seconds: float) -> bool:
+    """Wait for nothing: who asks gets what there is now."""
+    return False
+
+
+def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str], None]) -> Callable[[float], bool]:
+    """Make a wait for the first publication of a run: false once it took longer than this, or was told to stop.
+
+    Parameters
+    ----------
+    say
+        Told once that it waits.
+    """
+    end = time.monotonic() + seconds
+    told = False
+
+    def wait(pause_s: float) -> bool:
+        nonlocal told
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        if not told:
+            say(f"{run}: nothing is published there yet; waiting")
+            told = True
+        return not stop.wait(min(pause_s, left))
+
+    return wait
+
+
 @contextmanager
-def run_folder(run: str) -> Iterator[tuple[RunFolder, Callable[[], None]]]:
+def run_folder(
+    run: str, wait: Callable[[float], bool] = wait_nowhere
+) -> Iterator[tuple[RunFolder, Callable[[], None]]]:
     """A run's folder, and what brings it up to date: nothing, unless it is published elsewhere.
 
     Parameters
     ----------
     run
         The folder; or the URL where the run is published, which is copied to a temporary folder.
+    wait
+        While nothing is published at the URL: waits so many seconds, and says whether to look again.
 
     Raises
     ------
@@ -143,6 +180,8 @@ def run_folder(run: str) -> Iterator[tuple[RunFolder, Callable[[], None]]]:
             if published.is_behind and not published.take_up():
                 raise DataError(f"{run}: found no published run there")
 
+        while not published.take_up() and wait(LOOK_S):
+            pass
         refresh()
         yield folder, refresh
 
@@ -162,6 +201,7 @@ def serve(
     say: Callable[[str], None] = lambda text: None,
     health: str | None = None,
     metrics: str | None = None,
+    wait_s: float = 0.0,
 ) -> int:
     """Serve the models of a run until told to stop; return how many were handed out.
 
@@ -184,6 +224,8 @@ def serve(
         Told the address; and lines for a person.
     health, metrics
         ``host:port`` of ports for probes and for Prometheus; None: none.
+    wait_s
+        How long to wait, where nothing is published at the URL yet.
 
     Raises
     ------
@@ -194,7 +236,8 @@ def serve(
     """
     protection, kept = protection or Protection(), Audit()
     limits = limits or ServingLimits()
-    with run_folder(run) as (folder, refresh):
+    stop = stop or threading.Event()
+    with run_folder(run, waiting(run, wait_s, stop, say)) as (folder, refresh):
         rounds = DurableRounds(folder, checkpoint, refresh)
         threads = rounds.parts.experiment.runtime.threads
         assemble.use_device("cpu", threads)
@@ -202,7 +245,6 @@ def serve(
         if protection.access is not None and (audit is not None or not is_url(run)):
             kept.keep(audit or folder.logs / "audit.jsonl")
         service = Personalization(rounds, limits, kept)
-        stop = stop or threading.Event()
         with metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))):
             asyncio.run(serve_models(service, listen, protection, kept, stop, drain_s, started, say, health))
         return service.handed_out
