@@ -1,13 +1,15 @@
 """How well a new client is served, against the steps that it makes itself: PeFLL, FedAvg and Local, one line each.
 
     python experiments/own_steps.py runs/quickstart/pefll runs/quickstart/fedavg runs/quickstart/local --out own-steps
-    python experiments/own_steps.py RUN... --partition NEW... --steps 0,1,5 --out DIR
+    python experiments/own_steps.py RUN... --partition NEW... --steps 0,1,5 --rates 0.01,0.1 --out DIR
 
 The models are those of the runs' last rounds; a client makes its steps by the run's own local SGD, from the model that
 it is handed, or, of Local, from a random start (its accuracy after no step is chance, and is not measured). Test
 accuracy of the unseen clients of the runs' partition, or of the clients of others, which ``data.partition.reserve``
 makes new (an overlap with what was trained on is refused). Runs that differ in the seed alone are one line, mean over
-seeds. Writes DIR/own-steps.csv (every seed), and DIR/own-steps.svg.
+seeds. With ``--rates`` a method's step size is, at each number of steps, the one of highest accuracy on the new
+clients' validation examples, mean over the runs; without, the run's own. Test accuracy of no other is written down.
+Writes DIR/own-steps.csv (every seed), and DIR/own-steps.svg.
 """
 
 from __future__ import annotations
@@ -25,29 +27,38 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
+from fedloom.errors import QuorumError
+from fedloom.evaluation.measure import CORRECT, TOTAL
 from fedloom.federation.folder import EXPERIMENT
 from fedloom.reporting.compare_figures import COLOURS
 from fedloom.reporting.drawing import as_svg
 from fedloom.runner.trained import evaluate
 
 STEPS = (0, 1, 2, 5, 10, 20, 50)
-KEYS = {"local": "algorithm.local", "fedavg": "algorithm", "pefll": "algorithm"}
+METHODS = ("local", "fedavg", "pefll")
 
 
 class Measured(NamedTuple):
-    """One line of the table: accuracies are fractions."""
+    """One line of the table: accuracies are fractions, means over clients; ``rate`` is that of a client's own steps.
+
+    ``validation`` is pooled. The three of test data are None at a rate that validation did not choose.
+    """
 
     method: str
     seed: int
     steps: int
+    rate: float
     clients: int
-    mean: float
-    worst_decile: float
+    validation: float | None
+    mean: float | None
+    worst_decile: float | None
     masked: float | None
 
 
-def with_steps(run: Path, steps: int, into: Path) -> Path | None:
-    """Return a folder with a run's files, whose clients make so many steps; None where that says nothing.
+def with_steps(run: Path, steps: int, rate: float | None, into: Path) -> tuple[Path | None, float]:
+    """Return a folder with a run's files, whose clients make so many steps, and their step size.
+
+    The folder is None where that says nothing; the step size is the run's own if ``rate`` is None.
 
     Raises
     ------
@@ -55,32 +66,42 @@ def with_steps(run: Path, steps: int, into: Path) -> Path | None:
         If it is a run of another method.
     """
     experiment = yaml.safe_load((run / EXPERIMENT).read_text(encoding="utf-8"))
-    method = experiment["algorithm"]["name"]
-    if method not in KEYS:
-        sys.exit(f"{run}: found algorithm {method}; allowed: {', '.join(KEYS)}")
-    if method == "local":
+    algorithm = experiment["algorithm"]
+    if algorithm["name"] not in METHODS:
+        sys.exit(f"{run}: found algorithm {algorithm['name']}; allowed: {', '.join(METHODS)}")
+    rate = algorithm["local"]["lr"] if rate is None else rate
+    algorithm["local"]["lr"] = rate
+    if algorithm["name"] == "local":
         if steps == 0:
-            return None
-        experiment["algorithm"]["local"] |= {"steps": steps, "epochs": None}
+            return None, rate
+        algorithm["local"] |= {"steps": steps, "epochs": None}
     else:
-        experiment["algorithm"]["personalize_steps"] = steps
+        algorithm["personalize_steps"] = steps
     into.mkdir()
     for file in run.iterdir():
         if file.name != EXPERIMENT:
             (into / file.name).symlink_to(file.resolve())
     (into / EXPERIMENT).write_text(yaml.safe_dump(experiment), encoding="utf-8")
-    return into
+    return into, rate
 
 
-def measured(run: Path, steps: int, partitions: Sequence[Path]) -> list[Measured]:
-    """Evaluate a run's last model after so many steps of each new client; one entry for each partition."""
+def measured(run: Path, steps: int, partitions: Sequence[Path], rate: float | None = None) -> list[Measured]:
+    """Evaluate a run's last model after so many steps of each new client; one entry for each partition.
+
+    None where a client's steps diverged.
+    """
     found = []
     with tempfile.TemporaryDirectory() as place:
-        folder = with_steps(run, steps, Path(place) / "run")
+        folder, rate = with_steps(run, steps, rate, Path(place) / "run")
         others: list[Path | None] = [*partitions] or [None]
         for partition in others if folder is not None else []:
             assert folder is not None
-            statistics_ = evaluate(folder, partition=partition).statistics
+            try:
+                about = evaluate(folder, partition=partition)
+            except QuorumError as error:
+                print(f"{run}: {steps} steps of {rate:g}: {error}")
+                continue
+            statistics_ = about.statistics
             overlap = statistics_.get("overlap", {"clients": 0})
             if overlap is None or overlap["clients"]:
                 sys.exit(f"{partition}: found overlap {overlap} with what {run} was trained on; allowed: new examples")
@@ -88,12 +109,16 @@ def measured(run: Path, steps: int, partitions: Sequence[Path]) -> list[Measured
             if unseen is None:
                 sys.exit(f"{run}: found no unseen clients; allowed: a run with some, or --partition")
             masked = unseen.get("masked")
+            new = ~about.evaluation.seen.bool()
+            counts = about.evaluation.of("personal", "validation", "unmasked")[new].sum(0)
             found.append(
                 Measured(
                     statistics_["algorithm"],
                     statistics_["seed"],
                     steps,
+                    rate,
                     unseen["clients"],
+                    float(counts[CORRECT] / counts[TOTAL]) if counts[TOTAL] else None,
                     unseen["accuracy_mean"],
                     unseen["accuracy_worst_decile"],
                     None if masked is None else masked["accuracy_mean"],
@@ -102,16 +127,46 @@ def measured(run: Path, steps: int, partitions: Sequence[Path]) -> list[Measured
     return found
 
 
+def by_validation(lines: Sequence[Measured]) -> list[Measured]:
+    """The same lines, with test accuracy of those alone that have the step size that validation chooses.
+
+    That of highest accuracy on validation examples, mean over the runs, for each method and number of steps; the
+    smallest on ties. One at which a client of any run diverged is none.
+
+    Raises
+    ------
+    SystemExit
+        If new clients have no validation examples.
+    """
+    cells: dict[tuple[str, int], dict[float, list[Measured]]] = {}
+    for line in lines:
+        cells.setdefault((line.method, line.steps), {}).setdefault(line.rate, []).append(line)
+    kept = []
+    for rates in cells.values():
+        runs = max(len(those) for those in rates.values())
+        means = {
+            rate: statistics.fmean(line.validation for line in those if line.validation is not None)
+            for rate, those in sorted(rates.items())
+            if len(those) == runs and all(line.validation is not None for line in those)
+        }
+        if not means:
+            sys.exit("found new clients without validation examples; allowed: with --rates, some of each")
+        best = max(means, key=lambda rate: means[rate])
+        kept += [rates[best]]
+    chosen = {id(line) for those in kept for line in those}
+    return [line if id(line) in chosen else line._replace(mean=None, worst_decile=None, masked=None) for line in lines]
+
+
 def drawn(lines: Sequence[Measured]) -> Figure:
     """Mean accuracy over steps, a line for each method; a dot for each seed."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for colour, method in zip(COLOURS.values(), dict.fromkeys(line.method for line in lines), strict=False):
-        of_method = [line for line in lines if line.method == method]
-        steps = sorted({line.steps for line in of_method})
-        means = [100 * statistics.fmean(line.mean for line in of_method if line.steps == t) for t in steps]
+        found = [(line.steps, 100 * line.mean) for line in lines if line.method == method and line.mean is not None]
+        steps = sorted({t for t, _ in found})
+        means = [statistics.fmean(mean for at, mean in found if at == t) for t in steps]
         axes.plot(steps, means, marker="o", color=colour, label=method)
-        axes.plot([line.steps for line in of_method], [100 * line.mean for line in of_method], ".", color=colour)
+        axes.plot([t for t, _ in found], [mean for _, mean in found], ".", color=colour)
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xticks(sorted({line.steps for line in lines}), [str(t) for t in sorted({line.steps for line in lines})])
     axes.set_xlabel("steps of a new client's own")
@@ -126,22 +181,29 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--partition", type=Path, nargs="+", default=[])
     parser.add_argument("--steps", default=",".join(map(str, STEPS)))
+    parser.add_argument("--rates", help="step sizes of a client's own steps; default: the run's")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    rates = [float(rate) for rate in given.rates.split(",")] if given.rates else [None]
     lines = [
         line
         for run in given.runs
         for steps in map(int, given.steps.split(","))
-        for line in measured(run, steps, given.partition)
+        for rate in (rates if steps else [None])  # no step has a size
+        for line in measured(run, steps, given.partition, rate)
     ]
+    if given.rates:
+        lines = by_validation(lines)
     given.out.mkdir(parents=True, exist_ok=True)
     with (given.out / "own-steps.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerows([Measured._fields, *lines])
     (given.out / "own-steps.svg").write_text(as_svg(drawn)(lines), encoding="utf-8")
     for line in lines:
-        print(f"{line.method} seed {line.seed}: {line.steps} steps, {line.clients} clients, {100 * line.mean:.1f} %")
+        if line.mean is not None:
+            about = f"{line.steps} steps of {line.rate:g}, {line.clients} clients"
+            print(f"{line.method} seed {line.seed}: {about}, {100 * line.mean:.1f} %")
 
 
 if __name__ == "__main__":

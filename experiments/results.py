@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pages_baselines
 import pages_comfedl
+import pages_own_steps
 import pages_pefll
 import pages_pfedbayes
 import pages_private
@@ -37,7 +38,8 @@ class Page:
 
     ``columns`` are the quantities, all that were measured if empty; runs that match a pattern of ``whole`` keep every
     evaluation, the others the last and the chosen; those of ``searches`` keep the last one's validation accuracy alone,
-    and their folder's name in place of settings; ``more`` measures what no run writes down.
+    and their folder's name in place of settings; ``more`` measures what no run writes down. ``folded`` is in place of
+    all that: the compact file from the folder of the runs.
     """
 
     tables: Callable[[Runs], Iterator[str]]
@@ -46,11 +48,18 @@ class Page:
     whole: Sequence[str] = ()
     searches: Sequence[str] = ()
     more: Callable[[Path], dict[str, float]] | None = None
+    folded: Callable[[Path], Runs] | None = None
 
 
 PAGES = {
     "baselines": Page(pages_baselines.tables, columns=pages_baselines.COLUMNS, searches=pages_baselines.SEARCHES),
     "comfedl": Page(pages_comfedl.tables, pages_comfedl.FIGURES, pages_comfedl.COLUMNS, pages_comfedl.WHOLE),
+    "own-steps": Page(
+        pages_own_steps.tables,
+        {"curves": pages_own_steps.curves},
+        columns=pages_own_steps.COLUMNS,
+        folded=pages_own_steps.folded,
+    ),
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
     "pfedbayes": Page(
         pages_pfedbayes.tables,
@@ -90,7 +99,10 @@ def main() -> None:
         if given.runs is None or not given.runs.is_dir():
             parser.error(f"found no folder {given.runs}; allowed: fold PAGE RUNS, with the folder of finished runs")
         before = read(file) if file.exists() else Runs()
-        found = fold(given.runs, whole=page.whole, searches=page.searches, more=page.more)
+        if page.folded is None:
+            found = fold(given.runs, whole=page.whole, searches=page.searches, more=page.more)
+        else:
+            found = page.folded(given.runs)
         file.write_text(written(Runs(before | found), page.columns), encoding="utf-8")
     elif given.what == "tables":
         print("\n\n".join(page.tables(read(file))))

@@ -59,6 +59,30 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         own_steps.measured(other.folder.path, 1, [])
 
 
+def test_step_sizes_are_chosen_on_validation_and_no_other_is_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = on_vowels(tmp_path / "run", {"name": "local", "local": {"steps": 2}}, rounds=0)
+    run.run()
+    out = tmp_path / "out"
+    asked = ["own_steps", str(run.folder.path), "--steps", "50", "--rates", "0.0001,0.1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", asked)
+    own_steps.main()
+    rows = list(csv.DictReader((out / "own-steps.csv").read_text().splitlines()))
+    validation = {row["rate"]: float(row["validation"]) for row in rows}
+    best = max(validation, key=lambda rate: validation[rate])
+    assert validation["0.0001"] != validation["0.1"]
+    assert {row["rate"] for row in rows if row["mean"]} == {best}
+
+
+def test_the_mean_over_runs_decides_and_a_rate_that_diverged_anywhere_is_none() -> None:
+    def line(seed: int, rate: float, validation: float) -> own_steps.Measured:
+        return own_steps.Measured("fedavg", seed, 5, rate, 3, validation, 0.5, 0.4, None)
+
+    lines = [line(1, 0.1, 0.9), line(2, 0.1, 0.5), line(1, 0.2, 0.8), line(2, 0.2, 0.8), line(1, 0.4, 1.0)]
+    assert [each.rate for each in own_steps.by_validation(lines) if each.mean is not None] == [0.2, 0.2]
+
+
 # --- evaluation.own_steps ---------------------------------------------------------------------------------------------
 
 

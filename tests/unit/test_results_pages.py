@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from itertools import groupby
 from pathlib import Path
 
+import own_steps
+import pages_own_steps
 import pytest
 import results
 import summaries
@@ -120,3 +123,27 @@ def test_figures_of_a_page_are_those_made_from_its_compact_file(page: str) -> No
         made = results.compact(results.as_svg(draw)(runs))
         there = (RESULTS / f"{page}-{name}.svg").read_text(encoding="utf-8")
         assert re.findall(r">([^<>\n]+)</text>", made) == re.findall(r">([^<>\n]+)</text>", there)
+
+
+def test_own_steps_are_folded_from_runs_and_measured_lines(tmp_path: Path) -> None:
+    for method in ("pefll", "fedavg"):
+        for rate in (0.1, 0.2):
+            text = f"name: x\nseed: 1\nalgorithm: {{name: {method}, local: {{lr: {rate}}}}}\n"
+            path = tmp_path / "vowel" / "search" / method / f"lr={rate},seed=1"
+            write_run(path, seed=1, n=10, unseen=2, rounds=(0, 10), experiment=text)
+    lines = [
+        own_steps.Measured(method, seed, 5, rate, 3, 0.5 + rate, 0.8 if rate == 0.2 else None, None, None)
+        for method in ("pefll", "fedavg", "local")
+        for seed in (2, 3)
+        for rate in (0.1, 0.2)
+    ]
+    (tmp_path / "vowel" / "own-steps").mkdir()
+    with (tmp_path / "vowel" / "own-steps" / "own-steps.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([own_steps.Measured._fields, *lines])
+    runs = pages_own_steps.folded(tmp_path)
+    assert {name.rsplit("/", 1)[0] for name in runs} == {
+        f"vowel/{what}" for what in ("search/pefll", "search/fedavg")
+    } | {f"vowel/{what}/{method}" for what in ("own", "test") for method in ("pefll", "fedavg", "local")}
+    assert runs["vowel/own/local/0.2"][0].values == {"after_5": pytest.approx(70)}
+    assert runs["vowel/test/fedavg/seed=3"][0].values == {"after_5": pytest.approx(80)}
+    assert pages_own_steps.over_seeds(runs, "vowel", "pefll") == {5: pytest.approx([80, 80])}

@@ -1,0 +1,72 @@
+#!/bin/sh
+# What its own steps are worth to a client that comes after training: PeFLL, FedAvg and Local (docs/results/own-steps.md).
+# Interrupted, it goes on where it was.
+#
+#   experiments/own-steps.sh                 vowel and fashion-mnist; or name one of them
+#
+# Training's step size is the one of highest validation accuracy of seen clients, of the model that is handed over, on
+# seed 1 (vowel: seeds 1 to 3); equally many are tried for PeFLL and FedAvg. The step sizes of a new client's own steps:
+# own_steps.py. FEDLOOM_RUNS: where the runs lie.
+set -eu
+cd "$(dirname "$0")/.."
+runs=${FEDLOOM_RUNS:-runs/own-steps}
+python=${PYTHON:-.venv/bin/python}
+
+run() { # folder, options...
+    out="$runs/$1"
+    shift
+    .venv/bin/fedloom run "experiments/$file.yaml" --out "$out" --resume --no-report "$@"
+}
+
+sgd() { # the clients' steps, at a step size
+    echo "{$steps, lr: ${1:-0.01}}"
+}
+
+method() { # PeFLL or FedAvg, at a step size
+    case $1 in
+        pefll) echo "algorithm={name: pefll, local: $(sgd "${2:-}"), $pefll}" ;;
+        fedavg) echo "algorithm={name: fedavg, local: $(sgd "${2:-}")}" ;;
+    esac
+}
+
+measured() { # data set, seeds of the search, seeds, step sizes of training, of a client's own, more options
+    data=$1 search=$2 seeds=$3 rates=$4 own=$5
+    shift 5
+    for name in pefll fedavg; do
+        run "$data/search/$name" "$@" --seeds "$search" --set "evaluation.every=$rounds" \
+            --set "$(method "$name")" --grid "algorithm.local.lr=$rates"
+        rate=$("$python" experiments/results.py chosen "$runs/$data/search/$name")
+        run "$data/$name" "$@" --seeds "$seeds" --set "evaluation.every=$rounds" --set "$(method "$name" "$rate")"
+    done
+    run "$data/local" "$@" --seeds "$seeds" --set federation.rounds=0 \
+        --set "algorithm={name: local, local: {$alone, steps: 1, lr: 0.01}}"
+    new=
+    if [ "$file" = own-steps ]; then
+        new="--partition $runs/$data/new"
+        [ -e "$runs/$data/new" ] || .venv/bin/fedloom partition "experiments/$file.yaml" --out "$runs/$data/new" "$@" \
+            --set seed=1000 --set data.partition.clients=40 --set data.partition.reserve.deal=true
+    fi
+    # shellcheck disable=SC2086
+    "$python" experiments/own_steps.py "$runs/$data"/*/seed=* \
+        $new --rates "$own" --out "$runs/$data/own-steps"
+}
+
+for data in ${*:-vowel fashion-mnist}; do
+    server="descriptor: {evaluate: all, standardize: first}, server: {rule: adam, lr: 0.001, clip: 50.0}"
+    case $data in
+        fashion-mnist)
+            file=own-steps rounds=150 alone="batch_size: 16, clip: 50.0"
+            steps="steps: 20, $alone" pefll=$server
+            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03,0.1" "0.001,0.003,0.01,0.03,0.1"
+            ;;
+        vowel)
+            file=vowel rounds=150 alone="batch_size: 8, momentum: 0.0"
+            steps="epochs: 2, $alone" pefll="embedding: {network: mlp}, $server"
+            measured "$data" 1-3 4-9 "0.03,0.1,0.3,0.6,1.2" "0.03,0.1,0.3,0.6,1.2,2.4"
+            ;;
+        *)
+            echo "data set: found $data; allowed: fashion-mnist, vowel" >&2
+            exit 2
+            ;;
+    esac
+done

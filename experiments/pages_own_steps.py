@@ -1,0 +1,135 @@
+"""The compact file, tables and figure of docs/results/own-steps.md."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from own_steps import STEPS
+from summaries import Evaluation, Runs, evaluations, last, table
+
+from fedloom.federation.folder import EXPERIMENT
+from fedloom.reporting.drawing import HALF
+from fedloom.reporting.significance import t_interval
+
+DATA = {"fashion-mnist": "Fashion-MNIST, two classes", "vowel": "Vowel, speakers"}
+COLUMNS = ("validation", *(f"after_{t}" for t in STEPS))
+METHODS = {"pefll": "PeFLL", "fedavg": "FedAvg", "local": "Local"}
+COLOURS = {"pefll": "#0072b2", "fedavg": "#d55e00", "local": "#009e73"}
+
+
+def folded(folder: Path) -> Runs:
+    """What experiments/own-steps.sh has made.
+
+    DATA/search/METHOD/RATE has validation accuracy of seen clients (mean over seeds), DATA/own/METHOD/RATE that of new
+    clients after each number of steps (mean over seeds), DATA/test/METHOD/seed=N their test accuracy, each at the step
+    size that validation chose.
+    """
+    runs = Runs()
+
+    def keep(name: str, values: dict[str, float], seed: str = "") -> None:
+        runs[name] = (Evaluation(name, seed, {}, 0, None, {k: float(f"{v:.6g}") for k, v in values.items()}, {}),)
+
+    for data in sorted(path.name for path in folder.iterdir()):
+        for method in METHODS:
+            found: dict[float, list[float]] = {}
+            for path in sorted((folder / data / "search" / method).glob(f"*/{EXPERIMENT}")):
+                settings, run = evaluations(path.parent, "")
+                found.setdefault(float(settings["algorithm.local.lr"]), []).append(last(run)["validation"])
+            for rate, values in sorted(found.items()):
+                keep(f"{data}/search/{method}/{rate:g}", {"validation": statistics.fmean(values)})
+        with (folder / data / "own-steps" / "own-steps.csv").open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        for method in METHODS:
+            of = [row for row in rows if row["method"] == method]
+            for rate in sorted({float(row["rate"]) for row in of}):
+                at = [row for row in of if float(row["rate"]) == rate]
+                steps = sorted({int(row["steps"]) for row in at if row["validation"]})
+                means = {
+                    f"after_{t}": 100
+                    * statistics.fmean(float(row["validation"]) for row in at if int(row["steps"]) == t)
+                    for t in steps
+                }
+                keep(f"{data}/own/{method}/{rate:g}", means)
+            for seed in sorted({row["seed"] for row in of}, key=int):
+                chosen = [row for row in of if row["seed"] == seed and row["mean"]]
+                values = {f"after_{row['steps']}": 100 * float(row["mean"]) for row in chosen}
+                keep(f"{data}/test/{method}/seed={seed}", values, seed)
+    return runs
+
+
+def over_seeds(runs: Runs, data: str, method: str) -> dict[int, list[float]]:
+    """Test accuracy of new clients by number of steps, one for each seed."""
+    lines = [last(run) for run in runs.under(f"{data}/test/{method}")]
+    return {t: [line[f"after_{t}"] for line in lines] for t in STEPS if f"after_{t}" in lines[0].values}
+
+
+def tables(runs: Runs) -> Iterator[str]:
+    """Of each data set: test accuracy, differences, and what chose the step sizes."""
+    header = ("after so many steps", *map(str, STEPS))
+    for data in (data for data in DATA if runs.under(f"{data}/test/*")):
+        found = {method: over_seeds(runs, data, method) for method in METHODS}
+        rows = [(name, *(_spread(found[method].get(t)) for t in STEPS)) for method, name in METHODS.items()]
+        for method in ("fedavg", "local"):
+            cells = [_difference(found["pefll"][t], found[method].get(t)) for t in STEPS]
+            rows.append((f"PeFLL less {METHODS[method]}", *cells))
+        yield table(header, rows)
+        searched = {method: _by_rate(runs, f"{data}/search/{method}") for method in ("pefll", "fedavg")}
+        rates = sorted({rate for lines in searched.values() for rate in lines})
+        rows = []
+        for method, lines in searched.items():
+            best = max(line["validation"] for line in lines.values())
+            rows.append((METHODS[method], *(_bold(lines[rate]["validation"], best) for rate in rates)))
+        yield table(("training's step size", *(f"{rate:g}" for rate in rates)), rows)
+        rows = []
+        for method, name in METHODS.items():
+            lines = _by_rate(runs, f"{data}/own/{method}")
+            for rate, line in lines.items():
+                cells = []
+                for t in (f"after_{t}" for t in STEPS):
+                    best = max(other.values.get(t, 0.0) for other in lines.values())
+                    cells.append(_bold(line[t], best) if t in line.values else "")
+                rows.append((name, f"{rate:g}", *cells))
+        yield table(("own steps", "of size", *header[1:]), rows, left=2)
+
+
+def _by_rate(runs: Runs, folder: str) -> dict[float, Evaluation]:
+    lines = {float(last(run).run.rpartition("/")[2]): last(run) for run in runs.under(folder)}
+    return dict(sorted(lines.items()))
+
+
+def _bold(value: float, best: float) -> str:
+    return f"**{value:.1f}**" if value == best else f"{value:.1f}"
+
+
+def _spread(values: Sequence[float] | None) -> str:
+    return "" if values is None else f"{statistics.fmean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def _difference(of: Sequence[float], less: Sequence[float] | None) -> str:
+    if less is None:
+        return ""
+    each = [a - b for a, b in zip(of, less, strict=True)]
+    low, high = t_interval(each)
+    return f"{statistics.fmean(each):+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+
+
+def curves(runs: Runs) -> Figure:
+    """Test accuracy over a new client's own steps: a line is the mean over seeds, a dot a seed."""
+    shown = {data: title for data, title in DATA.items() if runs.under(f"{data}/test/*")}
+    figure = Figure(figsize=(HALF * len(shown), 3.2), layout="constrained")
+    for axes, (data, title) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+        for method, name in METHODS.items():
+            found = over_seeds(runs, data, method)
+            axes.plot(list(found), [statistics.fmean(v) for v in found.values()], color=COLOURS[method], label=name)
+            x, y = zip(*((t, v) for t, values in found.items() for v in values), strict=True)
+            axes.plot(x, y, ".", color=COLOURS[method], markersize=3)
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set_xticks(STEPS, [str(t) for t in STEPS])
+        axes.set(title=title, xlabel="steps of a new client's own")
+    figure.axes[0].set_ylabel("test accuracy, %")
+    figure.axes[0].legend()
+    return figure
