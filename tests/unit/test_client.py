@@ -162,6 +162,23 @@ def test_momentum_is_fresh_at_every_visit() -> None:
     assert torch.equal(once, again)
 
 
+def test_without_momentum_the_bits_are_those_of_a_momentum_of_nothing() -> None:
+    """Its buffers are left out: they would be 0 · m + g."""
+    model, one = MLP(IMAGE, [5], CLASSES), client("c0", 11)
+    s = LocalSGD(steps=7, batch_size=4, lr=0.1, momentum=0.0)
+    found = train(model, group([one]), starts(model, 1), s).theta
+    tiny = s.model_copy(update={"momentum": 1e-300})  # rounds to nothing in float32, and has buffers
+    assert torch.equal(found, train(model, group([one]), starts(model, 1), tiny).theta)
+
+
+def test_two_names_of_one_model_are_one_predictor() -> None:
+    model = MLP(IMAGE, [5], CLASSES)
+    theta = starts(model, 2)
+    named = predictors_of(model, **{"personal": theta, "global": theta, "other": theta.clone()})
+    assert all(each["personal"] is each["global"] is not each["other"] for each in named)
+    assert named[0]["personal"] is not named[1]["personal"]
+
+
 def test_the_purpose_picks_the_batches() -> None:
     s, c = LocalSGD(steps=3, batch_size=4), client("c0", 11)
     trained, tuned = (train(SMALL, group([c]), starts(SMALL, 1), s, purpose=p).theta for p in ("train", "fine-tune"))
