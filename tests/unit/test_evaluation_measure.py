@@ -81,6 +81,22 @@ def test_predictors_come_in_the_order_of_the_names() -> None:
     assert counts[:, 1, 0, 0].tolist() == [20, 0]
 
 
+def test_a_predictor_with_two_names_is_measured_once() -> None:
+    asked: list[int] = []
+
+    class Counted(Fixed):
+        def log_probabilities(self, x: Tensor) -> Tensor:
+            asked.append(len(x))
+            return x
+
+    one, data = Counted(), client([0], random_split(5, 4, 0))
+    measured = measure({"personal": one, "global": one}, data, ["personal", "global"], batch_size=10)
+    assert asked == [5]
+    alone = measure({"personal": Fixed()}, data, ["personal"], batch_size=10)
+    for both, single in zip(measured, alone, strict=True):
+        assert torch.equal(both, torch.cat([single, single]))
+
+
 def test_without_labels_there_is_nothing_to_count() -> None:
     labelled, unlabelled = random_split(5, 4, 0), Split(torch.zeros(5, 4), None)
     counts, confusion, *_ = measure({"personal": Fixed()}, client([0], unlabelled), ["personal"], batch_size=8)

@@ -169,8 +169,12 @@ def measure(
     if missing:
         raise ValueError(f"client {client.id} has no predictor {missing[0]!r} (it has: {', '.join(predictors)})")
     mask = None if client.train.y is None or len(client.train) == 0 else client.present
+    found: dict[int, Measured] = {}
     with torch.no_grad():
-        rows = [_measure(predictors[name], client, mask, batch_size) for name in names]
+        for name in names:
+            if id(predictors[name]) not in found:  # one predictor may have two names
+                found[id(predictors[name])] = _measure(predictors[name], client, mask, batch_size)
+    rows = [found[id(predictors[name])] for name in names]
     for name, row in zip(names, rows, strict=True):
         if not all(bool(tensor.isfinite().all()) for tensor in row):  # a predictor broke its contract in an unknown way
             raise ArithmeticError(f"client {client.id}: what was measured of {name!r} is not finite")

@@ -72,9 +72,14 @@ class ModelPredictor:
 
 
 def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predictor]]:
-    """Name one fixed model per client: ``personal=theta [g, d]`` to a dict of predictors per client."""
+    """Name one fixed model per client: ``personal=theta [g, d]`` to a dict of predictors per client.
+
+    Two names of one tensor are names of one predictor, which is then measured once.
+    """
     g = next(iter(thetas.values())).shape[0]
-    return [{name: ModelPredictor(model, theta[i]) for name, theta in thetas.items()} for i in range(g)]
+    different = {id(theta): theta for theta in thetas.values()}
+    made = [{key: ModelPredictor(model, theta[i]) for key, theta in different.items()} for i in range(g)]
+    return [{name: each[id(theta)] for name, theta in thetas.items()} for each in made]
 
 
 class Ensemble:
