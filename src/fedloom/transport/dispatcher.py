@@ -85,6 +85,7 @@ class Dispatcher:
         self._conversations: dict[ConversationKey, OpenConversation] = {}
         self._newest: tuple[int, int, int] = (-1, -1, -1)
         self._longest_s: dict[tuple[str, int], float] = {}  # that an answer took, by purpose and exchange
+        self._settled: list[tuple[Exchange, int, Arrived | Lost]] = []  # by the frame that is taken in
         self._useless = Budget(20_000, 1_000)  # refused and late parts of all streams together
 
     # ---- what is going on
@@ -250,7 +251,8 @@ class Dispatcher:
     @staticmethod
     def _lose(exchange: Exchange, reason: str) -> None:
         for row in sorted(exchange.outstanding):
-            exchange.settle(row, Lost(reason))
+            exchange.expect_no_more(row)
+            exchange.inbox.put((row, Lost(reason)))
 
     def finish(self, exchange: Exchange) -> None:
         """Nobody waits for this exchange any more: what still comes for it is late."""
@@ -423,11 +425,22 @@ class Dispatcher:
     def take(self, link: Link, data: bytes) -> None:
         """Take in one frame of a worker.
 
+        What it settles is handed on at its end: the calling thread, which would wake for each row, takes turns with
+        this one otherwise, and that costs more than the rows.
+
         Raises
         ------
         WireError
             If its stream has to end.
         """
+        try:
+            self._take(link, data)
+        finally:
+            for exchange, row, outcome in self._settled:
+                exchange.inbox.put((row, outcome))
+            self._settled.clear()
+
+    def _take(self, link: Link, data: bytes) -> None:
         for kind, part in read(wire.WorkerFrame, data):
             if kind != "heartbeat":  # which a worker sends that does nothing else
                 link.sign_at = time.monotonic()
@@ -547,7 +560,8 @@ class Dispatcher:
         for other in (exchange.sent.get(row), exchange.second.get(row)):
             if other is not None:
                 self._drop_arrival(exchange, row, other)
-        exchange.settle(row, outcome)
+        exchange.expect_no_more(row)
+        self._settled.append((exchange, row, outcome))
 
     def _drop_arrival(self, exchange: Exchange, row: int, link: Link) -> None:
         """Take in no more of what a stream is sending for a row: its memory may be another answer's."""

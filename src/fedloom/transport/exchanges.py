@@ -205,12 +205,11 @@ class Exchange:
         rows = sorted(row for row in self.outstanding if row not in self.sent)
         return tuple(dict.fromkeys(self.client[row] for row in rows))
 
-    def settle(self, row: int, outcome: Arrived | Lost) -> None:
-        """Hand a row's outcome to the calling thread; whatever else comes for it is late."""
+    def expect_no_more(self, row: int) -> None:
+        """A row has its outcome: whatever else comes for it is late."""
         self.outstanding.discard(row)
         self.sent.pop(row, None)
         self.second.pop(row, None)
-        self.inbox.put((row, outcome))
 
 
 class OpenConversation:

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -73,6 +74,7 @@ FIRST_BACKOFF_S = 0.1
 FIRST_NOTICE_S = 5.0  # when to say that we still dial; again each time after twice as long
 CERTAIN = 3  # how often in a row we must find that we do not believe an aggregator: bits flip in handshakes, too
 CHANGED_S = 1.0  # how often files of certificates and tokens are looked at
+GATHER_S = 0.001  # how long an answer waits for others to go with it, while the next one is computed
 NOTICE_S = 0.2  # how soon a stop event is noticed while there is nothing to do
 HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
 REQUEST_BYTES = 4 << 30  # the most that one request may take of a worker's memory
@@ -293,6 +295,7 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
                     connection.reply(request, row, name[row], answer)
                 if _pointless(connection, request, stop):
                     return
+            connection.flush()
             return
         except MissingConversation as missing:
             lacking = set(missing.rows)
@@ -356,6 +359,8 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._run_name = ""
+        self._replies: deque[tuple[_Request, int, str, Encoded | str]] = deque()  # on their way between the threads
+        self._gathering = False  # the loop knows that there are some
         self._books: dict[ConversationKey, _Book] = {}  # belongs to the event loop, as the outbox does
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
         self._hello = wire.Hello(
@@ -403,8 +408,20 @@ class _Connection:
         self._thread.join()
 
     def reply(self, request: _Request, row: int, client: str, answer: Message | Lost) -> None:
-        """Send one row's answer; it is kept until the row goes on, for the aggregator may ask for it again."""
-        self._post(self._answered, request, row, client, answer.reason if isinstance(answer, Lost) else encode(answer))
+        """Send one row's answer; it is kept until the row goes on, for the aggregator may ask for it again.
+
+        To wake the stream's thread costs as much as a small answer: those of the next millisecond go with it, or all
+        that there are when :meth:`flush` is called.
+        """
+        self._replies.append((request, row, client, answer.reason if isinstance(answer, Lost) else encode(answer)))
+        if not self._gathering:
+            self._gathering = True
+            self._post(self._gather)
+
+    def flush(self) -> None:
+        """Send the answers that are ready now."""
+        if self._replies:
+            self._post(self._send_replies)
 
     def missing(self, request: _Request, rows: Iterable[int]) -> None:
         """Say that the conversation of these rows is not held here."""
@@ -442,6 +459,16 @@ class _Connection:
         while len(self._books) > HELD_CONVERSATIONS:
             del self._books[next(iter(self._books))]
         self.events.put(request)
+
+    def _gather(self) -> None:
+        assert self._loop is not None
+        self._loop.call_later(GATHER_S, self._send_replies)
+
+    def _send_replies(self) -> None:
+        """Send the answers that are ready."""
+        self._gathering = False  # before they are taken: one that comes meanwhile is sent now or next time
+        while self._replies:
+            self._answered(*self._replies.popleft())
 
     def _answered(self, request: _Request, row: int, client: str, answer: Encoded | str) -> None:
         book, exchange = self._books.get(request.key), request.envelope.exchange
