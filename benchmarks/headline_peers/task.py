@@ -1,0 +1,76 @@
+"""The two tasks of benchmarks/headline.py for every system: the models, the data, a client's epoch, the figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+
+def lr() -> nn.Module:
+    """Logistic regression on 28x28 images: 7,850 parameters."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+def cnn() -> nn.Module:
+    """The CNN of pfl-research's CIFAR-10 benchmark, without its dropout: 1,626,442 parameters."""
+    layers = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(64 * 14 * 14, 128), nn.ReLU(), nn.Linear(128, 10))
+    for layer in model:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            nn.init.xavier_uniform_(layer.weight)
+    return model
+
+
+MODELS = {"lr": lr, "cnn": cnn}
+
+
+class Data:
+    """What benchmarks/headline.py exported: normalized examples, and where each client's begin."""
+
+    def __init__(self, folder: Path) -> None:
+        tensors = load_file(folder / "data.safetensors")
+        self.train_x, self.train_y = tensors["train_x"], tensors["train_y"]
+        self.test_x, self.test_y = tensors["test_x"], tensors["test_y"]
+        self._starts: list[int] = tensors["starts"].tolist()
+
+    def __len__(self) -> int:
+        """How many clients there are."""
+        return len(self._starts) - 1
+
+    def client(self, number: int) -> tuple[Tensor, Tensor]:
+        """One client's training examples."""
+        mine = slice(self._starts[number], self._starts[number + 1])
+        return self.train_x[mine], self.train_y[mine]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Data) -> float:
+    """Over all test examples."""
+    batches = zip(data.test_x.split(1000), data.test_y.split(1000), strict=True)
+    return sum(int((model(x).argmax(1) == y).sum()) for x, y in batches) / len(data.test_y)
+
+
+def epoch(model: nn.Module, x: Tensor, y: Tensor, batch_size: int, lr: float) -> float:
+    """One pass of plain SGD, as Flower's tutorials write it but indexed from one tensor; returns the mean loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    total, batches = 0.0, torch.randperm(len(x)).split(batch_size)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[batch]), y[batch])
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    return total / len(batches)
+
+
+def write_figures(settings: dict[str, Any], model: nn.Module, data: Data, ends: list[float]) -> None:
+    """Leave for benchmarks/headline.py when the rounds began and ended, and how good the model is."""
+    figures = {"ends": ends, "accuracy": accuracy(model, data), "written": time.time()}
+    Path(settings["out"]).write_text(json.dumps(figures))
