@@ -195,6 +195,7 @@ class Personalization:
         self._handed_out = self._refused = 0
         self._never: str | None = None  # why the run's method has no models to hand out
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self._free_since = 0.0  # when the last tile was computed
         self._tile_s = 0.01  # how long a tile takes, smoothed
         self._executor = ThreadPoolExecutor(
             WAITING_TILES, "personalize", initializer=torch.set_num_threads, initargs=(self._limits.threads,)
@@ -535,8 +536,11 @@ class Personalization:
         if not self._queue or self._busy or self._tiles >= WAITING_TILES:
             return
         first = self._queue[0]
-        linger_s = first.since + self._limits.linger_s - time.monotonic()
-        if len(self._queue) < TILE and linger_s > 0:
+        since = first.since  # while those of the tile before fetch their models, others come who share the next one
+        if len(self._queue) >= TILE and len(self._queue) < min(first.prepared.together, self._open):
+            since = self._free_since
+        linger_s = since + self._limits.linger_s - time.monotonic()
+        if len(self._queue) < min(first.prepared.together, max(TILE, self._open)) and linger_s > 0:
             self._timer = asyncio.get_running_loop().call_later(linger_s, self._pump)
             return
         seats: list[_Seat] = []
@@ -551,6 +555,7 @@ class Personalization:
     def _released(self, seconds: float) -> None:
         """A tile computes no more: it is done, or waits for its clients."""
         self._busy -= 1
+        self._free_since = time.monotonic()
         self._tile_s += 0.1 * (seconds - self._tile_s)
         self._pump()
 
