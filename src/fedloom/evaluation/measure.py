@@ -186,6 +186,7 @@ def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batc
     counts, confusion, calibration, uncertainty = (
         t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()
     )
+    ensemble = predictor if isinstance(predictor, Ensemble) else None
     for s, split in enumerate((client.validation, client.test)):
         if client.classes == 0:
             counts[s, 0] += _losses(predictor, split, batch_size)
@@ -194,7 +195,7 @@ def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batc
             continue
         for start in range(0, len(split), batch_size):
             x, y = split.x[start : start + batch_size], split.y[start : start + batch_size]
-            draws = predictor.draws_log_probabilities(x) if isinstance(predictor, Ensemble) else None
+            draws = None if ensemble is None else ensemble.draws_log_probabilities(x)
             log_p = (predictor.log_probabilities(x) if draws is None else averaged(draws)).double()
             counts[s, 0] += _score(log_p, y)
             if mask is not None:
