@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import gzip
 import logging
 import os
@@ -27,6 +28,15 @@ typer.main.get_command = functools.cache(typer.main.get_command)  # for each com
 
 hypothesis.settings.register_profile("exhaustive", deadline=None)  # time decides no test
 hypothesis.settings.register_profile("first tier", deadline=None, max_examples=25)
+
+
+gc.disable()  # until all tests are found: what imports made is never garbage
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Look for garbage from now on, and not among what imports made: walking it costs each collection."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

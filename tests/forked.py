@@ -401,8 +401,10 @@ def _exit(code: int) -> NoReturn:
 def _main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the command does, which comes too late for an imported gRPC
     channel: socket.socket | None = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()
     _import()
-    gc.freeze()  # forks need not look through what is there already
+    gc.freeze()  # neither this nor forks need look through what imports made
+    gc.enable()
     _stand_by()
     assert channel is not None
     channel.send(b"ready")
