@@ -275,12 +275,12 @@ def part(**kind):
 
 
 FLOODS = {
-    "begins": [part(begin=wire.Begin(transfer=number)) for number in range(1, 1_000)],
-    "ends": [part(end=wire.End(transfer=number)) for number in range(20_000)],
-    "chunks": [part(chunk=wire.Chunk(transfer=7, data=b"x")) for _ in range(20_000)],
-    "missing": [part(missing=wire.Missing(exchange=5, rows=range(20_000)))],
-    "missing, in many": [part(missing=wire.Missing(exchange=5, rows=[1]))] * 20_000,
-    "rows lost": [part(row_lost=wire.RowLost(row=5))] * 20_000,
+    "begins": lambda: [part(begin=wire.Begin(transfer=number)) for number in range(1, 1_000)],
+    "ends": lambda: [part(end=wire.End(transfer=number)) for number in range(20_000)],
+    "chunks": lambda: [part(chunk=wire.Chunk(transfer=7, data=b"x"))] * 20_000,
+    "missing": lambda: [part(missing=wire.Missing(exchange=5, rows=range(20_000)))],
+    "missing, in many": lambda: [part(missing=wire.Missing(exchange=5, rows=[1]))] * 20_000,
+    "rows lost": lambda: [part(row_lost=wire.RowLost(row=5))] * 20_000,
 }
 
 
@@ -290,7 +290,7 @@ def test_a_flood_of_what_is_of_no_use_ends_its_stream_soon(aggregator, honest, h
     aggregator.wait_for(set(COHORT), 5)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=20))
     hostile.request()
-    hostile.raw(sealed(FLOODS[flood]))
+    hostile.raw(sealed(FLOODS[flood]()))
     code, details = hostile.status()
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details.startswith(Refusal.FLOOD)
