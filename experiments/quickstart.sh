@@ -1,19 +1,23 @@
 #!/bin/sh
-# What `make run` does: the quickstart for PeFLL, FedAvg and Local, then one table of what each client would get.
-# Interrupted, it goes on where it was. Settings and how they were chosen: docs/results/quickstart.md
+# What `make run` does: the quickstart for PeFLL, FedAvg and Local, then one table of what each client would get, and a
+# figure of how far a new client's own steps take it. Interrupted, it goes on where it was.
+# `experiments/quickstart.sh 2-4` makes it for these seeds. Settings and how they were chosen: docs/results/quickstart.md
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/quickstart}
-local="steps: 20, batch_size: 16, clip: 50.0"
+local="batch_size: 10, clip: 50.0"
 
 run() {
     out="$runs/$1"
     shift
-    .venv/bin/fedloom run experiments/quickstart.yaml --out "$out" --resume "$@"
+    .venv/bin/fedloom run experiments/quickstart.yaml --out "$out" --resume --set "evaluation.own_steps=[0, 1, 2, 5, 10, 20, 50]" "$@"
 }
 
-run pefll
-run fedavg --set "algorithm={name: fedavg, local: {$local, lr: 0.03}, personalize_steps: 20}"
-run local --set "algorithm={name: local, local: {steps: 100, batch_size: 16, clip: 50.0, lr: 0.03}}" \
-    --set federation.rounds=0
-.venv/bin/fedloom compare "$runs/pefll" "$runs/fedavg" "$runs/local"
+seeds=${1:+--seeds $1}
+# shellcheck disable=SC2086 # no word where there are no seeds
+{
+    run pefll $seeds
+    run fedavg $seeds --set "algorithm={name: fedavg, local: {$local, steps: 5, lr: 0.03}, personalize_steps: 20}"
+    run local $seeds --set "algorithm={name: local, local: {$local, steps: 100, lr: 0.01}}" --set federation.rounds=0
+}
+.venv/bin/fedloom compare "$runs/pefll" "$runs/fedavg" "$runs/local" --out "$runs/comparison"

@@ -23,6 +23,7 @@ import pages_own_steps
 import pages_pefll
 import pages_pfedbayes
 import pages_private
+import pages_quickstart
 import pages_small
 from matplotlib.figure import Figure
 from summaries import Runs, chosen_rate, fold, read, written
@@ -69,6 +70,13 @@ PAGES = {
         more=pages_pfedbayes.measured_too,
     ),
     "private-descriptors": Page(pages_private.tables, columns=pages_private.COLUMNS, whole=("*",)),
+    "quickstart": Page(
+        pages_quickstart.tables,
+        pages_quickstart.FIGURES,
+        pages_quickstart.COLUMNS,
+        searches=pages_quickstart.SEARCHES,
+        more=pages_quickstart.measured_too,
+    ),
     "vowel": Page(pages_small.vowel, columns=pages_small.VOWEL_COLUMNS),
     "wga": Page(pages_small.wga, {"losses": pages_small.losses}, pages_small.WGA_COLUMNS),
 }

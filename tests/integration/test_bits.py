@@ -36,11 +36,14 @@ def test_workers_change_no_bit(fresh_root: Path, tmp_path: Path) -> None:
 
 def test_fedavg_too(fresh_root: Path, tmp_path: Path) -> None:
     algorithm = {"name": "fedavg", "local": {"epochs": 2, "batch_size": 16}, "personalize_steps": 5}
-    path = experiment(tmp_path, fresh_root, algorithm=algorithm)
+    path = experiment(tmp_path, fresh_root, algorithm=algorithm, evaluation={"own_steps": [0, 3]})
     for workers in (0, 2):
         fedloom("run", path, "--workers", workers, "--no-report", "--out", tmp_path / str(workers))
     assert final(tmp_path / "2") == final(tmp_path / "0")
     assert scores(tmp_path / "2") == scores(tmp_path / "0")
+    of_steps = [json.loads((tmp_path / str(n) / "summary.json").read_text())["own_steps"] for n in (0, 2)]
+    assert of_steps[0] == of_steps[1]
+    assert [line["steps"] for line in of_steps[0]] == [0, 3]
     assert scores(tmp_path / "2")["global"]["clients"] == 20
 
 

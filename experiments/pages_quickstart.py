@@ -1,0 +1,105 @@
+"""Tables and figure of docs/results/quickstart.md."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from summaries import Evaluation, Runs, last, spread, table
+
+from fedloom.reporting.compare_figures import COLOURS, MARKERS
+
+STEPS = (0, 1, 2, 5, 10, 20, 50)
+COLUMNS = (
+    "validation", "seen_mean", "seen_worst_decile", "unseen_mean", "unseen_worst_decile", "unseen_masked",
+    "global_seen_mean", "global_unseen_mean", *(f"after_{k}" for k in (*STEPS, 100)),
+    *(f"after_{k}_masked" for k in STEPS),
+)  # fmt: skip
+METHODS = {"pefll": "PeFLL", "fedavg": "FedAvg + fine-tuning", "local": "Local, alone"}
+KINDS = {"native": "AVX-512", "avx2": "`avx2`", "default": "`default`"}
+RATES = ("0.003", "0.01", "0.03", "0.1")
+SEARCHES = ("search/*",)
+
+
+def measured_too(folder: Path) -> dict[str, float]:
+    """What the unseen clients have after steps of their own, and after those that the method makes anyway."""
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    values = {}
+    if summary["algorithm"] == "local":
+        made = summary["local"]["new_client"]["personal"]["client_steps"]
+        values[f"after_{made:g}"] = 100 * summary["unseen"]["accuracy_mean"]
+    for line in summary.get("own_steps") or []:
+        values[f"after_{line['steps']}"] = 100 * line["unseen"]["accuracy_mean"]
+        values[f"after_{line['steps']}_masked"] = 100 * line["unseen"]["masked"]["accuracy_mean"]
+    return {name: float(f"{value:.6g}") for name, value in values.items()}
+
+
+def _lines(runs: Runs, kind: str, method: str) -> list[Evaluation]:
+    """The last evaluations of a method's runs under a kind of processor, by seed."""
+    return sorted((last(run) for run in runs.under(f"{kind}/{method}")), key=lambda line: int(line.seed))
+
+
+def _mean(lines: Sequence[Evaluation], quantity: str) -> str:
+    there = [line[quantity] for line in lines if quantity in line.values]
+    return spread(there) if there else ""
+
+
+def tables(runs: Runs) -> Iterator[str]:
+    """A new client after steps of its own; by seed and processor; the same with other label codes; the search."""
+    steps = (*STEPS, 100)
+    rows = [(name, *(_mean(_lines(runs, "native", m), f"after_{k}") for k in steps)) for m, name in METHODS.items()]
+    yield table(("a new client's own steps", *map(str, steps)), rows)
+    rows = []
+    for kind, processor in KINDS.items():
+        of = {method: {line.seed: line for line in _lines(runs, kind, method)} for method in METHODS}
+        for seed, pefll in of["pefll"].items():
+            if seed not in of["fedavg"]:
+                continue
+            fedavg = of["fedavg"][seed]
+            best = max(fedavg[f"after_{k}"] for k in STEPS)
+            values = [pefll["after_0"], pefll["after_5"], fedavg["after_0"], fedavg["after_5"], best]
+            rows.append((processor, seed, *(f"{value:.1f}" for value in values)))
+    header = ("processor", "seed", "PeFLL, 0 steps", "5 steps", "FedAvg, 0 steps", "5 steps", "its best")
+    yield table(header, rows, left=2)
+    few = (0, 5, 20)
+    coded = {method: _lines(runs, "label-codes", method) for method in METHODS}
+    rows = [(METHODS[m], *(_mean(of, f"after_{k}") for k in few)) for m, of in coded.items() if of]
+    yield table(("four label codes: own steps", *map(str, few)), rows)
+    rows = []
+    for method, name in METHODS.items():
+        found = {rate: _validation(runs, f"search/{method}-{rate}") for rate in RATES}
+        shown = {rate: f"{value:.1f}" for rate, value in found.items() if value is not None}
+        highest = max(shown.values(), key=float)
+        cells = (f"**{shown[rate]}**" if shown.get(rate) == highest else shown.get(rate, "") for rate in RATES)
+        rows.append((name.removesuffix(" + fine-tuning"), *cells))
+    yield table(("local rate, validation", *RATES), rows)
+
+
+def _validation(runs: Runs, name: str) -> float | None:
+    return last(runs[name])["validation"] if name in runs else None
+
+
+def own_steps(runs: Runs) -> Figure:
+    """Test accuracy of a new client over the steps that it makes itself: mean over seeds, a dot for each seed."""
+    figure = Figure(figsize=(7.2, 3.5), layout="constrained", facecolor="white")  # read on dark pages, too
+    axes = figure.subplots()
+    for (method, name), colour, marker in zip(METHODS.items(), COLOURS.values(), MARKERS, strict=False):
+        lines = _lines(runs, "native", method)
+        steps = [k for k in STEPS if lines and f"after_{k}" in lines[0].values]
+        x = [STEPS.index(k) for k in steps]
+        means = [statistics.fmean(line[f"after_{k}"] for line in lines) for k in steps]
+        axes.plot(x, means, marker=marker, color=colour, label=name)
+        for line in lines:
+            axes.plot(x, [line[f"after_{k}"] for k in steps], ".", color=colour, markersize=4, alpha=0.6)
+    axes.set_xticks(range(len(STEPS)), [str(k) for k in STEPS])
+    axes.set_xlabel("training steps that the new client makes itself, on 10 images")
+    axes.set_ylabel("test accuracy, %")
+    axes.set_title("A client that was never seen in training")
+    axes.legend(loc="lower right")
+    return figure
+
+
+FIGURES = {"own-steps": own_steps}
