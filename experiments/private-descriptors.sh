@@ -33,7 +33,7 @@ for seed in "$@"; do
         ;;
     *)
         rounds=200
-        if test "$what" = cifar10; then rounds=${CIFAR10_ROUNDS:-400}; fi
+        if test "$what" = cifar10; then rounds=100; fi
         folder="$runs/$what/seed=$seed/plain"
         train "$what" "$folder" "$rounds" "$seed"
         test -s "$folder/clip" || "$python" experiments/private_descriptors.py choose "$folder"
