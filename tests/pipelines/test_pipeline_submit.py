@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,20 +22,11 @@ from fedloom.cli.main import app
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError, RefusedError, StorageError
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.api import Kubeflow, access
-from fedloom.kubeflow.compiling import compile_to
 
 pytestmark = pytest.mark.xdist_group("components")
 
 CLUSTER = {"image": "fedloom/worker:0.1.0", "workers": 3, "gpu": None, "node_selector": {"pool": "gpu"}}
 STORE = ("--set", "storage=s3://bucket/fedloom")
-
-
-@functools.cache
-def compiled(name: str) -> bytes:
-    """A pipeline's compiled form, made once for all tests: the same pipeline gives the same bytes."""
-    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
-        compile_to(name, Path(file.name))
-        return Path(file.name).read_bytes()
 
 
 @pytest.fixture
@@ -49,7 +38,6 @@ def api() -> Iterator[KubeflowApi]:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(submitting, "POLL_S", 0.02)
-    monkeypatch.setattr(submitting.compiling, "compile_to", lambda name, path: path.write_bytes(compiled(name)))
     monkeypatch.setattr(submitting.wait, "__kwdefaults__", {"poll_s": 0.02})
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("KF_PIPELINES_ENDPOINT", "FEDLOOM_KUBEFLOW_TOKEN", "SSL_CERT_FILE"):
