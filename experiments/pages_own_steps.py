@@ -16,7 +16,7 @@ from fedloom.reporting.drawing import HALF
 from fedloom.reporting.significance import t_interval
 
 DATA = {"fashion-mnist": "Fashion-MNIST, two classes", "vowel": "Vowel, speakers"}
-COLUMNS = ("validation", *(f"after_{t}" for t in STEPS))
+COLUMNS = ("validation", *(f"after_{t}" for t in STEPS), "masked_0")
 METHODS = {"pefll": "PeFLL", "fedavg": "FedAvg", "local": "Local"}
 COLOURS = {"pefll": "#0072b2", "fedavg": "#d55e00", "local": "#009e73"}
 
@@ -26,7 +26,7 @@ def folded(folder: Path) -> Runs:
 
     DATA/search/METHOD/RATE has validation accuracy of seen clients (mean over seeds), DATA/own/METHOD/RATE that of new
     clients after each number of steps (mean over seeds), DATA/test/METHOD/seed=N their test accuracy, each at the step
-    size that validation chose.
+    size that validation chose, and after no step also with their own classes alone to choose from (``masked_0``).
     """
     runs = Runs()
 
@@ -56,8 +56,9 @@ def folded(folder: Path) -> Runs:
                 keep(f"{data}/own/{method}/{rate:g}", means)
             for seed in sorted({row["seed"] for row in of}, key=int):
                 chosen = [row for row in of if row["seed"] == seed and row["mean"]]
-                values = {f"after_{row['steps']}": 100 * float(row["mean"]) for row in chosen}
-                keep(f"{data}/test/{method}/seed={seed}", values, seed)
+                tested = {f"after_{row['steps']}": 100 * float(row["mean"]) for row in chosen}
+                tested |= {f"masked_{r['steps']}": 100 * float(r["masked"]) for r in chosen if r["masked"]}
+                keep(f"{data}/test/{method}/seed={seed}", tested, seed)
     return runs
 
 
