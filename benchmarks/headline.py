@@ -14,6 +14,7 @@ a whole command, from its start to its end, without FedLoom's report. CPU time i
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -92,13 +93,13 @@ def clients_of(task: str) -> dict[str, dict[str, Any]]:
     share /= share.sum(1, keepdims=True)
     taken, found = np.zeros(10, int), {}
     for i in range(1000):
-        mine = []
+        of_two = []
         for j in (0, 1):
             digit = (i + j) % 10
             size = 6 - j + int(share[digit, 2 * (i // 10) + j] * (len(by_digit[digit]) - 1200))
-            mine.append(by_digit[digit][taken[digit] : taken[digit] + size])
+            of_two.append(by_digit[digit][taken[digit] : taken[digit] + size])
             taken[digit] += size
-        mine = random.permutation(np.concatenate(mine))
+        mine = random.permutation(np.concatenate(of_two))
         mine = mine[: (len(mine) - 1) // 10 * 10 + 1]
         held = np.concatenate([tests[(i + j) % 10][4 * (i // 10) : 4 * (i // 10) + 4] for j in (0, 1)])
         found[f"user-{i:04d}"] = {
@@ -185,14 +186,12 @@ class Task:
         import torch
 
         sys.path.insert(0, str(PEERS))
-        from task import MODELS as modules
-        from task import Data, accuracy
-
+        task = importlib.import_module("task")
         rounds = [json.loads(line)["seconds"] for line in (scratch / "run" / "journal.jsonl").read_text().splitlines()]
         last = safetensors.torch.load_file(sorted((scratch / "run" / "checkpoints").rglob("*.safetensors"))[-1])
-        module = modules[self._settings.model]()
+        module = task.MODELS[self._settings.model]()
         torch.nn.utils.vector_to_parameters(last["theta"], module.parameters())
-        return {"rounds_s": sum(rounds), "accuracy": accuracy(module, Data(self._folder))}
+        return {"rounds_s": sum(rounds), "accuracy": task.accuracy(module, task.Data(self._folder))}
 
     def _flower(self, system: str, scratch: Path) -> tuple[list[str], dict[str, str]]:
         environment = {"FLWR_HOME": str(scratch), "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}

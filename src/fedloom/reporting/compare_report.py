@@ -434,7 +434,7 @@ def _pairs(comparison: Comparison) -> tuple[Part, ...]:
     )
     if not any(tested.values()):
         text = "Only rows that were measured on the same clients can be compared client by client."
-    headings = (
+    headings: tuple[str, ...] = (
         *("first", "second", "seeds", "pairs", "first better", "equal", "second better"),
         *("median", "mean", "95 %", "p (Holm)"),
     )
