@@ -2,8 +2,8 @@
 
 On processes the objects that matter there are created as they are rendered, and pods are made of the templates of
 StatefulSets and Deployments, one of them by one: a pod that ends or goes is made again, one whose template has changed
-is told to go first. Nothing of FedLoom is replaced. What only a real cluster does is left out: certificates, network
-policies, probes, autoscaling, volumes.
+is told to go first. A headless Service has an address here. Nothing of FedLoom is replaced. What only a real cluster
+does is left out: certificates of cert-manager, network policies, probes, autoscaling, volumes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ TICK_S = 0.1
 
 
 class Installed(Protocol):
-    """A release of the chart."""
+    """A release of the chart; ``name`` is that of its objects, ``instance`` their label."""
 
     name: str
+    instance: str
 
     def upgrade(self, values: Mapping[str, Any]) -> None:
         """Install it, or change it to these values."""
@@ -36,8 +37,8 @@ class Installed(Protocol):
     def rollback(self) -> None:
         """Go back to the values before."""
 
-    def test(self) -> str:
-        """Run the chart's own test, and return what it said."""
+    def test(self, *words: str) -> None:
+        """Run the chart's own test; it says these words, where they can be read: Helm removes a pod that passed."""
 
     def uninstall(self) -> None:
         """Remove it."""
@@ -46,8 +47,9 @@ class Installed(Protocol):
 class OnProcesses:
     """What Helm renders, on the cluster of processes."""
 
-    def __init__(self, place: Place, folder: Path) -> None:
-        self.name, self._place, self._folder = f"chart-{place.token}", place, folder
+    def __init__(self, place: Place, folder: Path, name: str) -> None:
+        self.name, self._place, self._folder = name, place, folder
+        self.instance = "fed"
         self._history: list[Mapping[str, Any]] = []
         self._wanted: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -56,18 +58,19 @@ class OnProcesses:
         self._thread.start()
 
     def upgrade(self, values: Mapping[str, Any]) -> None:
+        rendered = self._rendered(values)
         self._history.append(values)
         wanted: dict[str, Any] = {}
         core, namespace = self._place.core, self._place.namespace
-        for item in self._rendered(values):
+        for item in rendered:
             name = item["metadata"]["name"]
             if item["kind"] == "ConfigMap":
                 with suppress(ApiException):
                     core.delete_namespaced_config_map(name, namespace)
                 core.create_namespaced_config_map(namespace, item)
-            elif item["kind"] == "Service" and item["spec"].get("clusterIP") != "None":
+            elif item["kind"] == "Service" and item["spec"].get("ports"):
                 for port in item["spec"]["ports"]:
-                    port["targetPort"] = {"grpc": 7733}[port["targetPort"]]
+                    port["targetPort"] = port["port"]  # as the containers' ports are by default
                 with suppress(ApiException):
                     core.create_namespaced_service(namespace, item)
             elif item["kind"] in ("StatefulSet", "Deployment"):
@@ -79,16 +82,23 @@ class OnProcesses:
     def rollback(self) -> None:
         self.upgrade(self._history[-2])
 
-    def test(self) -> str:
+    def test(self, *words: str) -> None:
         (item,) = [
             item for item in self._rendered(self._history[-1], "--show-only", "templates/tests/status.yaml")
             if item["kind"] == "Pod"
         ]  # fmt: skip
         pod = self._pod(item["metadata"]["name"], item, 0)
         self._place.core.create_namespaced_pod(self._place.namespace, pod)
-        code, said = self._place.ended(item["metadata"]["name"])
-        assert code == 0, said
-        return said
+        self._place.ended(pod["metadata"]["name"])
+        containers = [container["name"] for container in pod["spec"]["containers"]]
+        core, name = self._place.core, pod["metadata"]["name"]
+        said = "".join(
+            core.read_namespaced_pod_log(name, self._place.namespace, container=container) for container in containers
+        )
+        assert core.read_namespaced_pod(name, self._place.namespace).status.phase == "Succeeded", said
+        assert all(word in said for word in words), said
+        core.delete_namespaced_pod(name, self._place.namespace)  # its hook-delete-policy
+        until(lambda: name not in self._pods(), f"{name} is gone", self._place.patience_s)
 
     def uninstall(self) -> None:
         with self._lock:
@@ -97,7 +107,7 @@ class OnProcesses:
         until(lambda: not self._pods(), f"pods of {self.name} are gone", self._place.patience_s)
         self._over.set()
         self._thread.join()
-        ours = {item["metadata"]["name"] for item in self._rendered(self._history[-1])}
+        ours = {item["metadata"]["name"] for values in self._history[-1:] for item in self._rendered(values)}
         for name in ours:
             with suppress(ApiException):
                 core.delete_namespaced_config_map(name, namespace)
@@ -146,8 +156,9 @@ class OnProcesses:
 class ByHelm:
     """A release on the real cluster that the environment names."""
 
-    def __init__(self, place: Place, folder: Path) -> None:
-        self.name, self._place, self._path = f"chart-{place.token}", place, folder / "values.yaml"
+    def __init__(self, place: Place, folder: Path, name: str) -> None:
+        self.name, self._place, self._path = name, place, folder / "values.yaml"
+        self.instance = self.name
         self._where = ["--kubeconfig", os.environ["FEDLOOM_E2E_KUBECONFIG"], "-n", place.namespace]
 
     def _helm(self, *arguments: object) -> str:
@@ -162,18 +173,18 @@ class ByHelm:
     def rollback(self) -> None:
         self._helm("rollback", self.name)
 
-    def test(self) -> str:
-        return self._helm("test", self.name)
+    def test(self, *words: str) -> None:
+        self._helm("test", self.name)
 
     def uninstall(self) -> None:
         self._helm("uninstall", self.name, "--wait")
 
 
 @contextmanager
-def release(place: Place, folder: Path) -> Iterator[Installed]:
-    """A name for a release of the chart; what is installed under it is removed at the end."""
+def release(place: Place, folder: Path, name: str) -> Iterator[Installed]:
+    """A name for a release of the chart, and for its run; what is installed under it is removed at the end."""
     real = bool(os.environ.get("FEDLOOM_E2E_KUBECONFIG"))
-    made: Installed = ByHelm(place, folder) if real else OnProcesses(place, folder)
+    made: Installed = (ByHelm if real else OnProcesses)(place, folder, f"chart-{place.token}-{name}")
     try:
         yield made
     finally:

@@ -11,7 +11,7 @@ import secrets
 import signal
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,10 @@ class Place:
         How pods reach the store.
     crash
         Ends a pod without a word of warning.
+    kubeconfig
+        How it is reached.
+    store_environment
+        How the store is reached from here.
     launcher
         Environment of launcher pods; ``service_account`` theirs.
     patience_s
@@ -60,6 +64,8 @@ class Place:
     secret: str
     s3_endpoint: str
     crash: Callable[[str], object]
+    kubeconfig: str
+    store_environment: Mapping[str, str]
     service_account: str
     patience_s: float
     launcher: dict[str, str] = field(default_factory=dict)
@@ -114,11 +120,15 @@ class Place:
         """What a pod has said."""
         return str(self.core.read_namespaced_pod_log(pod, self.namespace))
 
-    def secret_with(self, name: str, **values: str) -> str:
-        """Make a Secret of ours, and return its name."""
+    def secret_with(self, name: str, **values: str | bytes) -> str:
+        """Make a Secret of ours, or replace it, and return its name."""
         metadata = {"name": f"{self.token}-{name}", "labels": {MARK: self.token}}
-        data = {key: b64encode(value.encode()).decode() for key, value in values.items()}
-        self.core.create_namespaced_secret(self.namespace, {**SECRET, "metadata": metadata, "data": data})
+        encoded = {key: value.encode() if isinstance(value, str) else value for key, value in values.items()}
+        data = {key: b64encode(value).decode() for key, value in encoded.items()}
+        body = {**SECRET, "metadata": metadata, "data": data}
+        with suppress(ApiException):
+            self.core.delete_namespaced_secret(metadata["name"], self.namespace)
+        self.core.create_namespaced_secret(self.namespace, body)
         return str(metadata["name"])
 
     def pods(self, run_id: str, component: str | None = None) -> list[Any]:
@@ -241,6 +251,8 @@ def processes(root: Path, s3: S3Server) -> Iterator[Place]:
             secret="storage",
             s3_endpoint=s3.endpoint,
             crash=crash,
+            kubeconfig=str(cluster.kubeconfig),
+            store_environment=s3.environment,
             service_account="launcher",
             patience_s=240.0,
             launcher={"KUBECONFIG": str(cluster.kubeconfig_for(rules))},
@@ -270,6 +282,8 @@ def real() -> Iterator[Place]:
         secret=env.get("SECRET", "fedloom-storage"),
         s3_endpoint=env.get("POD_S3_ENDPOINT", env["S3_ENDPOINT"]),
         crash=crash,
+        kubeconfig=env["KUBECONFIG"],
+        store_environment={"FEDLOOM_S3_ENDPOINT": env["S3_ENDPOINT"]},
         service_account=env.get("SERVICE_ACCOUNT", "fedloom-launcher"),
         patience_s=900.0,
         token=token,

@@ -1,20 +1,31 @@
-"""The chart on a cluster: installed, killed, tested, upgraded, rolled back, removed (docs/e2e.md)."""
+"""The chart on a cluster: installed, killed, drained, tested, upgraded, rolled back, removed (docs/e2e.md)."""
 
 from __future__ import annotations
 
 import csv
 import json
+import ssl
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from chart_places import release
 from e2e_places import Case, Place
 from kubernetes.client.exceptions import ApiException
-from run_processes import until
+from run_processes import fedloom, started, until
+from safetensors.numpy import load_file
 from test_federation_on_cluster import assert_equals_reference
 
+from fedloom.cluster.api import Api
+from fedloom.cluster.tunnel import Tunnel
+from fedloom.data.own import Own
+from fedloom.data.pack import PackSettings, pack
+from fedloom.data.pack.examples import Request
+from fedloom.data.sources.vowel import CLASS_NAMES, read
+from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.tokens import add_token
 
 pytestmark = [
@@ -26,29 +37,47 @@ pytestmark = [
 ]
 
 
+SMALL = {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}
+MEMBERS = 3
+VOWELS: dict[str, Any] = {
+    "name": "vowels",
+    "data": {"own": {"kind": "features", "input_shape": [9], "classes": list(CLASS_NAMES)}},
+    "model": {"name": "mlp", "hidden": [6]},
+    "algorithm": {"name": "fedavg", "local": {"steps": 2, "lr": 0.1}, "personalize_steps": 3},
+    "federation": {"rounds": 100_000, "clients_per_round": MEMBERS, "min_clients": 2, "deadline_s": 60},
+    "evaluation": {"every": 20},
+}
+
+
 def values(place: Place, case: Case, folder: Path) -> dict[str, Any]:
     tokens = folder / "tokens.json"
     worker = add_token(tokens, "workers")[0].get_secret_value()
-    repository, _, tag = place.image.rpartition(":")
-    small = {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}
-    port = int(place.s3_endpoint.rpartition(":")[2])
     return {
-        "image": {"repository": repository, "tag": tag},
+        **common(place),
         "experiment": {"values": yaml.safe_load(case.experiment)},
-        "state": {"kind": "objectStore"},
-        "storage": {"url": place.storage, "endpoint": place.s3_endpoint, "existingSecret": place.secret},
         "tls": {"mode": "none"},
         "insecure": True,
         "auth": {"tokens": {"existingSecret": place.secret_with("tokens", **{"tokens.json": tokens.read_text()})}},
-        "aggregator": {"resources": small, "report": False},
         "tracking": ["csv"],
         "workers": {
             "kind": "StatefulSet",
             "replicas": 2,
-            "resources": small,
+            "resources": SMALL,
             "token": {"existingSecret": place.secret_with("worker", token=worker)},
             "partition": {"url": f"{place.storage}/partitions/{case.fingerprint}"},
         },
+    }
+
+
+def common(place: Place) -> dict[str, Any]:
+    """Image, store, and what the aggregator needs."""
+    repository, _, tag = place.image.rpartition(":")
+    port = int(place.s3_endpoint.rpartition(":")[2])
+    return {
+        "image": {"repository": repository, "tag": tag},
+        "state": {"kind": "objectStore"},
+        "storage": {"url": place.storage, "endpoint": place.s3_endpoint, "existingSecret": place.secret},
+        "aggregator": {"resources": SMALL, "report": False},
         "networkPolicy": {"store": {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "port": port}},
     }
 
@@ -62,7 +91,7 @@ def published_round(place: Place, name: str) -> int:
 def test_a_release_lives_through_what_happens_to_it(place: Place, case: Case, tmp_path: Path) -> None:
     """The aggregator crashes in a round; the run is that of one process; it stays; it goes on with more rounds."""
     given = values(place, case, tmp_path)
-    with release(place, tmp_path) as fed:
+    with release(place, tmp_path, "inside") as fed:
         aggregator = f"{fed.name}-aggregator-0"
         fed.upgrade(given)
         until(lambda: published_round(place, fed.name) >= 2, f"{fed.name} trains", place.patience_s)
@@ -77,7 +106,7 @@ def test_a_release_lives_through_what_happens_to_it(place: Place, case: Case, tm
         with (tmp_path / "run" / "tracking.csv").open(newline="") as file:  # what its tracker wrote came along
             rounds = [int(row["round"]) for row in csv.DictReader(file) if row["name"] == "train/loss"]
         assert rounds == [*range(1, case.rounds + 1)]
-        assert "finished" in fed.test()  # it stays, and says so to whom it knows
+        fed.test("finished")  # it stays, and says so to whom it knows
 
         more = {**given, "experiment": {"values": yaml.safe_load(case.experiment)}}
         more["experiment"]["values"]["federation"]["rounds"] = case.rounds + 2
@@ -92,6 +121,127 @@ def test_a_release_lives_through_what_happens_to_it(place: Place, case: Case, tm
         assert published_round(place, fed.name) == case.rounds + 2
     left = place.core.list_namespaced_pod(place.namespace, label_selector="app.kubernetes.io/part-of=fedloom").items
     assert [pod.metadata.name for pod in left if pod.metadata.name.startswith(fed.name)] == []
+
+
+def packed(folder: Path) -> list[Path]:
+    """Speakers of the vowels, each packed as a member of its own."""
+    fixture = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
+    official = read({"Vowel.rda": fixture.read_bytes()})
+    pools = (official.train, official.test)
+    x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
+    kind = Request(Own(kind="features", input_shape=(9,), classes=CLASS_NAMES))
+    found = []
+    for speaker in range(MEMBERS + 1):
+        found.append(folder / f"s{speaker}")
+        np.savez(folder / "source.npz", x=x[owners == speaker], y=y[owners == speaker])
+        pack(folder / "source.npz", found[-1], PackSettings(f"speaker-{speaker}", kind))
+    return found
+
+
+def test_members_elsewhere_under_certificates_that_change_and_a_model_for_a_newcomer(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members dial in from outside; the aggregator is drained, its certificate rotated, its experiment changed."""
+    monkeypatch.setenv("KUBECONFIG", place.kubeconfig)
+    ca, ours = tmp_path / "ca", tmp_path / "certificates"
+    authority = make_ca(ca).certificate
+    *members, newcomer = packed(tmp_path)
+
+    def secret(name: str, hosts: list[str]) -> str:
+        made = make_certificate(name, ours, ca, hosts=hosts, replace=True)
+        files = {"tls.crt": made.certificate, "tls.key": made.key, "ca.crt": authority}
+        return place.secret_with(name, **{key: path.read_text() for key, path in files.items()})
+
+    client = {f"{entry.stem}.{entry.suffix[1:]}": entry.read_bytes() for entry in newcomer.iterdir()}
+    anyone = [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
+    given: dict[str, Any] = {
+        **common(place),
+        "experiment": {"values": VOWELS},
+        "tls": {"mode": "secret", "secret": {"name": f"{place.token}-server"}},
+        "workers": {"kind": "none", "tls": {"existingSecret": secret("member", [])}},
+        "networkPolicy": {**common(place)["networkPolicy"], "peers": anyone, "servePeers": anyone},
+        "serve": {"enabled": True, "replicas": 1, "autoscaling": {"enabled": False}, "resources": SMALL},
+        "test": {
+            "data": "/client",
+            "extraVolumes": [{"name": "client", "secret": {"secretName": place.secret_with("client", **client)}}],
+            "extraVolumeMounts": [{"name": "client", "mountPath": "/client"}],
+        },
+    }
+    with release(place, tmp_path, "members") as fed, ExitStack() as stack:
+        aggregator = f"{fed.name}-aggregator-0"
+
+        def port_of(component: str, port: int) -> str:
+            chosen = f"app.kubernetes.io/instance={fed.instance},app.kubernetes.io/component={component}"
+
+            def pod() -> str | None:
+                found = place.core.list_namespaced_pod(place.namespace, label_selector=chosen).items
+                return next((one.metadata.name for one in found if one.metadata.deletion_timestamp is None), None)
+
+            return stack.enter_context(Tunnel(Api(place.namespace), pod, port)).address
+
+        def more_rounds() -> None:
+            before = published_round(place, fed.name)
+            until(lambda: published_round(place, fed.name) >= before + 2, "more rounds are made", place.patience_s)
+
+        fed.upgrade(given)  # its pods wait for the certificate
+        services = [fed.name, f"{fed.name}-serve"]
+        found = [place.core.read_namespaced_service(name, place.namespace).spec.cluster_ip for name in services]
+        hosts = [f"{name}.{place.namespace}.svc" for name in services] + [ip for ip in found if ip != "None"]
+        secret("server", [*hosts, "127.0.0.1"])
+
+        at = port_of("aggregator", 7733)
+        tls: list[object] = ["--tls-ca", authority]
+        for i, data in enumerate(members):
+            made = make_certificate(f"member-{i}", ours, ca)
+            mine = [*tls, "--tls-certificate", made.certificate, "--tls-key", made.key]
+            stack.enter_context(started("worker", "--aggregator", at, "--data", data, "--reconnect", 1000, *mine))
+        more_rounds()
+
+        before = uid(place, aggregator)
+        place.evict(aggregator)
+        until(lambda: uid(place, aggregator) not in (before, None), "the aggregator is another", place.patience_s)
+        more_rounds()
+        assert "resuming round" in log(place, aggregator)
+
+        def certificate() -> str:
+            try:
+                host, _, port = at.partition(":")
+                return ssl.get_server_certificate((host, int(port)), timeout=5)
+            except OSError:
+                return ""
+
+        until(certificate, "it shows a certificate", place.patience_s)
+        old, before = certificate(), uid(place, aggregator)
+        secret("server", [*hosts, "127.0.0.1"])
+        until(lambda: certificate() not in (old, ""), "it shows the new certificate", place.patience_s)
+        more_rounds()
+        assert uid(place, aggregator) == before  # nothing was started anew
+        statuses = place.core.read_namespaced_pod(aggregator, place.namespace).status.container_statuses
+        assert [status.restart_count for status in statuses] == [0]
+
+        rounds = published_round(place, fed.name) + 300  # more than are made until the aggregator is another
+        federation = {**VOWELS["federation"], "rounds": rounds}
+        fed.upgrade({**given, "experiment": {"values": {**VOWELS, "federation": federation}}})
+        until(lambda: uid(place, aggregator) not in (before, None), "the experiment is another", place.patience_s)
+        until(lambda: published_round(place, fed.name) == rounds, "it is over", place.patience_s)
+
+        serving, made = port_of("serve", 7734), make_certificate("newcomer", ours, ca)
+        mine = [*tls, "--tls-certificate", made.certificate, "--tls-key", made.key]
+        of_store = tmp_path / "of-the-store.safetensors"
+        fedloom(
+            "personalize", "--from", f"{place.storage}/runs/{fed.name}", "--data", newcomer, "--out", of_store,
+            environment=place.store_environment,
+        )  # fmt: skip
+        served = tmp_path / "served.safetensors"
+
+        def same() -> bool:  # `serve` follows the run within seconds
+            fedloom("personalize", "--from", serving, "--data", newcomer, "--out", served, *mine)
+            here, there = load_file(served), load_file(of_store)
+            served.unlink()
+            return here.keys() == there.keys() and all(np.array_equal(here[key], there[key]) for key in here)
+
+        until(same, "the newcomer is served the last round's model", place.patience_s)
+        fed.test("finished", f"the model of speaker-{MEMBERS}: vowels, round {rounds}")
 
 
 def uid(place: Place, pod: str) -> str | None:

@@ -25,6 +25,8 @@ from fake_cluster.store import ApiError, Object, Store, emit, now
 PODS, SECRETS, CONFIG_MAPS = (RESOURCES[name] for name in ("pods", "secrets", "configmaps"))
 NODE = "node-0"
 TICK_S = 0.03
+RENEW_S = 0.5
+"""How soon a pod's files are those of a changed Secret: minutes on a real node."""
 MESSAGE_BYTES = 2048
 """How much of a log FallbackToLogsOnError keeps."""
 
@@ -202,7 +204,7 @@ class PodRun:
     def _live(self) -> None:
         self.address = self.kubelet.network.address()
         self.folder.mkdir(parents=True)
-        retry_at = 0.0
+        retry_at = renew_at = 0.0
         while not self.kubelet.stopping.is_set():
             pod = self.current()
             if pod is None or _leaving(pod):
@@ -217,6 +219,10 @@ class PodRun:
                 container.look()
             if all(container.code is not None for container in self.containers):
                 return
+            if time.monotonic() >= renew_at:
+                for container in self.containers:
+                    container.renew()
+                renew_at = time.monotonic() + RENEW_S
             self._tell("live")
             time.sleep(TICK_S)
 
@@ -291,6 +297,7 @@ class Container:
         self._log = run.folder / f"{self.name}.log"
         self._waiting: tuple[str, str] = ("ContainerCreating", "")
         self._told = ""
+        self._mounted: dict[Path, tuple[Object, dict[str, bytes]]] = {}
         self._started_at = self._finished_at = ""
 
     @property
@@ -436,23 +443,40 @@ class Container:
             volume = volumes[mount["name"]]
             folder = self.run.folder / "volumes" / mount["name"]
             if not folder.exists():
-                content = {}
                 try:
-                    if "secret" in volume:
-                        secret = self._held(SECRETS, volume["secret"]["secretName"])
-                        content = {key: b64decode(value) for key, value in secret.items()}
-                    elif "configMap" in volume:
-                        texts = self._held(CONFIG_MAPS, volume["configMap"]["name"])
-                        content = {key: value.encode() for key, value in texts.items()}
+                    content = self._content(volume)
                 except ApiError as error:
                     message = f'MountVolume.SetUp failed for volume "{mount["name"]}" : {error.message}'
                     raise Waiting("ContainerCreating", message, "FailedMount") from None
                 folder.mkdir(parents=True)
                 for key, value in content.items():
                     (folder / key).write_bytes(value)
+                if content:
+                    self._mounted[folder] = (volume, content)
             found[mount["mountPath"].rstrip("/")] = folder / mount.get("subPath", "")
             found[mount["mountPath"].rstrip("/")].mkdir(parents=True, exist_ok=True)
         return found
+
+    def _content(self, volume: Object) -> dict[str, bytes]:
+        """The files of a volume that is a Secret or a ConfigMap."""
+        if "secret" in volume:
+            held = self._held(SECRETS, volume["secret"]["secretName"])
+            return {key: b64decode(value) for key, value in held.items()}
+        if "configMap" in volume:
+            held = self._held(CONFIG_MAPS, volume["configMap"]["name"])
+            return {key: value.encode() for key, value in held.items()}
+        return {}
+
+    def renew(self) -> None:
+        """Mount what Secrets and ConfigMaps have become, as the kubelet does, file by file; what is gone stays."""
+        for folder, (volume, before) in self._mounted.items():
+            with suppress(ApiError):
+                content = self._content(volume)
+                for key, value in content.items():
+                    if before.get(key) != value:
+                        (folder / f".{key}.new").write_bytes(value)
+                        (folder / f".{key}.new").replace(folder / key)
+                self._mounted[folder] = (volume, content)
 
     def _variables(self) -> dict[str, str]:
         made: dict[str, str] = {}

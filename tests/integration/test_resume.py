@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
 from fedloom.experiment import load
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.options import RunOptions
+from fedloom.runner.run_experiment import run_experiment
 
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
 
@@ -199,3 +204,22 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     partition(path)
     assert shard.read_bytes() == whole
     make_partition(load(path))
+
+
+def test_a_finished_run_that_is_started_again_says_which_round_is_durable(copy: Path) -> None:
+    """Without it the alert for pods that serve models would be silent: docs/chart.md."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = []
+
+    class Asks(RunObserver):
+        def notice(self, message: str) -> None:
+            if message.startswith("finished before"):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+                    told.append(answer.read().decode())
+
+    e = load(copy / "experiment.yaml")
+    at = {"listen": "127.0.0.1:0", "metrics": f"127.0.0.1:{port}", "finished_grace_s": 0.1}
+    run_experiment(e, RunOptions(copy, resume=True, report=False, **at), Asks())
+    assert f"fedloom_durable_round {e.federation.rounds}.0" in told[0]
+    assert f"fedloom_measured_round {e.federation.rounds}.0" in told[0]

@@ -19,6 +19,7 @@ from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
+from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.control import NAME as CONTROL
 from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
@@ -202,6 +203,10 @@ def run_experiment(
         if before is not None:
             if store is None:
                 held.enter_context(folder.held())
+            made = Checkpoints(folder.checkpoints)
+            for durable in made.rounds()[-1:]:  # whoever asks, or watches metrics, learns of it as in the run itself
+                last = folder.last_evaluation()
+                monitor.resume(durable, None if last is None else last[0], made.written_at(durable))
             with serve(options.listen) if options.listen is not None else nullcontext() as at:
                 if at is not None:  # workers that have missed the end are told, too
                     at.notices.tell("training", "finished before", round=e.federation.rounds)
