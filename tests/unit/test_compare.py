@@ -32,8 +32,10 @@ from fedloom.reporting.compare_tables import (
     headings,
     own_steps_as_text,
     pairs_as_csv,
+    reach_note,
     rows_as_csv,
 )
+from fedloom.reporting.significance import holm
 
 pytestmark = pytest.mark.xdist_group("compare")
 
@@ -341,8 +343,70 @@ def test_pairs_are_tested_over_clients_and_corrected(tmp_path: Path) -> None:
     assert (all_above.p_holm, second.p_holm) == (pytest.approx(3 * 2 / 2**9), pytest.approx(3 * second.p))
     assert (pairs[1, 2].better, pairs[1, 2].worse) == (3, 2)
     assert pairs[1, 2].p_holm == pairs[1, 2].p  # the largest is multiplied by one
-    assert found.marks("seen") == ["", "best", "tied"]
+    # Validation, equal for all, prefers the first: the worst.
+    assert [reference.row for reference in found.references.values()] == [0]
+    assert all_above.p_against == pytest.approx(2 * 2 / 2**9)
+    assert second.p_against == pytest.approx(max(2 * 2 / 2**9, second.p))
+    assert pairs[1, 2].p_against is None
+    assert found.marks("seen") == ["", "best", ""]  # both are told from the first
     assert found.marks("seen", "pooled").count("tied") == 0
+
+
+def test_the_reference_is_what_validation_prefers_or_is_named(tmp_path: Path) -> None:
+    folders = three(tmp_path)
+    measured(folders[2], SIMILAR, 0.6)
+    found = compare(folders)
+    (reference,) = found.references.values()
+    assert (reference.row, reference.because) == (2, "of highest validation accuracy")
+    assert found.marks("seen") == ["", "best", "tied"]  # the reference is not told from the best
+    for name in ("Local", "local"):
+        found = compare(folders, name)
+        assert [reference.row for reference in found.references.values()] == [1]
+        assert found.marks("seen") == ["", "best", "tied"]
+    with_it = [pair for pair in found.pairs if pair.group == "seen" and 1 in (pair.first, pair.second)]
+    plain = [pair.p for pair in with_it if pair.p is not None]
+    assert [pair.p_against for pair in with_it] == pytest.approx(holm(plain))
+    lines = [line for line in csv.DictReader(pairs_as_csv(found).splitlines()) if line["group"] == "seen"]
+    assert sorted(line["against"] for line in lines) == ["", "Local", "Local"]
+    assert all(line["p_holm"] for line in lines)  # over all pairs, as before
+    with pytest.raises(ExperimentError, match=r"--against: found FedProx; allowed: one of PeFLL, Local, FedAvg"):
+        compare(folders, "FedProx")
+
+
+def test_of_several_settings_of_a_named_method_validation_takes_one(tmp_path: Path) -> None:
+    for value, validation in {0.01: 0.5, 0.02: 0.7, 0.04: 0.6}.items():
+        measured(run(tmp_path / f"lr={value}", "pefll", settings=lr(value)), WORSE, validation)
+    measured(run(tmp_path / "other", "local"), BETTER, 0.9)
+    assert [r.row for r in compare([tmp_path]).references.values()] == [3]
+    assert [r.row for r in compare([tmp_path], "pefll").references.values()] == [1]
+    assert [r.row for r in compare([tmp_path], "PeFLL, lr 0.04").references.values()] == [2]
+
+
+def test_a_turned_pair_is_the_other_way_round(tmp_path: Path) -> None:
+    (pair, *_) = compare(three(tmp_path)).pairs
+    turned = pair.turned()
+    assert pair.median is not None
+    assert pair.bootstrap is not None
+    assert (turned.first, turned.second, turned.better, turned.worse) == (
+        pair.second, pair.first, pair.worse, pair.better
+    )  # fmt: skip
+    assert (turned.median, turned.bootstrap) == (-pair.median, (-pair.bootstrap[1], -pair.bootstrap[0]))
+    assert turned.turned() == pair
+
+
+def test_what_cannot_be_told_whatever_happens_is_said(tmp_path: Path) -> None:
+    note = reach_note(compare(three(tmp_path / "three")))
+    assert "2 comparisons over 9 clients, so the least corrected p possible is 0.0078;" in note  # 2 · 2⁻⁸
+    assert "2 comparisons over 3 clients, so the least corrected p possible is 0.5, and no difference can" in note
+    folders = [run(tmp_path / f"x{i}", "pefll", settings=lr(0.01 * (i + 1))) for i in range(14)]
+    assert "least corrected p possible is 0.051, and no difference can be told" in reach_note(compare(folders))
+    folders = [
+        measured(run(tmp_path / f"{name}{seed}", name, seed=seed), [v + 0.01 * seed for v in base])
+        for name, base in (("pefll", WORSE), ("local", BETTER))
+        for seed in (1, 2, 3)
+    ]
+    assert "1 comparison over 3 seeds" in reach_note(compare(folders))
+    assert "2.48 times" in reach_note(compare(folders))
 
 
 def test_all_seeds_that_both_have_are_paired(tmp_path: Path) -> None:
@@ -460,7 +524,7 @@ def test_csv_has_everything_in_full_precision(tmp_path: Path) -> None:
     assert [row["label"] for row in rows] == ["PeFLL", "Local", "FedAvg + fine-tuning"]
     assert float(rows[0]["seen_accuracy"]) == statistics.mean(WORSE)
     assert rows[0]["seen_accuracy_std"] == ""
-    assert (rows[1]["seen_mark"], rows[2]["seen_mark"]) == ("best", "tied")
+    assert (rows[1]["seen_mark"], rows[2]["seen_mark"]) == ("best", "")
     assert rows[0]["algorithm.name"] == "pefll"
     pairs = list(csv.DictReader(pairs_as_csv(found).splitlines()))
     assert [float(pair["p"]) for pair in pairs] == [pair.p for pair in found.pairs]
@@ -473,7 +537,7 @@ def test_latex_escapes() -> None:
 
 
 def test_latex_marks_the_best(tmp_path: Path) -> None:
-    text = as_latex(compare(three(tmp_path)))
+    text = as_latex(compare(three(tmp_path), "Local"))
     assert f"Local & 1 & \\textbf{{{100 * statistics.mean(BETTER):.1f}}} $\\pm$" in text
     assert f"FedAvg + fine-tuning & 1 & \\underline{{{100 * statistics.mean(SIMILAR):.1f}}} $\\pm$" in text
 
@@ -534,14 +598,14 @@ def test_many_methods_are_counted_where_their_names_would_fill_the_page(tmp_path
     names = ("apfl", "ditto", "fedavg", "fedper", "fedprox", "fedrep", "local", "pefll")
     for i, name in enumerate(names):  # one client's accuracy tells them apart, which no test takes for a difference
         folder = run(tmp_path / name, name, rounds=(0,) if name == "local" else (0, 2))
-        measured(folder, [0.5] * 8 + [0.5 + 0.01 * i])
+        measured(folder, [0.5] * 8 + [0.5 + 0.01 * i], 0.5 + 0.01 * i)
     found = compare([tmp_path])
     page = write_comparison(found, tmp_path / "out").read_text()
     assert "<h1>8 methods compared</h1>" in page
     assert "Not told from it: 7 of the 7 others." in page
     table = page[page.index("<h2>Paired comparison") : page.index("<h2>Validation")]
     assert table.count('<th scope="col"') == 10  # without a column for the best, which is in every pair
-    assert "; first: " in table
+    assert "; less: PeFLL" in table
 
 
 def test_the_page_asks_nobody_for_anything(written: Path) -> None:
@@ -645,6 +709,10 @@ def test_the_command_fits_eighty_columns(many: Path, tmp_path: Path, monkeypatch
     assert max(map(len, table)) <= 80
     assert not any("…" in line for line in table)
     assert sum(line.startswith("FedAvg + fine-tuning") for line in lines) == 6  # five rates, and the choice
+    assert "Tested against " in done.output
+    named = command([many, "--against", "PeFLL"], monkeypatch)
+    assert "Tested against PeFLL (named by --against)." in named.output
+    assert isinstance(command([many, "--against", "nobody"], monkeypatch).exception, ExperimentError)
     assert "Best on validation" in done.output
     assert (tmp_path / "c" / "compare.html").exists()
 

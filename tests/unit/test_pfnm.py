@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, clients, federation, held_out_elsewhere, task
+from federations import CLASSES, IMAGE, answers_as_alone, clients, federation, held_out_elsewhere, task
 from pydantic import ValidationError
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -117,6 +118,92 @@ def test_unlike_networks_get_neurons_of_their_own_up_to_the_cap() -> None:
         assert all(len(set(atoms)) == 5 for atoms in found.tolist())
 
 
+# --- all networks at once, from the posterior itself ------------------------------------------------------------------
+
+
+def posterior(v: Tensor, p: Tensor, atoms: Sequence[Sequence[int]], prior: float, gamma: float) -> float:
+    """Twice the log posterior of a joint assignment, up to what all have: atoms at their best, and eq. 4's process.
+
+    Of an atom with m of J networks the Beta-Bernoulli process has γ (m - 1)! (J - m)!/J!.
+    """
+    found, networks = 0.0, len(v)
+    for atom in {i for row in atoms for i in row}:
+        of = [(j, row.index(atom)) for j, row in enumerate(atoms) if atom in row]
+        s, q = sum(p[j] * v[j, at] for j, at in of), prior + sum(p[j] for j, _ in of)
+        found += float((torch.as_tensor(s) ** 2 / q).sum())
+        ways = math.factorial(len(of) - 1) * math.factorial(networks - len(of)) / math.factorial(networks)
+        found += 2 * math.log(gamma * ways)
+    return found
+
+
+def own(atoms: Sequence[Sequence[int]], j: int) -> int:
+    """How many atoms are network j's alone."""
+    others = {i for k, row in enumerate(atoms) if k != j for i in row}
+    return len(set(atoms[j]) - others)
+
+
+def every_joint_assignment(networks: int, length: int, cap: int) -> Iterator[list[tuple[int, ...]]]:
+    """Each once: new atoms are numbered in the order of their first neuron."""
+
+    def further(done: list[tuple[int, ...]], width: int) -> Iterator[list[tuple[int, ...]]]:
+        if len(done) == networks:
+            yield done
+            return
+        for row in itertools.permutations(range(min(width + length, cap)), length):
+            fresh = [i for i in row if i >= width]
+            if fresh == list(range(width, width + len(fresh))):
+                yield from further([*done, row], width + len(fresh))
+
+    return further([], 0)
+
+
+def drawn(networks: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Neurons around shared atoms, so near that who belongs to whom is open, and unequal precisions, some of them 0."""
+    random = torch.Generator().manual_seed(seed)
+    atoms = 1.5 * torch.randn(length + 1, 3, generator=random, dtype=torch.float64)
+    rows = [torch.randperm(length + 1, generator=random)[:length] for _ in range(networks)]
+    v = torch.stack([atoms[row] for row in rows])
+    v = v + torch.randn(v.shape, generator=random, dtype=torch.float64)
+    shares = torch.rand(networks, 3, generator=random, dtype=torch.float64)
+    return v, torch.where(shares < 0.15, 0, shares) * 2
+
+
+@pytest.mark.parametrize(("networks", "length", "cap"), [(3, 2, 700), (4, 2, 3), (3, 3, 700), (5, 2, 700)])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_network_has_a_better_match_given_the_others(networks: int, length: int, cap: int, seed: int) -> None:
+    """After some sweeps, of all assignments of any one network its own has the highest posterior."""
+    v, p = drawn(networks, length, seed)
+    found = [tuple(row) for row in matched(v, p, prior=0.7, gamma=1.3, cap=cap, sweeps=12).tolist()]
+    assert max(max(row) for row in found) < cap
+
+    def given_the_others(atoms: list[tuple[int, ...]], j: int) -> float:  # k new atoms are a Poisson count: 1/k!
+        return posterior(v, p, atoms, 0.7, 1.3) - 2 * math.lgamma(own(atoms, j) + 1)
+
+    for j in range(networks):
+        others = sorted({i for k, row in enumerate(found) if k != j for i in row})
+        free = [i for i in range(networks * length) if i not in others][: min(length, cap - len(others))]
+        best = max(
+            given_the_others([*found[:j], row, *found[j + 1 :]], j)
+            for row in itertools.permutations([*others, *free], length)
+        )
+        assert given_the_others(found, j) == pytest.approx(best, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_several_orders_the_best_is_the_best_of_all_joint_assignments(seed: int) -> None:
+    """Sweeps climb, one network at a time: in one order they may end below it, in the best of ten they do not."""
+    v, p = drawn(3, 2, 10 + seed)
+    every = [posterior(v, p, atoms, 0.7, 1.3) for atoms in every_joint_assignment(3, 2, 700)]
+    assert len(every) == 2 * 7 + 4 * 13 + 21  # by hand: two share both neurons, one, or none; then the third
+    start = torch.full(v.shape[:2], -1)
+    ends = []
+    for order in range(10):
+        keys: dict[str, Any] = {"prior": 0.7, "gamma": 1.3, "cap": 700, "sweeps": 8}
+        atoms = match(v, p, start, assign, **keys, generator=torch.Generator().manual_seed(order))
+        ends.append(posterior(v, p, [tuple(row) for row in atoms.tolist()], 0.7, 1.3))
+    assert max(ends) == pytest.approx(max(every), abs=1e-9)
+
+
 # --- the method -------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +266,22 @@ def test_rounds_merge_and_go_on_from_ones_own_atoms(tmp_path: Path) -> None:
     top = sum(precision * shares[row[j], 1] * v[j, at, 258] for j, at in holders)
     bottom = 1 + sum(precision * shares[row[j], 1] for j, at in holders)
     close(named["fc2.weight"][1, unit], torch.as_tensor(top / bottom))
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    """Each trains a network of its own; in the global one, which is wider, they are fine-tuned."""
+    p, random = problem(), torch.Generator().manual_seed(5)
+    opening, _, ask = PFNM.messages
+    theta = p.model.init(random, torch.float64).expand(
+        len(SIZES), -1
+    )  # one start, so that rows can be told apart by data alone
+    units, out = neurons(p, theta[:1])
+    merged = network(torch.cat([units[0], units[0][:2]]), out[0], p)
+    data, half = clients(SIZES), PFNM.client(made(personalize_steps=2), p)
+    found = answers_as_alone(half, data, opening(theta), ask(merged))
+    for one, client in zip(found, data, strict=True):
+        assert client.train.y is not None
+        assert torch.equal(one["classes"], torch.bincount(client.train.y, minlength=CLASSES).double())
 
 
 def test_held_out_examples_change_nothing_and_unseen_clients_get_the_global_network(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -9,8 +11,10 @@ from scipy import stats
 from fedloom.reporting.significance import (
     EXACT_UP_TO,
     RESAMPLES,
+    clear_mean,
     hierarchical_bootstrap,
     holm,
+    least_p,
     signed_rank_test,
     t_interval,
     t_test,
@@ -61,6 +65,30 @@ def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.7, 0.6]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_holm_is_the_closed_test_of_all_intersections(seed: int) -> None:
+    """Adjusted p of each: the largest, over the sets of hypotheses that hold it, of Bonferroni's p of the set."""
+    p = np.random.default_rng(seed).beta(0.3, 1, 7).tolist()
+    sets = [s for size in range(1, 8) for s in itertools.combinations(range(7), size)]
+    closed = [max(min(1.0, len(s) * min(p[j] for j in s)) for s in sets if i in s) for i in range(7)]
+    assert holm(p) == pytest.approx(closed, rel=1e-12)
+
+
+def test_the_least_p_is_that_of_signs_which_all_agree() -> None:
+    for n in (1, 2, 6, 10):
+        assert least_p(n) == signed_rank_test([float(i) for i in range(1, n + 1)])
+        assert least_p(n) == pytest.approx(stats.wilcoxon(np.arange(1, n + 1), method="exact").pvalue, rel=1e-12)
+    assert least_p(0) == 1
+
+
+@pytest.mark.parametrize(("n", "p"), [(2, 0.05), (3, 0.05), (3, 0.05 / 28), (3, 0.05 / 406), (10, 0.01)])
+def test_a_mean_so_clear_has_that_p(n: int, p: float) -> None:
+    assert clear_mean(n, p) == pytest.approx(stats.t.isf(p / 2, n - 1) / np.sqrt(n), rel=1e-6)
+    values = np.random.default_rng(n).normal(0, 1, n)
+    values = (values - values.mean()) / values.std(ddof=1) + clear_mean(n, p)
+    assert t_test(values.tolist()) == pytest.approx(p, rel=1e-6)
 
 
 # Over seeds
@@ -124,3 +152,24 @@ def test_what_the_intervals_cover(seeds: int, of_seeds: float, of_clients: float
     assert bootstrap / times == pytest.approx(by_bootstrap, abs=0.06)
     if of_seeds > of_clients:
         assert pooled / times < 0.4  # a test over clients x seeds rejects most of what is nothing
+
+
+def test_what_a_reference_that_validation_chose_says_and_what_not() -> None:
+    """Eight methods as good as each other, three seeds, whose luck validation shares: docs/evaluation.md."""
+    random, times, k, seeds = np.random.default_rng(4), 800, 8, 3
+    named = chosen = excluded = 0
+    for _ in range(times):
+        values = random.normal(0, 1, (k, seeds))
+        best = int(values.mean(1).argmax())  # by validation, at worst: it is as lucky as the test
+        for reference in (0, best):
+            others = [i for i in range(k) if i != reference]
+            p = holm([t_test((values[reference] - values[i]).tolist()) for i in others])
+            told = [i for i, one in zip(others, p, strict=True) if one < 0.05]
+            if reference == best:
+                chosen += bool(told)
+                excluded += 0 in told  # if row 0 is the best by next to nothing
+            if reference == 0:
+                named += bool(told)
+    assert named / times < 0.05 + 3 * np.sqrt(0.05 * 0.95 / times)
+    assert 0.05 < chosen / times < 0.12
+    assert excluded / times < 0.03

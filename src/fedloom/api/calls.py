@@ -217,13 +217,15 @@ def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
 
 
 @with_keywords
-def compare(runs: Iterable[Run | Sweep | str | Path]) -> Comparison:
+def compare(runs: Iterable[Run | Sweep | str | Path], *, against: str | None = None) -> Comparison:
     """Put finished runs side by side; runs that differ in the seed alone are one row.
 
     Parameters
     ----------
     runs
         Runs, sweeps, or folders of them.
+    against
+        The method, or the label of a row, that the others are tested against; None: the best on validation.
 
     Raises
     ------
@@ -235,7 +237,7 @@ def compare(runs: Iterable[Run | Sweep | str | Path]) -> Comparison:
     folders: list[str | Path] = []
     for one in [runs] if isinstance(runs, Sweep | str | Path) else runs:
         folders += [one] if isinstance(one, str | Path) else [one.folder]
-    return Comparison(folders)
+    return Comparison(folders, against)
 
 
 @with_keywords

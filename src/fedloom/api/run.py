@@ -316,6 +316,8 @@ class Comparison:
     ----------
     folders
         Of runs, or of what holds runs.
+    against
+        The method, or the label of a row, that the others are tested against; None: the best on validation.
 
     Raises
     ------
@@ -325,10 +327,10 @@ class Comparison:
         If they cannot be compared.
     """
 
-    def __init__(self, folders: Sequence[str | Path]) -> None:
+    def __init__(self, folders: Sequence[str | Path], against: str | None = None) -> None:
         from fedloom.reporting.compare import compare
 
-        self._comparison = compare(folders)
+        self._comparison = compare(folders, against)
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -260,14 +261,21 @@ def compare(
         Path | None,
         typer.Option(help="Write compare.html, .csv, .tex and figures to this folder.", metavar="DIR"),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="The method, or row, that the others are tested against; by default the best on validation.",
+            metavar="NAME",
+        ),
+    ] = None,
 ) -> None:
     """Compare runs side by side. Runs that differ only in the seed are merged into one row."""
-    show_comparison(runs, out)
+    show_comparison(runs, out, against)
     if out is not None:
         typer.echo(f"comparison: {out / 'compare.html'}")
 
 
-def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
+def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None = None) -> None:
     """Show what finished runs found, and write it to a folder that is new or an earlier comparison's."""
     from rich.text import Text
 
@@ -280,13 +288,15 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
         choices_as_text,
         headings,
         own_steps_as_text,
+        reach_note,
+        reference_note,
         test_note,
         text_title,
     )
 
     if out is not None:
         check_out(out)
-    comparison = compare(runs)
+    comparison = compare(runs, against)
     for notice in comparison.notices:
         typer.echo(notice, err=True)
     several = len(comparison.blocks) > 1
@@ -296,7 +306,10 @@ def show_comparison(runs: Sequence[Path], out: Path | None) -> None:
         rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in cells] for cells in lines]
         print_table(f"{about}\n{title}" if several else about, headings(comparison), rows)
     if sys.stdout.isatty() and len(comparison.rows) > 1:
-        typer.echo(f"bold: best; underlined: not told from it by {test_note(comparison)}")
+        typer.echo(f"bold: best; underlined: not told from {test_note(comparison)}")
+    if reach := reach_note(comparison):
+        for line in textwrap.wrap(f"Tested against {reference_note(comparison)}. {reach[0].upper()}{reach[1:]}.", 80):
+            typer.echo(line)
     if comparison.chosen:
         title = f"\nBest on validation ({comparison.scale.words})"
         print_table(title, choice_headings(comparison), choices_as_text(comparison))

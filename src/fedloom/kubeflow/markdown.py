@@ -48,7 +48,7 @@ def comparison(found: Comparison) -> str:
     """Return runs side by side, best in bold, as the pages of ``fedloom compare`` have them."""
     from fedloom.reporting.compare_tables import as_text, headings, test_note, text_title
 
-    parts = [f"{text_title(found)}. Bold: best; italic: not told from it by {test_note(found)}.\n"]
+    parts = [f"{text_title(found)}. Bold: best; italic: not told from {test_note(found)}.\n"]
     marks = {"best": "**", "tied": "*", "": ""}
     for title, lines in as_text(found).items():
         rows = [[f"{marks[cell.mark]}{cell.text}{marks[cell.mark]}" for cell in line] for line in lines]

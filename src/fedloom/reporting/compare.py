@@ -101,6 +101,15 @@ class Row:
         return ", ".join((self.method, *self.details))
 
     @property
+    def is_own(self) -> bool:
+        """Whether it is of the models that clients end up with: each run has one such row."""
+        return self.predictor == "personal" or "personal" not in _shown_predictors(self.runs)
+
+    def answers_to(self, name: str | None) -> bool:
+        """Whether a name is its label, its method or its algorithm; all rows answer to None."""
+        return name is None or name in (self.label, self.method, self.runs[0].method, self.runs[0].algorithm)
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """By dotted key, those of all its runs."""
         return self.runs[0].settings
@@ -188,6 +197,9 @@ class Pair:
     p, p_holm
         With one seed that of its signed-rank test, with several that of a t test over the seeds' mean differences;
         plain, and corrected over all pairs of this group. None without pairs.
+    p_against
+        p corrected over the pairs of this group with a reference alone; None of other pairs. This one decides what is
+        told apart.
     why
         Why the two cannot be compared; empty where they can.
     """
@@ -206,12 +218,27 @@ class Pair:
     p_of_seeds: tuple[float, ...] = ()
     p: float | None = None
     p_holm: float | None = None
+    p_against: float | None = None
     why: str = ""
 
     @property
     def over(self) -> str:
         """What the test is over: ``seeds``, or ``clients`` of one seed."""
         return "seeds" if len(self.seeds) > 1 else "clients"
+
+    def turned(self) -> Pair:
+        """The same, with the second first."""
+        turned = replace(self, first=self.second, second=self.first, better=self.worse, worse=self.better)
+        median, mean = (None if value is None else -value for value in (self.median, self.mean))
+        interval, bootstrap = (None if i is None else (-i[1], -i[0]) for i in (self.interval, self.bootstrap))
+        return replace(turned, median=median, mean=mean, interval=interval, bootstrap=bootstrap)
+
+
+class Reference(NamedTuple):
+    """The row of a block that the others are tested against, and what made it so: never a test number."""
+
+    row: int
+    because: str
 
 
 @dataclass(frozen=True)
@@ -244,10 +271,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of the table, the rows of a block next to each other, and what is to be said about the runs."""
+    """Rows of the table, the rows of a block next to each other, and what is to be said about the runs.
+
+    ``against`` names the rows, or the method, that the others are tested against; None: validation chooses.
+    """
 
     rows: tuple[Row, ...]
     notices: tuple[str, ...]
+    against: str | None = None
 
     @property
     def scale(self) -> Scale:
@@ -279,7 +310,11 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """All pairs of rows within a block, for seen and for unseen clients; Holm's correction is within each group."""
+        """All pairs of rows within a block, for seen and for unseen clients; Holm's correction is within each group.
+
+        Once over all of them, and once over those with the references alone, k - 1 of k rows.
+        """
+        references = {reference.row for reference in self.references.values()}
         found = []
         for group in GROUPS:
             pairs = [
@@ -291,21 +326,49 @@ class Comparison:
             ]
             tested = [pair for pair in pairs if pair.p is not None]
             corrected = iter(holm([pair.p for pair in tested if pair.p is not None]))
-            found += [pair if pair.p is None else replace(pair, p_holm=next(corrected)) for pair in pairs]
+            pairs = [pair if pair.p is None else replace(pair, p_holm=next(corrected)) for pair in pairs]
+            planned = [p.p is not None and not references.isdisjoint((p.first, p.second)) for p in pairs]
+            against = iter(
+                holm([pair.p for pair, one in zip(pairs, planned, strict=True) if one and pair.p is not None])
+            )
+            found += [
+                replace(pair, p_against=next(against)) if one else pair
+                for pair, one in zip(pairs, planned, strict=True)
+            ]
         return tuple(found)
 
     @property
     def tested_over(self) -> str:
         """What its tests are over: ``seeds``, ``clients``, or either."""
-        over = {pair.over for pair in self.pairs if pair.p is not None}
+        over = {pair.over for pair in self.pairs if pair.p_against is not None}
         return " or ".join(sorted(over, reverse=True)) or "clients"
+
+    @cached_property
+    def references(self) -> dict[str, Reference]:
+        """For each block the row that the others are tested against.
+
+        That which :attr:`against` names (of several, the one that validation prefers), or else the row of clients' own
+        models that validation prefers. Where nothing was validated, the first in the table.
+        """
+        found = {}
+        best = "highest" if self.scale is ACCURACY else "lowest"
+        for block, members in self.blocks.items():
+            named = [i for i in members if self.rows[i].answers_to(self.against)]
+            candidates = [i for i in named if self.rows[i].is_own] or named
+            validated = self._validated(candidates)
+            because = f"of {best} validation {self.scale.name}" if validated else "the first, as nothing was validated"
+            if self.against is not None:
+                because = "named by --against"
+            values = validated[1] if validated else dict.fromkeys(candidates, 0.0)
+            found[block] = Reference(max(values, key=lambda i: self.scale.sign * values[i]), because)
+        return found
 
     @cached_property
     def chosen(self) -> tuple[Choice, ...]:
         """For each method with several settings in a block, the setting that validation chooses; never test."""
         methods: dict[tuple[str, str], list[int]] = {}
         for i, row in enumerate(self.rows):
-            if row.predictor == "personal" or "personal" not in _shown_predictors(row.runs):
+            if row.is_own:
                 methods.setdefault((row.block, row.runs[0].method), []).append(i)
         several = [rows for rows in methods.values() if differing([self.rows[i].settings for i in rows])]
         return tuple(choice for rows in several if (choice := self._choice(rows)) is not None)
@@ -346,7 +409,8 @@ class Comparison:
                 found[block] = kept
         return found
 
-    def _choice(self, candidates: Sequence[int]) -> Choice | None:
+    def _validated(self, candidates: Sequence[int]) -> tuple[set[int], dict[int, float]] | None:
+        """The seeds that rows have in common, and each row's validation over these; None where there is none."""
         if any(self.rows[i].over_seeds(USERS) is not None for i in candidates):
             return None  # validation is over all seen clients, and these models are made for some
         seeds = set.intersection(*(set(self.rows[i].seeds) for i in candidates))
@@ -358,18 +422,27 @@ class Comparison:
             if mean is None:  # no seed in common, or nothing to validate on
                 return None
             means[i] = mean
+        return seeds, means
+
+    def _choice(self, candidates: Sequence[int]) -> Choice | None:
+        validated = self._validated(candidates)
+        if validated is None:
+            return None
+        seeds, means = validated
         first, second, *_ = sorted(candidates, key=lambda i: -self.scale.sign * means[i])
         edges = _edges(self.rows[first].settings, [self.rows[i].settings for i in candidates])
         return Choice(first, len(candidates), tuple(sorted(seeds)), means[first], means[second], edges)
 
     def marks(self, group: str, statistic: str = "mean") -> list[str]:
-        """For each row ``best`` of its block, ``tied`` with it, or nothing.
+        """For each row ``best`` of its block, ``tied`` with the reference of its block, or nothing.
 
-        Tied is a row that the test cannot tell from the best (:data:`LEVEL`); only means of seen and unseen clients are
-        tested. A row alone in its block is not marked.
+        Tied is a row that the test cannot tell from the reference (:data:`LEVEL`), and the reference itself if it
+        cannot be told from the best; only means of seen and unseen clients are tested. A row alone in its block is not
+        marked.
         """
         marks, sign = [""] * len(self.rows), self.scale.sign
-        for members in self.blocks.values():
+        for block, members in self.blocks.items():
+            reference = self.references[block].row
             values = {i: s.mean for i in members if (s := self.rows[i].over_seeds(group, statistic)) is not None}
             if len(values) < 2:
                 continue
@@ -378,12 +451,15 @@ class Comparison:
             for i in best:
                 marks[i] = "best"
             for pair in self.pairs if statistic == "mean" else ():
-                if pair.group == group and pair.first in best and pair.p_holm is not None and pair.p_holm >= LEVEL:
-                    marks[pair.second] = marks[pair.second] or "tied"
+                both = {pair.first, pair.second}
+                if pair.group == group and reference in both and pair.p_against is not None and pair.p_against >= LEVEL:
+                    (other,) = both - {reference}
+                    tied = reference if other in best else other
+                    marks[tied] = marks[tied] or "tied"
         return marks
 
 
-def compare(run_folders: Sequence[str | Path]) -> Comparison:
+def compare(run_folders: Sequence[str | Path], against: str | None = None) -> Comparison:
     """Read finished runs and put them side by side.
 
     A folder that is no run but holds runs, as that of a sweep, stands for the finished runs in it. Runs that differ in
@@ -392,12 +468,21 @@ def compare(run_folders: Sequence[str | Path]) -> Comparison:
     those of the global one, as FedAvg's without fine-tuning, has no row of its own. Runs on data without classes are
     compared by loss.
 
+    Parameters
+    ----------
+    run_folders
+        Of runs, or of what holds runs.
+    against
+        The label of a row, or the name of a method or an algorithm, that the others are tested against; None: the row
+        that validation prefers.
+
     Raises
     ------
     DataError
         If a folder is not that of a finished run and holds none either, or a file of a run is missing or damaged.
     ExperimentError
-        If the experiment of a run cannot be read, or some runs are on data with classes and others on data without.
+        If the experiment of a run cannot be read, or some runs are on data with classes and others on data without, or
+        no row of some block is called ``against``.
     """
     folders, notices = run_folders_in(run_folders)
     read = [read_run(folder) for folder in folders]
@@ -441,7 +526,12 @@ def compare(run_folders: Sequence[str | Path]) -> Comparison:
             else "The runs are of different data: each block of the table has its own best, and clients of different "
             "blocks are never paired."
         )
-    return Comparison(tuple(rows), tuple(notices))
+    for block in blocks:
+        inside = [row for row in rows if row.block == block]
+        if not any(row.answers_to(against) for row in inside):
+            names = dict.fromkeys(name for row in inside for name in (row.method, row.label))
+            raise ExperimentError(f"--against: found {against}; allowed: one of {', '.join(names)}")
+    return Comparison(tuple(rows), tuple(notices), against)
 
 
 def best_by_validation(run_folders: Sequence[str | Path]) -> tuple[Choice, ...]:

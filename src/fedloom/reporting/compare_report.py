@@ -23,6 +23,8 @@ from fedloom.reporting.compare_tables import (
     own_steps_of,
     pairs_as_csv,
     plain,
+    reach_note,
+    reference_note,
     rows_as_csv,
     test_note,
     value_cell,
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
     from fedloom.reporting.compare_figures import Look
 
 PAGE = "compare.html"
-
-MANY_PAIRS = 15
-"""Beyond so many pairs of a group, the page shows those with the best row; ``pairs.csv`` has them all."""
 
 NAMED = 6
 """More methods than that are counted, where a sentence or the title would name them."""
@@ -223,7 +222,9 @@ def _facts(comparison: Comparison) -> list[Fact]:
         if best is not None:
             tied = [r.label for r, m in zip(comparison.rows, comparison.marks(group), strict=True) if m == "tied"]
             others = "; ".join(tied) if len(tied) <= NAMED else f"{len(tied)} of the {len(comparison.rows) - 1} others"
-            note = f"{best.label}. " + (f"Not told from it: {others}." if tied else "")
+            (reference,) = (comparison.rows[one.row] for one in comparison.references.values())
+            whom = "it" if reference is best else reference.label
+            note = f"{best.label}. " + (f"Not told from {whom}: {others}." if tied else "")
             look = looks[best.label].name if best.label in looks else ""
             value = f"{value_cell(comparison, best, group)} {comparison.scale.unit}".rstrip()
             facts.append(Fact(f"best, {GROUP_NAMES[group]}", value, note, look))
@@ -280,7 +281,7 @@ def _results(comparison: Comparison) -> Part:
         text += "User 0: the client that the model is made for; the others show how far it serves them. "
     if len(comparison.rows) > 1:
         text += (
-            f"Bold: best of its column. Underlined: not told from the best by {test_note(comparison)} "
+            f"Bold: best of its column. Underlined: not told from {test_note(comparison)} "
             f"({100 * LEVEL:g} %, see “Paired comparison”)."
         )
     above = (("", 2), *((title, len(under)) for title, under in groups))
@@ -402,69 +403,60 @@ def _own_steps(comparison: Comparison) -> tuple[Part, ...]:
 
 
 def _pairs(comparison: Comparison) -> tuple[Part, ...]:
-    from fedloom.reporting.compare_figures import best_of
-
-    if not comparison.pairs:
-        return ()
-    blocks: list[tuple[str, list[Pair]]] = []
-    left_out = 0
+    """What figures show, less the reference of its block; ``pairs.csv`` has all pairs."""
+    blocks: list[tuple[str, list[Line]]] = []
+    tested = {group: sum(p.group == group and p.p_against is not None for p in comparison.pairs) for group in GROUPS}
     for group in (group for group in GROUPS if group in comparison.groups):
         for block, featured in comparison.featured.items():
-            pairs = [p for p in comparison.pairs if p.group == group and p.first in featured and p.second in featured]
-            if len(pairs) > MANY_PAIRS:
-                rows = [comparison.rows[i] for i in featured]
-                best = best_of(rows, group)
-                kept = [p for p in pairs if best in (comparison.rows[p.first], comparison.rows[p.second])]
-                left_out += len(pairs) - len(kept)
-                pairs = kept
+            reference = comparison.references[block].row
+            pairs = [p.turned() if p.first == reference else p for p in comparison.pairs if p.group == group]
+            lines = [Line(_pair_cells(comparison, p)) for p in pairs if p.second == reference and p.first in featured]
             title = f"{group} clients" + (f", {block_title(comparison, block)}" if len(comparison.blocks) > 1 else "")
-            if pairs:
-                blocks.append((title, pairs))
-    tested = {group: sum(p.group == group and p.p is not None for p in comparison.pairs) for group in GROUPS}
-    told_apart = any(pair.p_holm is not None and pair.p_holm < LEVEL for pair in comparison.pairs)
+            if lines:
+                blocks.append((f"{title}; less: {comparison.rows[reference].label}", lines))
+    if not blocks:
+        return ()
+    told_apart = any(pair.p_against is not None and pair.p_against < LEVEL for pair in comparison.pairs)
     text = (
-        f"{comparison.scale.name.capitalize()} of the first less that of the second, for each client that both have. "
-        "Mean: over seeds, of the mean over clients. 95 %: with several seeds Student's interval over them, with one a "
-        "bootstrap over its clients. p: two-sided, with several seeds of a t test over their mean differences, with "
-        "one of Wilcoxon's signed-rank test over its clients (equal pairs ranked as Pratt does), with Holm's "
-        f"correction over all pairs tested of a group ({tested['seen']} seen, {tested['unseen']} unseen). "
+        f"{comparison.scale.name.capitalize()} less that of {reference_note(comparison)}, for each client that both "
+        "have. Mean: over seeds, of the mean over clients. 95 %: with several seeds Student's interval over them, with "
+        "one a bootstrap over its clients. p: two-sided, with several seeds of a t test over their mean differences, "
+        "with one of Wilcoxon's signed-rank test over its clients (equal pairs ranked as Pratt does), with Holm's "
+        f"correction over the comparisons with the reference ({tested['seen']} seen, {tested['unseen']} unseen). "
         + " ".join(WHAT_THE_TEST_SAYS[over] for over in comparison.tested_over.split(" or "))
-        + (f" {left_out} pairs without the best of their group are in pairs.csv." if left_out else "")
-        + ("" if told_apart else " No pair is told apart.")
+        + f" How clear a difference must be: {reach_note(comparison)}."
+        + (
+            ""
+            if comparison.against
+            else " Validation has chosen the reference, in the same trainings: a small p says that a method is not the "
+            "best of these. That it is worse than the reference, it says if the reference was named beforehand "
+            "(--against)."
+        )
+        + ("" if told_apart else " Nothing is told apart.")
+        + " pairs.csv has all pairs."
     )
     if not any(tested.values()):
         text = "Only rows that were measured on the same clients can be compared client by client."
-    headings: tuple[str, ...] = (
-        *("first", "second", "seeds", "pairs", "first better", "equal", "second better"),
-        *("median", "mean", "95 %", "p (Holm)"),
-    )
-    lines = {title: [Line(_pair_cells(comparison, pair)) for pair in pairs] for title, pairs in blocks}
-    # Where all are with the best, its name stands above the others once: the table fits the page.
-    once = left_out > 0 and all(len({pair.first for pair in pairs}) == 1 for _, pairs in blocks)
-    if once:
-        headings = headings[1:]
-        firsts = {title: comparison.rows[pairs[0].first].label for title, pairs in blocks}
-        lines = {f"{t}; first: {firsts[t]}": [Line(line.cells[1:]) for line in found] for t, found in lines.items()}
-    table = Table(headings, tuple((title, tuple(found)) for title, found in lines.items()), left=1 if once else 2)
-    return (Part(table=table, text=text),)
+    headings = ("method", "seeds", "pairs", "better", "equal", "worse", "median", "mean", "95 %", "p (Holm)")
+    return (Part(table=Table(headings, tuple((title, tuple(lines)) for title, lines in blocks)), text=text),)
 
 
 def _pair_cells(comparison: Comparison, pair: Pair) -> tuple[Cell, ...]:
-    names = Cell(comparison.rows[pair.first].label), Cell(comparison.rows[pair.second].label)
-    if pair.median is None or pair.p_holm is None:
-        return (*names, Cell(f"not comparable: {pair.why}", "wide"))
+    name = Cell(comparison.rows[pair.first].label)
+    if pair.median is None or pair.p_against is None:
+        return (name, Cell(f"not comparable: {pair.why}", "wide"))
     equal = pair.clients - pair.better - pair.worse
-    p = "< 0.001" if pair.p_holm < 0.001 else f"{pair.p_holm:.3f}"
+    p = "< 0.001" if pair.p_against < 0.001 else f"{pair.p_against:.3f}"
     counts = (str(n) for n in (len(pair.seeds), pair.clients, pair.better, equal, pair.worse))
     shown, ends = comparison.scale.shown_difference, pair.interval or pair.bootstrap
     assert pair.mean is not None and ends is not None, "there are pairs"  # noqa: PT018
     return (
-        *names,
+        name,
         *map(Cell, counts),
         Cell(shown(pair.median)),
         Cell(shown(pair.mean)),
         Cell(" to ".join(map(shown, ends))),
-        Cell(p, "best" if pair.p_holm < LEVEL else ""),
+        Cell(p, "best" if pair.p_against < LEVEL else ""),
     )
 
 

@@ -12,6 +12,7 @@ from fedloom.reporting.compare import (
     DASH,
     LEVEL,
     Comparison,
+    Pair,
     Row,
     Spread,
     differing,
@@ -20,6 +21,7 @@ from fedloom.reporting.compare import (
     shown_value,
 )
 from fedloom.reporting.runs import GROUPS, USERS
+from fedloom.reporting.significance import clear_mean, least_p
 from fedloom.reporting.words import human_bytes
 from fedloom.words import as_csv
 
@@ -95,11 +97,45 @@ def spread_note(comparison: Comparison) -> str:
 
 
 def test_note(comparison: Comparison) -> str:
-    """What test it is that cannot tell one row from another."""
-    return {
+    """From what a test cannot tell the others, and what test it is."""
+    over = {
         "clients": "a paired test over the clients of one seed, which is about these clients under this one training",
         "seeds": "a paired test over seeds",
     }.get(comparison.tested_over, "a paired test over seeds, or over the clients where there is one seed")
+    return f"{reference_note(comparison)}, by {over}"
+
+
+def reference_note(comparison: Comparison) -> str:
+    """What the rows are tested against, and why that."""
+    found = list(comparison.references.values())
+    if len(found) > 1:
+        return f"the row of its block that is {found[0].because}"
+    return f"{comparison.rows[found[0].row].label} ({found[0].because})"
+
+
+def reach_note(comparison: Comparison) -> str:
+    """How clear a difference must be to be told at all, with so many clients or seeds, and comparisons."""
+    found = []
+    for group in GROUPS:
+        tested = [pair for pair in comparison.pairs if pair.group == group and pair.p_against is not None]
+        if not tested:
+            continue
+        m = len(tested)
+        times = f"{m} comparisons" if m > 1 else "1 comparison"
+        if (seeds := max(len(pair.seeds) for pair in tested)) > 1:
+            reach = clear_mean(seeds, LEVEL / m)
+            found.append(
+                f"{group} clients: {times} over {seeds} seeds, so the clearest difference is told from 0 if its mean "
+                f"is {reach:.3g} times its standard deviation over seeds"
+            )
+        else:
+            n = max(pair.clients for pair in tested)
+            least = min(1.0, m * least_p(n))
+            found.append(
+                f"{group} clients: {times} over {n} clients, so the least corrected p possible is {least:.2g}"
+                + (", and no difference can be told" if least >= LEVEL else "")
+            )
+    return "; ".join(found)
 
 
 def value_cell(comparison: Comparison, row: Row, group: str) -> str:
@@ -197,10 +233,17 @@ def pairs_as_csv(comparison: Comparison) -> str:
                 **_ends("bootstrap", pair.bootstrap),
                 "p_of_seeds": " ".join(map(_text, pair.p_of_seeds)),
                 "not_comparable": pair.why,
+                "p_holm_against": _text(pair.p_against),
+                "against": "" if pair.p_against is None else reference_of(comparison, pair).label,
             }
             for pair in comparison.pairs
         ]
     )
+
+
+def reference_of(comparison: Comparison, pair: Pair) -> Row:
+    """The row that the rows of the block of a pair are tested against."""
+    return comparison.rows[comparison.references[comparison.rows[pair.first].block].row]
 
 
 def own_steps_of(rows: Sequence[Row]) -> list[int]:
@@ -354,7 +397,7 @@ def _caption(comparison: Comparison) -> str:
     what = "Test accuracy in percent" if comparison.scale is ACCURACY else "Test loss"
     return (
         f"{what}, mean over clients, {escaped(spread_note(comparison))}. Bold: best; underlined: not "
-        f"told from the best by {escaped(test_note(comparison))} (Holm's correction, "
+        f"told from {escaped(test_note(comparison))} (Holm's correction, "
         rf"{100 * LEVEL:g}\,\%)."
     )
 

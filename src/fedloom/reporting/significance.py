@@ -57,6 +57,11 @@ def signed_rank_test(differences: Sequence[float]) -> float:
     return min(1.0, float(distribution[far].sum()))
 
 
+def least_p(n: int) -> float:
+    """Smallest p-value that :func:`signed_rank_test` can give for n differences: that of n signs which all agree."""
+    return 2.0 ** min(0, 1 - n)
+
+
 def t_test(values: Sequence[float]) -> float:
     """Two-sided p-value of Student's t test: is the mean of what these are a sample of 0?
 
@@ -78,6 +83,11 @@ def t_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, flo
     mean, error = _mean_and_error(values)
     reach = error * _solved(lambda t: _within(t, len(values) - 1), level)
     return mean - reach, mean + reach
+
+
+def clear_mean(n: int, p: float) -> float:
+    """How many of its own standard deviations (ddof = 1) the mean of n ≥ 2 values must be from 0 for a t test's p."""
+    return _solved(lambda t: _within(t, n - 1), 1 - p) / math.sqrt(n)
 
 
 def hierarchical_bootstrap(values: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float]:
