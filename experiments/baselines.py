@@ -8,9 +8,10 @@
     .venv/bin/python experiments/baselines.py cifar10         papers/001, Table 1, n = 100, 1000 rounds
 
 A method's settings run on seed 1. The one of highest validation accuracy in the last round is run on the seeds of the
-test, and looked at there once. Interrupted, it goes on where it was; ``--methods`` takes some of them. Every run is
-what `fedloom run` makes of the regime's file and the overrides that are written down here. Tables and what came out:
-docs/results/baselines.md; its compact file: `python experiments/results.py fold baselines runs/baselines`.
+test, and looked at there once. Interrupted, it goes on where it was; ``--methods`` takes some of them; ``--searched``
+takes the search from the compact file, and runs the tests alone. Every run is what `fedloom run` makes of the regime's
+file and the overrides that are written down here. Tables and what came out: docs/results/baselines.md; its compact
+file: `python experiments/results.py fold baselines runs/baselines`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from summaries import Evaluation, evaluations
+from summaries import Evaluation, Runs, evaluations, read
 
 from fedloom.errors import InterruptedRun
 from fedloom.experiment import Point, load
@@ -273,6 +274,9 @@ QMNIST = rows_of_table_1(
 WRITERS = ("data.partition.clients=40", "federation.rounds=30", "evaluation.every=30")
 """A fifth of the file's writers and half of its rounds, for every method: all of them would take 80 CPU minutes."""
 
+FLOAT32 = "model.precision=float32"
+"""In place of the file's bfloat16, which is faster only where the processor multiplies its matrices (AMX)."""
+
 REGIMES = {
     "robust-two-classes": imbalanced(", classes_per_client: 2"),
     "robust-iid": imbalanced(""),
@@ -299,9 +303,9 @@ REGIMES = {
     "cifar10": Regime(
         "pefll-cifar10",
         CIFAR10,
-        ("federation.rounds=100", "evaluation.every=100"),
-        {"test": ("federation.rounds=1000", "evaluation.every=250")},
-        (1, 2, 3),
+        ("federation.rounds=100", "evaluation.every=100", FLOAT32),
+        {"test": ("federation.rounds=1000", "evaluation.every=1000", FLOAT32)},
+        (1,),
     ),
 }
 PARTS = {"robust": ("robust-two-classes", "robust-iid"), "adapt": ("adapt",)}
@@ -329,19 +333,34 @@ class Tells(SweepObserver):
         return RunObserver()
 
 
-def tried(folder: Path, method: Method) -> list[tuple[Setting, Evaluation | None]]:
-    """The last evaluation of every setting; None of one that left the finite range or was not run."""
-    found: list[tuple[Setting, Evaluation | None]] = []
+def finished(runs: Path, folder: str, method: Method) -> Runs:
+    """The evaluations of every setting of a search that was run, by the name in the compact file."""
+    found = Runs()
     for setting in method.settings():
-        path = folder / named(setting)
-        line = evaluations(path, "")[1][-1:] if (path / "experiment.yaml").exists() else ()
-        found.append((setting, line[0] if line and line[0].left is None else None))
+        name = f"{folder}/{named(setting)}"
+        path = runs / name
+        if (path / "experiment.yaml").exists() and (run := evaluations(path, name)[1]):
+            found[name] = run
     return found
 
 
-def chosen(folder: Path, method: Method) -> Setting:
-    """The setting of highest validation accuracy in the last round, the first on ties."""
-    there = [(setting, line) for setting, line in tried(folder, method) if line is not None]
+def tried(runs: Runs, folder: str, method: Method) -> list[tuple[Setting, Evaluation | None]]:
+    """Every setting and its last evaluation; None of one that left the finite range or was not run."""
+    there = [(setting, runs.get(f"{folder}/{named(setting)}")) for setting in method.settings()]
+    return [(setting, None if run is None or run[-1].left is not None else run[-1]) for setting, run in there]
+
+
+def chosen(runs: Runs, folder: str, method: Method) -> Setting:
+    """The setting of highest validation accuracy in the last round, the first on ties.
+
+    Raises
+    ------
+    SystemExit
+        If no setting of the search is there.
+    """
+    there = [(setting, line) for setting, line in tried(runs, folder, method) if line is not None]
+    if not there:
+        raise SystemExit(f"{folder}: found no finished run of the search; run it without --searched")
     return max(there, key=lambda both: both[1]["validation"])[0]
 
 
@@ -353,12 +372,13 @@ def main() -> None:
     parser.add_argument("--methods", help="some of them, with commas between")
     parser.add_argument("--tests", help="some of the tests, with commas between; none: the search alone")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time, each a process")
+    parser.add_argument("--searched", type=Path, metavar="CSV", help="a compact file that has the search")
     given = parser.parse_args()
     common = ("runtime.workers=0",)
     for name in PARTS.get(given.part, (given.part,)):
         regime, runs = REGIMES[name], given.runs / name
         methods = given.methods.split(",") if given.methods else list(regime.methods)
-        for method in methods:
+        for method in [] if given.searched else methods:
             about = regime.methods[method]
             points = {
                 named(setting): (*common, "seed=1", *regime.search, *about.overrides(setting))
@@ -369,7 +389,9 @@ def main() -> None:
         tests = given.tests.split(",") if given.tests else list(regime.tests)
         for test, method in itertools.product([] if tests == ["none"] else tests, methods):
             about = regime.methods[method]
-            those = about.overrides(chosen(runs / "search" / method, about))
+            search = f"{name}/search/{method}"
+            known = read(given.searched) if given.searched else finished(given.runs, search, about)
+            those = about.overrides(chosen(known, search, about))
             points = {f"seed={seed}": (*common, f"seed={seed}", *regime.tests[test], *those) for seed in regime.seeds}
             print(name, test, method, flush=True)
             run(runs / test / method, regime.file, points, given.parallel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from baselines import REGIMES, Method, Setting, named
+from baselines import REGIMES, Method, Setting, chosen, tried
 from summaries import Evaluation, Runs, last, spread, table
 
 COLUMNS = (
@@ -97,27 +97,17 @@ def whole(runs: Runs, regime: str, test: str) -> bool:
     return all(f"{regime}/{test}/{method}/seed={seed}" in runs for method in about.methods for seed in about.seeds)
 
 
-def searched(runs: Runs, regime: str, method: str) -> list[tuple[Setting, Evaluation | None]]:
-    """Every setting of a search, and its last evaluation; None if it left the finite range."""
-    found = []
-    for setting in REGIMES[regime].methods[method].settings():
-        run = runs.get(f"{regime}/search/{method}/{named(setting)}")
-        found.append((setting, None if run is None or run[-1].left is not None else run[-1]))
-    return found
-
-
-def chosen(runs: Runs, regime: str, method: str) -> Setting:
+def setting_of(runs: Runs, regime: str, method: str) -> Setting:
     """The setting that validation chose."""
-    there = [(setting, line) for setting, line in searched(runs, regime, method) if line is not None]
-    return max(there, key=lambda both: both[1]["validation"])[0]
+    return chosen(runs, f"{regime}/search/{method}", REGIMES[regime].methods[method])
 
 
 def _search(runs: Runs, regime: str) -> str:
     rows = []
     for name, method in REGIMES[regime].methods.items():
-        best = chosen(runs, regime, name)
+        best = setting_of(runs, regime, name)
         cells = []
-        for setting, line in searched(runs, regime, name):
+        for setting, line in tried(runs, f"{regime}/search/{name}", method):
             value = "left" if line is None else f"{line['validation']:.1f}"
             cell = f"{_values(setting)}: {value}"
             cells.append(f"**{cell}**" if setting == best else cell)
@@ -144,7 +134,7 @@ def _means_and_worst(runs: Runs, regime: str, beside: str) -> Iterator[str]:
         shared = "global_mean" in lines[0].values
         cells.append(spread([line["global_mean"] for line in lines]) if shared else "–")
         gains = [interval(lines, other, of) if name != beside else "" for of in ("seen_mean", "seen_worst")]
-        rows.append((title(regime, name), _values(chosen(runs, regime, name)), *cells, *gains))
+        rows.append((title(regime, name), _values(setting_of(runs, regime, name)), *cells, *gains))
     less = f"less {title(regime, beside)}"
     header = ("method", "setting", "mean", "worst client", "shared model, mean", f"mean, {less}", f"worst, {less}")
     yield table(header, rows, left=2)
@@ -166,7 +156,7 @@ def _table_1(runs: Runs) -> Iterator[str]:
             lines, paper = of_seeds(runs, "table-1", test, name), PAPER.get(test, {}).get(name, (None, None))
             own = "–" if name in GLOBAL_ALONE else spread([line["seen"] for line in lines])
             shared = spread([line["global"] for line in lines]) if "global" in lines[0].values else "–"
-            setting = _values(chosen(runs, "table-1", name))
+            setting = _values(setting_of(runs, "table-1", name))
             rows.append((TITLES[name], setting, *(_paper(value) for value in paper), own, shared))
         yield table(("method", "setting", "paper, PM", "GM", "PM", "GM"), rows, left=2)
     if tests:
@@ -188,7 +178,7 @@ def _seen_and_unseen(runs: Runs, regime: str) -> Iterator[str]:
             for of in ("seen_mean", "seen_worst", "unseen_mean", "global_seen_mean", "global_unseen_mean")
         ]
         best = statistics.fmean(line["seen_mean"] for line in lines)
-        rows.append((best, (title(regime, name), _values(chosen(runs, regime, name)), *cells)))
+        rows.append((best, (title(regime, name), _values(setting_of(runs, regime, name)), *cells)))
     rows.sort(key=lambda both: -both[0])
     header = ("method", "step size", "seen", "worst seen", "unseen", "shared model: seen", "unseen")
     yield table(header, [row for _, row in rows])
