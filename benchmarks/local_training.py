@@ -6,7 +6,8 @@ Machines are noisy, so every figure is a ratio to the bare loop measured just be
 median over repetitions is reported. The bare loop is the fastest known way to write it (channels-last, ReLU after the
 pooling, ``SGD(foreach=True)``, batches indexed from one tensor), on the data of one client of the same partition, one
 thread. ``fedloom run`` is the whole program, wire included; its rate is ``client_steps_per_s`` of ``summary.json``:
-local SGD steps over the wall time of the training rounds, everything a round adds included.
+local SGD steps over the wall time of the training rounds, everything a round adds included. What two workers can gain
+is what two bare loops gain that run at once, each a process: cores of one machine share caches, memory and power.
 """
 
 from __future__ import annotations
@@ -100,30 +101,43 @@ def fedloom_run(out: Path, rounds: int, cohort: int, workers: int) -> dict[str, 
     }
 
 
+def bare_at_once(processes: int, seconds: float) -> float:
+    """Steps per second of so many bare loops together, each in a process of its own."""
+    command = [sys.executable, __file__, "--bare", "--seconds", str(seconds)]
+    loops = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    return sum(float(loop.communicate()[0]) for loop in loops)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bare", action="store_true", help="print the rate of the bare loop alone")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement of the bare loop")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    about = machine()
-    print(describe(about))
-    e = experiments.load(EXPERIMENT)
-    dataset = make_partition(e)
+    dataset = make_partition(experiments.load(EXPERIMENT))
     client = dataset.client(dataset.manifest.roster[0])
     x, y = client.train.x, client.train.y
     assert y is not None
+    if options.bare:
+        print(bare_rate(x, y, options.seconds))
+        return
+    about = machine()
+    print(describe(about))
 
     cases = {"1 worker, cohort 5": (5, 1), "1 worker, cohort 6": (6, 1), "2 workers, cohort 6": (6, 2)}
     ratios: dict[str, list[float]] = {name: [] for name in cases}
     last: dict[str, dict[str, object]] = {}
     torch_s = import_torch_s()
+    bounds: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         before = bare_rate(x, y, options.seconds)
         for repetition in range(options.repetitions):
+            bounds.append(bare_at_once(2, options.seconds) / bare_at_once(1, options.seconds))
+            print(f"two bare loops at once against one: {bounds[-1]:.2f}x")
             for name, (cohort, workers) in cases.items():
                 out = Path(scratch) / f"{repetition}-{cohort}-{workers}"
                 last[name] = fedloom_run(out, options.rounds, cohort, workers)
@@ -142,12 +156,13 @@ def main() -> None:
         split = ", ".join(f"{phase} {1e3 * s:.0f} ms ({s / total:.1%})" for phase, s in phases.items())
         print(f"{name}: {ratio:.1%} of the bare loop; a round: {split}")
     pairs = [two / one for one, two in zip(ratios["1 worker, cohort 6"], ratios["2 workers, cohort 6"], strict=True)]
-    print(f"two workers against one, cohort of 6: {statistics.median(pairs):.2f}x")
+    print(f"two workers against one, cohort of 6: {statistics.median(pairs):.2f}x", end="; ")
+    print(f"two bare loops at once against one: {statistics.median(bounds):.2f}x")
     one = last["1 worker, cohort 5"]
     print(f"import torch once: {torch_s:.1f} s; ready to train after {one['ready_s']} s (both imports included)")
     print(f"evaluating 100 clients: {one['evaluation_s']} s with 1 worker, ", end="")
     print(f"{last['2 workers, cohort 6']['evaluation_s']} s with 2")
-    write_json(options.json, about, {"ratios": ratios, "median": figures, "last": last})
+    write_json(options.json, about, {"ratios": ratios, "median": figures, "bounds": bounds, "last": last})
 
 
 if __name__ == "__main__":
