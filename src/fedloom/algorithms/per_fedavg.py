@@ -54,7 +54,7 @@ def hessian_product(local: Local, w: Parameters, q: list[Tensor], batch: Batch, 
     """∇²f_i(w_i) q: (∇f_i(w_i + δq) - ∇f_i(w_i - δq)) / 2δ, or exactly without a δ."""
     if delta is not None:
         ahead, behind = (local.gradient(along(w, q, by), batch)[0] for by in (delta, -delta))
-        return [(a - b) / (2 * delta) for a, b in zip(ahead, behind, strict=True)]
+        return list(torch._foreach_div(torch._foreach_sub(ahead, behind), 2 * delta))
     slope, _ = local.gradient(w, batch, differentiable=True)
     with torch.enable_grad():
         product = torch.stack([(a * b).sum() for a, b in zip(slope, q, strict=True)]).sum()
@@ -64,8 +64,8 @@ def hessian_product(local: Local, w: Parameters, q: list[Tensor], batch: Batch, 
 def along(w: Parameters, direction: list[Tensor], by: float) -> Parameters:
     """The parameters w + by · direction."""
     with torch.no_grad():
-        moved = ((name, laid_out(leaf + by * d, leaf)) for (name, leaf), d in zip(w.items(), direction, strict=True))
-        return {name: leaf.requires_grad_() for name, leaf in moved}
+        moved = torch._foreach_add(list(w.values()), torch._foreach_mul(direction, by))
+        return {name: laid_out(to, leaf).requires_grad_() for (name, leaf), to in zip(w.items(), moved, strict=True)}
 
 
 def adapted(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings) -> dict[str, Tensor]:
