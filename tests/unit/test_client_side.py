@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
-from federations import clients, task
+from federations import clients, group, task
 from torch import Tensor
 
 from fedloom.algorithms.base import Group
@@ -23,8 +24,9 @@ from fedloom.algorithms.pefll import (
     PeFLLSettings,
     PersonalizedModel,
 )
-from fedloom.algorithms.recipe import Update
-from fedloom.data.federated import ClientData
+from fedloom.algorithms.pfedgp import PFEDGP, PFedGPSettings
+from fedloom.algorithms.recipe import SharedModel, Update
+from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
@@ -201,13 +203,36 @@ def test_conversations_whose_end_was_not_told_end_with_the_next_attempt(later: C
     assert later in found._open
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_a_client_that_fails_stays_lost_and_the_others_go_on(at_once: int) -> None:
-    found, whole = Clients(at_once, broken="c3"), Clients(at_once)
+    """Those of its group, too: they are served one by one."""
+    found, alone = Clients(at_once, broken="c3"), Clients()
     for exchange in range(3):
-        answers, expected = found.ask(exchange, range(4)), whole.ask(exchange, range(4))
-        assert answers[3] == Lost("DataError: the shard of client c3 is missing")
-        assert all(equal(answers[row], expected[row]) for row in (0, 1))
+        answers, expected = found.ask(exchange, range(4)), alone.ask(exchange, range(4))
+        assert answers[3] == Lost("the shard of client c3 is missing")
+        for row in range(3):
+            near(answers[row], expected[row])
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_of_a_group_the_one_with_whom_a_method_cannot_train_is_lost_alone(at_once: int) -> None:
+    """By the method, and not by what is read: it is known in the round, as where labels are not told beforehand."""
+    one = dataclasses.replace(DATA[1], train=Split(DATA[1].train.x, torch.zeros_like(DATA[1].train.y)))
+    by_id = {c.id: c for c in (DATA[0], one, DATA[2])}
+    half = PFEDGP.client(PFedGPSettings(gibbs_steps=1, chains=2), task())
+    side = ClientSide(half, vocabulary(PFEDGP), by_id.__getitem__, 0, lambda *_: opening, clients_at_once=at_once)
+    opening = SharedModel(torch.zeros(task().model.layout.body_size).double())
+    answers = dict(side.answer(KEY, 0, range(3), list(by_id), opening))
+    assert [isinstance(answers[row], Update) for row in range(3)] == [True, False, True]
+    assert isinstance(lost := answers[1], Lost)
+    assert lost.reason.startswith("client c1: found train examples of one class; allowed: ")
+
+
+def test_a_state_that_does_not_fit_is_named() -> None:
+    states, new = [{"head": torch.ones(3)}, {"head": torch.ones(4)}], torch.zeros(2, 3)
+    assert torch.equal(Group(DATA[:1], group(DATA)._generator, states[:1]).recall("head", new[:1]), torch.ones(1, 3))
+    with pytest.raises(DataError, match=r"client c1: its state has head of shape \(4,\); allowed: \(3,\)"):
+        Group(DATA[:2], group(DATA)._generator, states).recall("head", new)
 
 
 def test_a_message_that_opens_nothing_loses_the_client_with_the_reason() -> None:

@@ -269,6 +269,26 @@ def test_a_model_that_does_not_fit_is_named_with_its_line(write: Write) -> None:
     assert "model.name" not in whole  # for which data it must be is not known yet
 
 
+@pytest.mark.parametrize(
+    ("method", "model", "found"),
+    [
+        ("fedrep", "{name: logistic}", ["line 5, model.name: found a model of one layer", "fedrep"]),
+        ("fedper", "{name: logistic}", ["line 5, model.name: found a model of one layer", "fedper"]),
+        ("fedbabu", "{name: logistic}", ["line 5, model.name: found a model of one layer", "fedbabu"]),
+        ("lg-fedavg", "{name: logistic}", ["line 5, model.name: found a model of one layer", "lg-fedavg"]),
+        ("fedrod", "{name: logistic}", ["line 5, model.name: found a model of one layer", "fedrod"]),
+        ("pfedgp", "{name: logistic}", ["line 5, model.name: found a model of one layer", "pfedgp"]),
+        ("pfnm", "{name: lenet}", ["line 5, model.name: found a model of another form", "allowed: mlp"]),
+        ("pfnm", "{name: mlp, hidden: [701]}", ["algorithm.cap: found 700; allowed: at least 701"]),
+    ],
+)
+def test_a_model_that_the_method_cannot_train_is_named_before_any_data_are_looked_for(
+    write: Write, method: str, model: str, found: list[str]
+) -> None:
+    text = GOOD.replace("{name: mlp, hidden: [10]}", model)
+    assert tells(refusal(write(text), f"algorithm={{name: {method}}}"), "1 mistake", *found)
+
+
 def test_a_model_for_the_dimension_of_means(write: Write) -> None:
     data = "data={dataset: gaussian, partition: {scheme: means, clients: 10, dimension: 2}}"
     model = "model={name: quadratic, curvature: [1.0, 2.0]}"

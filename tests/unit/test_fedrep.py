@@ -186,9 +186,8 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
 
 
 def test_a_model_of_one_layer_has_no_body_to_share() -> None:
-    problem = task(MLP(IMAGE, [], CLASSES))
     with pytest.raises(ExperimentError, match=r"^model\.name: "):
-        FEDREP.client(made(), problem)  # what a run makes before it writes anything
+        FEDREP.check_model(made(), MLP(IMAGE, [], CLASSES))
 
 
 def test_weights_may_be_the_official_codes(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_the_first_head_is_that_of_every_model(choice: Any) -> None:
     model = choice.build((7,) if kind == "tokens" else (1, 32, 32), CLASSES, kind)
     if not model.layout.head:
         with pytest.raises(ExperimentError, match=r"^model\.name: "):
-            FEDROD.client(made(), task(model))
+            FEDROD.check_model(made(), model)
         return
     x = torch.randint(CLASSES, (2, 7)) if kind == "tokens" else torch.randn(2, 1, 32, 32)
     w = model.layout.split(model.init(torch.Generator().manual_seed(1)))

@@ -63,7 +63,7 @@ def test_a_method_refuses_what_it_cannot_work_with_before_anything_is_written(
     before = sorted(tmp_path.iterdir())
     code, _, err = fedloom("run", experiment, "--out", "new", "--set", f"algorithm={algorithm}")
     assert code == ExitCode.EXPERIMENT
-    assert tells(err, f"error: {key}: ", "allowed")
+    assert tells(err, "error: ", f"{key}: found ", "; allowed: ")
     assert sorted(tmp_path.iterdir()) == before
 
 

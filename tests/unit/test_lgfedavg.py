@@ -120,4 +120,4 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
 
 def test_a_model_of_one_layer_has_no_head_apart() -> None:
     with pytest.raises(ExperimentError, match=r"^model\.name: "):
-        LGFEDAVG.client(made(), task(MLP(IMAGE, [], CLASSES)))
+        LGFEDAVG.check_model(made(), MLP(IMAGE, [], CLASSES))

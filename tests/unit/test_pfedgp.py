@@ -28,7 +28,6 @@ from federations import (
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
 from fedloom.algorithms.pfedgp import (
     PFEDGP,
     GPTree,
@@ -268,7 +267,7 @@ def test_a_seen_client_of_one_class_is_refused_before_training(tmp_path: Path) -
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(tree))
     experiment = load(tmp_path / "one.yaml")
     data = [client("c0", 4), replace(apart(6, (1,)), id="c1")]
-    with pytest.raises(ExperimentError, match="cannot train client c1: found train examples of one class; allowed: of"):
+    with pytest.raises(ExperimentError, match="cannot train c1: found train examples of one class; allowed: of"):
         check_clients(experiment, manifest(data).clients)
     check_clients(experiment, manifest(data, unseen=["c1"]).clients)
 
@@ -315,6 +314,5 @@ def test_clients_that_are_too_large_are_refused() -> None:
 
 
 def test_a_model_of_one_layer_is_refused() -> None:
-    flat = MLP(IMAGE, [], CLASSES)
     with pytest.raises(ExperimentError, match="model of one layer"):
-        PFEDGP.client(made(), Task(flat, CLASSES, IMAGE, 3, torch.float64))
+        PFEDGP.check_model(made(), MLP(IMAGE, [], CLASSES))

@@ -306,9 +306,9 @@ def test_held_out_examples_change_nothing_and_unseen_clients_get_the_global_netw
 def test_what_is_refused() -> None:
     for model in (LeNet(IMAGE, CLASSES), MLP(IMAGE, [], CLASSES), MLP(IMAGE, [4, 4], CLASSES)):
         with pytest.raises(ExperimentError, match=r"model.name"):
-            PFNM.client(made(), task(model))
+            PFNM.check_model(made(), model)
     with pytest.raises(ExperimentError, match=r"algorithm.cap: found 4; allowed: at least 5"):
-        PFNM.client(made(cap=4), problem())
+        PFNM.check_model(made(cap=4), problem().model)
     for key in ("sigma", "sigma0", "gamma", "sweeps", "cap"):
         with pytest.raises(ValidationError, match=key):
             made(**{key: 0})

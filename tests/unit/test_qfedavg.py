@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.qfedavg import Q_FEDAVG, QFedAvgSettings
+from fedloom.algorithms.qfedavg import Q_FEDAVG, QFedAvgSettings, fair_mean
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.messages import Replies
@@ -126,6 +126,17 @@ def test_equal_losses_move_along_fedavg() -> None:
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     opening = Q_FEDAVG.messages[0](task().model.init(torch.Generator().manual_seed(3), torch.float64))
     answers_as_alone(Q_FEDAVG.client(made(), task()), clients((9, 4, 12, 1)), opening)
+
+
+def test_a_power_beyond_what_numbers_can_be_is_said() -> None:
+    """Too large, it loses the client; too small, of all clients, the round."""
+    data, theta = [at(1.0, "c0"), at(-3.0, "c1")], torch.zeros(1, dtype=torch.float64)
+    s, members = made(q=2000.0, local={"steps": 1, "lr": 0.1}), group(data)
+    half = Q_FEDAVG.client(s, Task(Quadratic(1), 0, (1,), 2, torch.float64))
+    answer = next(half.open(members, Q_FEDAVG.messages[0](theta)))
+    assert members.lost == {1: "F_k^q overflows, F_k being 4.5; allowed: a smaller algorithm.q (found 2000)"}
+    with pytest.raises(FloatingPointError, match=r"F_k\^q is too small; allowed: a smaller algorithm.q \(found 2000\)"):
+        fair_mean(theta, Replies(answer.select([0]), torch.tensor([True]), torch.tensor([4])), s)
 
 
 def test_what_is_refused() -> None:

@@ -91,7 +91,9 @@ class AFLServer(WeightedServer):
 class AFLSettings(Settings):
     """Keys of ``algorithm`` for AFL."""
 
-    weights_lr: float = Field(default=0.1, ge=0, description="step size of the clients' weights λ; 0 keeps them equal")
+    weights_lr: float = Field(
+        default=0.1, ge=0, le=1e6, description="step size of the clients' weights λ; 0 keeps them equal"
+    )
     server_lr: float = Field(default=1.0, gt=0, description="factor on the weighted average of the steps")
     local: LocalSGD = Field(
         default=LocalSGD(steps=1, lr=0.1, momentum=0.0), description="descent of w: one step is the paper's"

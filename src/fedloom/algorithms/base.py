@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData
 from fedloom.data.manifest import Kind
-from fedloom.errors import ExperimentError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
@@ -214,9 +214,21 @@ class Group:
 
         A client that is new, or kept nothing of that name then (under other settings, which an open federation may
         change), has its default.
+
+        Raises
+        ------
+        DataError
+            If what a client kept has not the shape of its default.
         """
-        states = zip(self._states, default, strict=True)
-        old = [row if s is None or name not in s else s[name].to(row) for s, row in states]
+        old = []
+        for client, state, row in zip(self.clients, self._states, default, strict=True):
+            kept = row if state is None or name not in state else state[name].to(row)
+            if kept.shape != row.shape:
+                raise DataError(
+                    f"client {client.id}: its state has {name} of shape {tuple(kept.shape)}; allowed: "
+                    f"{tuple(row.shape)}, that of this run's model"
+                )
+            old.append(kept)
         return torch.stack(old)
 
     def keep(self, **named: Tensor) -> None:
@@ -334,6 +346,8 @@ class Algorithm:
     # Does the server need each client's own update, so that sums over clients will not do? A loss is no update.
     needs_each_update: Callable[[Any], bool] = lambda settings: False
     titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}  # how tables call its predictors
+    # (settings, model): raises ExperimentError, which starts with the key to change, where it cannot work with a model.
+    check_model: Callable[[Any, FlatModel], None] = lambda settings, model: None
     # (settings, train examples, classes among them): what is wrong with a client that is to train; None: nothing.
     unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None
     # (key, text): what to change where it must know all clients beforehand, so that they cannot come and go.

@@ -53,6 +53,15 @@ class LocalSGD(Settings):
             raise ValueError(f"exactly one of steps and epochs: found steps={self.steps}, epochs={self.epochs}")
         return self
 
+    @model_validator(mode="after")
+    def _shrinking(self) -> Self:
+        if 2 * self.lr * self.lambda_theta >= 1:
+            raise ValueError(
+                f"lambda_theta: found {self.lambda_theta:g} with lr {self.lr:g}; allowed: 2 · lr · lambda_theta below "
+                "1, from where on steps on the term overshoot"
+            )
+        return self
+
     def count(self, examples: int) -> int:
         """Steps that a client with so many train examples makes in one visit."""
         if examples == 0:

@@ -132,7 +132,9 @@ class DRFAClient(base.ClientHalf):
 class DRFASettings(Settings):
     """Keys of ``algorithm`` for DRFA."""
 
-    gamma: float = Field(default=0.08, ge=0, description="γ, step size of λ for each local step; 0 keeps λ uniform")
+    gamma: float = Field(
+        default=0.08, ge=0, le=1e6, description="γ, step size of λ for each local step; 0 keeps λ uniform"
+    )
     replace: bool = Field(default=True, description="whether a client may be drawn more than once; it counts each time")
     local: LocalSGD = Field(default=LocalSGD(steps=5, momentum=0.0), description="local training, τ being its steps")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")

@@ -93,7 +93,9 @@ class FedRoDSettings(Averaging):
     """Keys of ``algorithm`` for FedRoD."""
 
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="training in a round, of all parts together")
-    balance: float = Field(default=1.0, ge=0, description="factor on log n_c in the generic loss; 0 is the plain loss")
+    balance: float = Field(
+        default=1.0, ge=0, le=100, description="factor on log n_c in the generic loss; 0 is the plain loss"
+    )
 
     @model_validator(mode="after")
     def _all_labels(self) -> Self:

@@ -134,7 +134,7 @@ class KNNPerSettings(Averaging):
     mixing: list[Annotated[float, Field(ge=0, le=1)]] = Field(
         default=[i / 10 for i in range(11)], min_length=1, description="λ to choose from, the share of the neighbours"
     )
-    scale: float = Field(default=100.0, gt=0, description="s of a neighbour's weight exp(-distance²/(D s))")
+    scale: float = Field(default=100.0, ge=1e-6, description="s of a neighbour's weight exp(-distance²/(D s))")
 
 
 KNNPER = shared_model(

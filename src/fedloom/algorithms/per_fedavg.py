@@ -86,7 +86,9 @@ class PerFedAvgSettings(FineTuning):
         default="none",
         description="∇²f(w) q in the gradient: left out (first order), by a finite difference (HF), or exact",
     )
-    delta: float | None = Field(default=None, gt=0, description="δ of finite_difference, times q; null is 0.001 there")
+    delta: float | None = Field(
+        default=None, ge=1e-6, le=1, description="δ of finite_difference, times q; null is 0.001 there"
+    )
     local: LocalSGD = Field(
         default=LocalSGD(epochs=1), description="SGD on F_i; epochs count one of the batches of a step"
     )

@@ -10,13 +10,13 @@ numbers, and the processes are made anew at each visit. Lines are those of docs/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from polyagamma import random_polyagamma
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.base import Group
@@ -315,12 +315,23 @@ class PFedGPSettings(Averaging):
     gibbs_steps: int = Field(default=5, ge=1, description="Gibbs steps of each chain")
     chains: int = Field(default=20, ge=1, description="Gibbs chains in training")
     chains_predict: int = Field(default=30, ge=1, description="Gibbs chains of a client's predictor")
-    outputscale: float = Field(default=8.0, gt=0, description="variance of the Gaussian processes")
-    lengthscale: float = Field(default=1.0, gt=0, description="length scale of the kernel, of features of norm 1")
+    outputscale: float = Field(default=8.0, ge=1e-6, le=1e6, description="variance of the Gaussian processes")
+    lengthscale: float = Field(
+        default=1.0, ge=1e-6, le=1e6, description="length scale of the kernel, of features of norm 1"
+    )
     jitter: float = Field(default=1e-3, ge=1e-6, description="added to the diagonal of the kernel matrix")
     max_examples: int = Field(
         default=1000, ge=2, description="clients with more train examples are refused: a step costs the cube"
     )
+
+    @model_validator(mode="after")
+    def _shrinking(self) -> Self:
+        if self.lr * self.weight_decay >= 1:
+            raise ValueError(
+                f"weight_decay: found {self.weight_decay:g} with lr {self.lr:g}; allowed: lr · weight_decay below 1, "
+                "from where on decay alone overshoots"
+            )
+        return self
 
     @property
     def sgd(self) -> LocalSGD:

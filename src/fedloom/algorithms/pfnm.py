@@ -140,17 +140,6 @@ class PFNMClient(base.ClientHalf):
 
     predictors = ("personal", "global")
 
-    def __init__(self, settings: PFNMSettings, task: Task) -> None:
-        super().__init__(settings, task)
-        if not isinstance(task.model, MLP) or len(task.model.layout.entries) != 4:
-            raise ExperimentError(
-                "model.name: found a model of another form, with pfnm; allowed: mlp with one number in hidden"
-            )
-        if settings.cap < width(task):
-            raise ExperimentError(
-                f"algorithm.cap: found {settings.cap}; allowed: at least {width(task)}, the model's hidden units"
-            )
-
     @conversation
     def train(self, clients: Group, opening: Subnetwork) -> Conversation:
         """Line 4."""
@@ -175,9 +164,9 @@ class PFNMClient(base.ClientHalf):
 class PFNMSettings(Settings):
     """Keys of ``algorithm`` for PFNM."""
 
-    sigma: float = Field(default=1.0, gt=0, description="σ, deviation of a client's neuron from its atom")
-    sigma0: float = Field(default=1.0, gt=0, description="σ0, deviation of atoms from 0")
-    gamma: float = Field(default=1.0, gt=0, description="γ: the larger, the more atoms")
+    sigma: float = Field(default=1.0, ge=1e-6, le=1e6, description="σ, deviation of a client's neuron from its atom")
+    sigma0: float = Field(default=1.0, ge=1e-6, le=1e6, description="σ0, deviation of atoms from 0")
+    gamma: float = Field(default=1.0, ge=1e-6, le=1e6, description="γ: the larger, the more atoms")
     sweeps: int = Field(default=5, ge=1, description="passes over the clients in a matching")
     cap: int = Field(default=700, ge=1, description="largest width of the global network")
     output: Literal["classes", "uniform"] = Field(
@@ -199,6 +188,22 @@ class Trained(Update):
     classes: Tensor = rows(Quantity.COUNT, "C")  # [c, C] float64
 
 
+def check_model(s: PFNMSettings, model: FlatModel) -> None:
+    """Refuse what is not a perceptron of one hidden layer, or is wider than the global network may become.
+
+    Raises
+    ------
+    ExperimentError
+        The key to change, what was found and what is allowed.
+    """
+    if not isinstance(model, MLP) or len(model.layout.entries) != 4:
+        raise ExperimentError(
+            "model.name: found a model of another form, with pfnm; allowed: mlp with one number in hidden"
+        )
+    if s.cap < (units := model.layout.entries[0][1][0]):
+        raise ExperimentError(f"algorithm.cap: found {s.cap}; allowed: at least {units}, the model's hidden units")
+
+
 PFNM = base.Algorithm(
     name="pfnm",
     version=1,
@@ -206,6 +211,7 @@ PFNM = base.Algorithm(
     server=PFNMServer,
     client=PFNMClient,
     messages=(Subnetwork, Trained, MakeItYours),
+    check_model=check_model,
     needs_each_update=lambda settings: True,  # neurons are matched before they are averaged
     titles=lambda settings: {"personal": "PFNM + fine-tuning", "global": "PFNM"},
     closed=lambda settings: ("name", "found pfnm, which keeps a network of each client of a fixed roster"),

@@ -36,13 +36,25 @@ def fair_sgd(model: FlatModel, group: Group, theta: Tensor, s: QFedAvgSettings) 
     trained = train(model, group, theta, s.local)  # line 5
     change, weight = trained.theta - theta, f**s.q
     h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / s.local.lr + weight  # lines 6-7, L being 1/lr
+    overflown = f.isfinite() & ~(weight.to(change.dtype) * h).isfinite()
+    for i in overflown.nonzero()[:, 0].tolist():
+        group.lose(i, f"F_k^q overflows, F_k being {float(f[i]):.3g}; allowed: a smaller algorithm.q (found {s.q:g})")
     answer = {"delta_theta": weight.to(change.dtype)[:, None] * change, "h": h[:, None]}
     return dataclasses.replace(trained, also=answer)
 
 
 def fair_mean(theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tensor:
-    """Line 8: w - Σ Δ_k / Σ h_k over the clients that answered."""
-    change: Tensor = updates.mean(updates.delta_theta) / (updates.total(updates.h) / int(updates.present.sum()))
+    """Line 8: w - Σ Δ_k / Σ h_k over the clients that answered.
+
+    Raises
+    ------
+    FloatingPointError
+        If F_k^q, and h_k with it, is too small for a number, of all of them.
+    """
+    total = updates.total(updates.h)
+    if total == 0:
+        raise FloatingPointError(f"every F_k^q is too small; allowed: a smaller algorithm.q (found {s.q:g})")
+    change: Tensor = updates.mean(updates.delta_theta) / (total / int(updates.present.sum()))
     return theta + change
 
 

@@ -281,24 +281,27 @@ def shared_model(
             settings, task, generator, aggregate=aggregate, bounds=limits, shared=shared, whole=whole, update=update
         )
 
+    def check_model(settings: Any, model: FlatModel) -> None:
+        if (needs_head or shared != "all") and not model.layout.head:
+            found = "whose outputs are not those of one linear layer" if model.layout.headless else "of one layer"
+            raise ExperimentError(
+                f"model.name: found a model {found}, with {name}, which needs a last layer and others before it; "
+                "allowed: a model with more layers, whose outputs are those of a linear one"
+            )
+        if needs_features and not model.has_features:
+            raise ExperimentError(
+                f"model.name: found a model whose outputs are not those of one linear layer, with {name}, which "
+                "needs what goes into that; allowed: a model whose are"
+            )
+        if model.own_loss and not own_loss:
+            raise ExperimentError(
+                f"model.name: found a model with a loss of its own, with {name}, which trains with another; "
+                "allowed: a model without one"
+            )
+
     class Client(base.ClientHalf):
         def __init__(self, settings: Any, task: Task) -> None:
             super().__init__(settings, task)
-            if (needs_head or shared != "all") and not task.model.layout.head:
-                raise ExperimentError(
-                    f"model.name: found a model of one layer, with {name}, which needs a last layer and others before "
-                    "it; allowed: a model with more layers, whose outputs are those of a linear one"
-                )
-            if needs_features and not task.model.has_features:
-                raise ExperimentError(
-                    f"model.name: found a model whose outputs are not those of one linear layer, with {name}, which "
-                    "needs what goes into that; allowed: a model whose are"
-                )
-            if task.model.own_loss and not own_loss:
-                raise ExperimentError(
-                    f"model.name: found a model with a loss of its own, with {name}, which trains with another; "
-                    "allowed: a model without one"
-                )
             self._part = part_of(task.model.layout, shared) if whole else slice(None)  # of what is sent
 
         @conversation
@@ -329,6 +332,7 @@ def shared_model(
         needs_classes=needs_classes,
         titles=lambda settings: titles,
         closed=closed,
+        check_model=check_model,
         unfit=unfit,
         needs_each_update=lambda settings: isinstance(settings, Averaging) and settings.robust,
     )

@@ -20,7 +20,9 @@ from fedloom.algorithms.recipe import shared_model
 class TRMAMLSettings(PerFedAvgSettings):
     """Keys of ``algorithm`` for TR-MAML: those of Per-FedAvg, and one more."""
 
-    weights_lr: float = Field(default=0.08, ge=0, description="step size of the clients' weights p; 0 keeps them equal")
+    weights_lr: float = Field(
+        default=0.08, ge=0, le=1e6, description="step size of the clients' weights p; 0 keeps them equal"
+    )
     weighting: Literal["examples", "uniform"] = Field(default="uniform", description="uniform: p alone weights clients")
     max_norm: None = Field(default=None, description="null: p, which follows what clients say of losses, has no bound")
     trim: Literal[0] = Field(default=0, description="0: p weights clients")

@@ -48,7 +48,8 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
             refuse("data.dataset", f"found {data.dataset}, which has no classes; {allowed}")
     if not found:  # a model for data that must be changed anyway would be another mistake tomorrow
         try:
-            experiment.model.build(shape, classes, kind)
+            model = experiment.model.build(shape, classes, kind)
+            algorithm.check_model(experiment.algorithm.settings, model)
         except ExperimentError as error:
             key, _, text = str(error).partition(": ")
             refuse(key, text)

@@ -83,7 +83,7 @@ def explain(error: ValidationError, schema: Schema, value: Any) -> list[Mistake]
             if kind in ("value_error", "assertion_error"):  # a validator's own words
                 text = detail["msg"].partition(", ")[2]
                 key, _, rest = text.partition(": ")
-                if len(inner := _known(schema, (*path, key), value)) > len(path):
+                if len(inner := _known(schema, (*path, *key.split(".")), value)) > len(path):
                     path, text = inner, rest
             elif kind == "finite_number":
                 text = f"{what}; allowed: a finite number"

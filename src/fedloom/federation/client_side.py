@@ -207,13 +207,17 @@ class ClientSide:
             opening = _message_to(message.select([position[row] for row in rows]), self._device)
             life = versions[0].life if versions else 0
             opened = _Open(key, rows, group, self._half_for(key.purpose).open(group, opening), life)
-            self._step(opened, 0, lambda: next(opened.coroutine))
+            self._step(opened, 0, lambda: next(opened.coroutine), alone=len(rows) == 1)
             if key.purpose == TRAIN:
                 for client, version in zip(clients, versions, strict=False):
                     self._forget(client, version)
         except (RefusedError, StorageError):  # the store's
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
+            if len(rows) > 1:  # nor that of the others of its group
+                for i, row in enumerate(rows):
+                    self._start(key, (row,), clients[i : i + 1], message, position, versions[i : i + 1])
+                return
             names = ", ".join(clients)
             about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": 0}
             _log.exception("conversation %s, clients %s: cannot be opened", key, names, extra=about)
@@ -292,8 +296,11 @@ class ClientSide:
         # Who is lost stays lost, whatever the group's others made of its zeros.
         opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
 
-    def _step(self, opened: _Open, exchange: int, resume: Callable[[], Message]) -> None:
-        """Run the coroutine to its next answer, or to its end, where the predictors are put to use."""
+    def _step(self, opened: _Open, exchange: int, resume: Callable[[], Message], *, alone: bool = True) -> None:
+        """Run the coroutine to its next answer, or to its end, where the predictors are put to use.
+
+        What a group that is not ``alone`` fails with is raised: its clients can still be served one by one.
+        """
         g = len(opened.rows)
         try:
             try:
@@ -309,6 +316,8 @@ class ClientSide:
         except (RefusedError, StorageError):  # the store's
             raise
         except Exception as error:  # a client's failure is the client's, not the worker's
+            if not alone:
+                raise
             said = not isinstance(error, FedloomError)  # a sentence of ours needs no traceback
             names = ", ".join(c.id for c in opened.group.clients)
             about = {"client": names, "round": opened.key.round, "attempt": opened.key.attempt, "exchange": exchange}
@@ -358,7 +367,7 @@ def _ended() -> Conversation:
 
 def _line(error: Exception) -> str:
     text = str(error).splitlines()
-    if isinstance(error, FloatingPointError) and text:  # a method's own sentence about numbers that left their range
+    if isinstance(error, FloatingPointError | FedloomError) and text:  # a sentence of our own
         return text[0][:300]
     return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 

@@ -94,6 +94,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
     )
     parts = Parts(experiment, manifest, find(experiment.algorithm.name), task)
+    parts.algorithm.check_model(parts.settings, model)
     parts.client_half()  # it refuses what it cannot work with, before anything is written
     return parts
 
@@ -121,7 +122,7 @@ def make_partition(experiment: Experiment) -> FederatedDataset:
         If the settings cannot be met with these data.
     """
     dataset = make_data(_dealt(experiment), experiment.seed)
-    _check_cohort(experiment, dataset.manifest)
+    _check_roster(experiment, dataset.manifest)
     return dataset
 
 
@@ -180,7 +181,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
         )
     if verify and not is_url(where):
         dataset.verify()
-    _check_cohort(experiment, manifest)
+    _check_roster(experiment, manifest)
     return dataset
 
 
@@ -215,7 +216,7 @@ def open_own(
     dataset = OwnDataset(clients, own_manifest(own, clients.entries, experiment.seed, found))
     dataset.verify()
     if normalization is None:
-        _check_cohort(experiment, dataset.manifest)
+        _check_roster(experiment, dataset.manifest)
     return dataset
 
 
@@ -244,11 +245,15 @@ def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> Non
         Who it is, what was found and what is allowed.
     """
     method = experiment.algorithm
+    unfit: list[tuple[str, str]] = []
     for entry in clients if experiment.federation.rounds else ():
         classes = sum(count > 0 for count in entry.class_counts["train"])
         wrong = find(method.name).unfit(method.settings, entry.train, classes) if entry.seen else None
         if wrong is not None:
-            raise ExperimentError(f"algorithm.name: found {method.name}, which cannot train client {entry.id}: {wrong}")
+            unfit.append((entry.id, wrong))
+    if unfit:
+        (first, wrong), others = unfit[0], f" and {counted(len(unfit) - 1, 'other')}" if len(unfit) > 1 else ""
+        raise ExperimentError(f"algorithm.name: found {method.name}, which cannot train {first}{others}: {wrong}")
 
 
 def _dealt(experiment: Experiment) -> Data:
@@ -261,7 +266,8 @@ def _dealt(experiment: Experiment) -> Data:
     return experiment.data
 
 
-def _check_cohort(experiment: Experiment, manifest: Manifest) -> None:
+def _check_roster(experiment: Experiment, manifest: Manifest) -> None:
+    check_clients(experiment, manifest.clients)
     federation = experiment.federation
     if federation.rounds and federation.clients_per_round > len(manifest.roster):
         raise ExperimentError(

@@ -403,7 +403,7 @@ class Speaking:
         with torch_threads(self._threads):
             _, answer = next(iter(self._side.answer(key, exchange, [0], [self._id], message)))
         if isinstance(answer, Lost):
-            raise DataError(answer.reason.removeprefix("DataError: "))
+            raise DataError(answer.reason)
         return None if isinstance(answer, Metrics) else answer
 
     def _conclude(self, predictors: Predictors, group: Group) -> Message:
@@ -572,7 +572,7 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
             promise = client.spend(where, ledger)
             lost = loop.personalize([data.client_id])
         if lost:
-            raise DataError(lost[data.client_id].removeprefix("DataError: "))
+            raise DataError(lost[data.client_id])
         if not made:
             raise QuorumError(f"{parts.algorithm.name} gave client {data.client_id} no model")
     answered = Answered(parts.experiment.name, found.round, found.digest, "float32", 0, 0, False)

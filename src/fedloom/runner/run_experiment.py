@@ -122,7 +122,6 @@ def run_experiment(
         assert own is not None
         manifest = open_manifest(e, own, known_normalization(own, folder))
     parts = assemble.make_parts(e, manifest)
-    assemble.check_clients(e, manifest.clients)
     url = _published_at(options, e, folder)
     stateful = parts.client_half().stateful
 
