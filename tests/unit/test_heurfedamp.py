@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches, train
-from fedloom.algorithms.heurfedamp import HEURFEDAMP, Centre, HeurFedAMPSettings, attention
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.heurfedamp import HEURFEDAMP, Centre, HeurFedAMPServer, HeurFedAMPSettings, attention
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
 
@@ -55,6 +56,8 @@ def test_weights_are_the_papers() -> None:
     alike = torch.tensor([0.3, 0.7 / 4, 0.7 / 4, 0.7 / 4, 0.7 / 4]).double()
     for same in (attention(models, 0, 0.3, 0.0), attention(models[:1].repeat(5, 1), 0, 0.3, 25.0)):
         torch.testing.assert_close(same, alike, rtol=0, atol=1e-7)
+    other = torch.randn(5, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert torch.equal(attention(models, 0, 0.3, 0.0), attention(other, 0, 0.3, 0.0))  # whoever they are, to the bit
     assert attention(models[:1], 0, 0.3, 1.0).tolist() == [1.0]
     assert attention(torch.zeros(3, 2), 1, 0.5, 1.0).tolist() == [0.25, 0.5, 0.25]
 
@@ -101,6 +104,22 @@ def test_with_all_the_weight_on_itself_a_client_trains_alone_to_the_bit(tmp_path
             theta = theta + (train(p.model, alone, theta, s.local).theta - theta)
         assert torch.equal(run.state["models"][i], theta[0])
         assert torch.equal(run.predictors[3, c.id]["personal"].tensors()["theta"], theta[0])
+
+
+def test_with_every_model_weighted_alike_it_is_uniform_fedavg(tmp_path: Path) -> None:
+    """σ = 0, half of two clients on itself, no proximal term: both start at the mean of their models."""
+    data, s = clients(SIZES[:2]), made(sigma=0.0, proximity=0.0)
+    average = FedAvgSettings.model_validate({"local": LOCAL, "weighting": "uniform"})
+    mine, fedavg = (
+        federation(tmp_path / method.name, method, settings, problem(2), data, rounds=3)
+        for method, settings in ((HEURFEDAMP, s), (FEDAVG, average))
+    )
+    mine.run()
+    fedavg.run()
+    server = mine.loop.server
+    assert isinstance(server, HeurFedAMPServer)
+    assert torch.equal(server._centre(0), server._centre(1))
+    close(server._centre(0), fedavg.state["theta"])
 
 
 def test_who_was_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fedloom.messages import Replies
 from fedloom.settings import Settings
 from fedloom.theory.simplex import project
 
-CLIENTS_BEFOREHAND = "name", "found a method that keeps a weight for each client; allowed: comfedl, q-fedavg"
+CLIENTS_BEFOREHAND = "name", "found a method whose server keeps a weight for each client", "comfedl, q-fedavg"
 """Why clients cannot come and go."""
 
 

@@ -350,8 +350,8 @@ class Algorithm:
     check_model: Callable[[Any, FlatModel], None] = lambda settings, model: None
     # (settings, train examples, classes among them): what is wrong with a client that is to train; None: nothing.
     unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None
-    # (key, text): what to change where it must know all clients beforehand, so that they cannot come and go.
-    closed: Callable[[Any], tuple[str, str] | None] = lambda settings: None
+    # (key, found, allowed): what to change where it must know all clients beforehand, so that they cannot come and go.
+    closed: Callable[[Any], tuple[str, str, str] | None] = lambda settings: None
     # What of a client's messages is differentially private, as it is set; None: nothing.
     privacy: Callable[[Any], Privacy | None] = lambda settings: None
     # (settings, C or None for theirs, noise multiplier, δ): the settings by which a client that has just come tells

@@ -158,5 +158,9 @@ HEURFEDAMP = base.Algorithm(
     needs_classes=False,
     needs_each_update=lambda settings: True,  # cosines of any two clients' models
     titles=lambda settings: {"personal": "HeurFedAMP"},
-    closed=lambda settings: ("name", "found heurfedamp, which keeps a model of each client of a fixed roster"),
+    closed=lambda settings: (
+        "name",
+        "found heurfedamp, whose server keeps a model of each client",
+        "a method whose server keeps nothing of each client",
+    ),
 )

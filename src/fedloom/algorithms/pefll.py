@@ -416,7 +416,7 @@ PEFLL = base.Algorithm(
         EmbeddingUpdate,
     ),
     closed=lambda settings: (
-        ("descriptor.size", "found null, which is 1 + n/4 for n clients; allowed: a number")
+        ("descriptor.size", "found null, which is 1 + n/4 for n clients", "a number")
         if settings.descriptor.size is None
         else None
     ),

@@ -192,7 +192,8 @@ PFEDHN = base.Algorithm(
     needs_each_update=lambda settings: True,
     closed=lambda settings: (
         "name",
-        "found pfedhn, whose server has an embedding of every client; allowed: a method whose server has none",
+        "found pfedhn, whose server has an embedding of each client",
+        "a method whose server keeps nothing of each client",
     ),
     titles=lambda settings: {"personal": "pFedHN"},
 )

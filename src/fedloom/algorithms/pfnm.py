@@ -214,5 +214,9 @@ PFNM = base.Algorithm(
     check_model=check_model,
     needs_each_update=lambda settings: True,  # neurons are matched before they are averaged
     titles=lambda settings: {"personal": "PFNM + fine-tuning", "global": "PFNM"},
-    closed=lambda settings: ("name", "found pfnm, which keeps a network of each client of a fixed roster"),
+    closed=lambda settings: (
+        "name",
+        "found pfnm, whose server keeps a network of each client",
+        "a method whose server keeps nothing of each client",
+    ),
 )

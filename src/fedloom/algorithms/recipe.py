@@ -238,7 +238,7 @@ def shared_model(
     needs_classes: bool = False,
     update: type[Update] = Update,
     server: type[SharedModelServer] = SharedModelServer,
-    closed: Callable[[Any], tuple[str, str] | None] = lambda settings: None,
+    closed: Callable[[Any], tuple[str, str, str] | None] = lambda settings: None,
     unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None,
     version: int = 1,
 ) -> base.Algorithm:

@@ -138,5 +138,9 @@ SCAFFOLD = base.Algorithm(
     messages=(ModelAndControl, ControlledUpdate, MakeItYours),
     needs_classes=False,
     titles=lambda settings: {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"},
-    closed=lambda settings: ("name", "found scaffold, whose control variate is a mean over a fixed roster"),
+    closed=lambda settings: (
+        "name",
+        "found scaffold, whose control variate is a mean over a fixed roster",
+        "fedavg, fedprox",
+    ),
 )

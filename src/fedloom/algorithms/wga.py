@@ -418,7 +418,11 @@ WGA = base.Algorithm(
     messages=(SharedStates, TrueGradients, Gradients, OwnModel),
     needs_classes=False,
     needs_each_update=lambda settings: True,  # a user's own gradient and its helpers' are weighed apart
-    closed=lambda settings: ("name", "found wga, which has a place for each client of a fixed roster"),
+    closed=lambda settings: (
+        "name",
+        "found wga, whose server has a place for each client",
+        "a method whose server keeps nothing of each client",
+    ),
     titles=lambda settings: {
         "personal": RULES[settings.rule],
         "global": f"{RULES[settings.rule]}, mean of all",

@@ -24,7 +24,8 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
         classes, shape, kind = len(data.own.classes), data.own.input_shape, data.own.kind
         closed = algorithm.closed(experiment.algorithm.settings)
         if closed is not None:
-            refuse(f"algorithm.{closed[0]}", f"{closed[1]}, and with data.own clients come and go")
+            key, found_, allowed = closed
+            refuse(f"algorithm.{key}", f"{found_}, with data.own, where clients come and go; allowed: {allowed}")
     else:
         try:
             source = data.opened()

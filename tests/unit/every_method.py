@@ -1,0 +1,78 @@
+"""Every method, with settings for a small federation: what tests of all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from federations import CLASSES, IMAGE, Federation, clients, federation
+
+from fedloom.algorithms.base import Task, available, find
+from fedloom.data.federated import ClientData
+from fedloom.models.flat import FlatModel
+from fedloom.models.mlp import MLP
+
+SIZES = (4, 9, 6)
+PLAIN = MLP(IMAGE, [5], CLASSES)
+LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
+
+METHODS: dict[str, dict[str, Any]] = {
+    "apfl": {"local": LOCAL, "personalize_steps": 2},
+    "ditto": {"local": LOCAL, "personal": LOCAL},
+    "fedavg": {"local": LOCAL, "personalize_steps": 2},
+    "fedbabu": {"local": LOCAL, "personalize_epochs": 1},
+    "fedper": {"local": LOCAL, "personalize_epochs": 1},
+    "fedadam": {"local": LOCAL, "personalize_steps": 2},
+    "fedavgm": {"local": LOCAL, "personalize_steps": 2},
+    "fedyogi": {"local": LOCAL, "personalize_steps": 2},
+    "knn-per": {"local": LOCAL, "neighbours": [2]},
+    "fedprox": {"local": LOCAL, "mu": 0.5},
+    "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
+    "per-fedavg": {"local": LOCAL, "hessian": "exact"},
+    "pfedhn": {"local": LOCAL, "personalize_exchanges": 2},
+    "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 3, "personalize_epochs": 1},
+    "scaffold": {"local": LOCAL, "personalize_steps": 2},
+    "fedrod": {"local": LOCAL},
+    "lg-fedavg": {"local": LOCAL, "personalize_epochs": 1},
+    "local": {"local": LOCAL},
+    "pefll": {"local": LOCAL, "embedding": {"network": "linear"}},
+    "pfedbayes": {"steps": 3, "batch_size": 3, "optimizer": "adam", "lr_personal": 0.02, "lr_global": 0.01, "draws": 2},
+    "comfedl": {"objective": "robust", "gamma": 1.0, "local": LOCAL},
+    "comfedl damaml": {"objective": "damaml", "gamma": 1.0, "local": LOCAL},
+    "q-fedavg": {"local": LOCAL, "personalize_steps": 2},
+    "drfa": {"local": LOCAL},
+    "tr-maml": {"local": LOCAL},
+    "heurfedamp": {"local": LOCAL},
+    "pfnm": {"local": LOCAL},
+    "afl": {"local": LOCAL | {"steps": 1}},
+    "pfedgp": {"steps": 2, "gibbs_steps": 2, "chains": 3, "chains_predict": 4},
+    "wga": {"batch_size": 3, "personalize_steps": 2},
+}
+"""Settings by method; after a space stands which settings, where a method is here twice."""
+
+
+def ours() -> set[str]:
+    """The methods of this repository; those of other packages may be installed beside them."""
+    return {name for name in available() if find(name).server.__module__.startswith("fedloom.")}
+
+
+def run(
+    folder: Path,
+    name: str,
+    model: FlatModel = PLAIN,
+    data: Sequence[ClientData] | None = None,
+    unseen: Sequence[str] = (),
+    **settings: Any,
+) -> Federation:
+    """A run of one round, by METHODS and further settings."""
+    data = clients(SIZES) if data is None else data
+    method = find(name.split()[0])
+    roster = tuple(c.id for c in data if c.id not in unseen)
+    problem = Task(model, CLASSES, IMAGE, len(data), torch.float64, roster=roster)
+    made = method.settings.model_validate(METHODS[name] | settings)
+    rounds = int(method.trains)
+    f = federation(folder, method, made, problem, data, rounds=rounds, unseen=unseen, evaluation_cohort=2)
+    f.run()
+    return f

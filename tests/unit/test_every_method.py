@@ -1,0 +1,79 @@
+"""Of every method: nothing held out reaches a model; without steps of its own a new client has the shared one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from every_method import METHODS, SIZES, ours, run
+from facts import tells
+from federations import clients, held_out_elsewhere, made_by
+
+from fedloom.algorithms.base import find
+from fedloom.errors import ExperimentError
+from fedloom.experiment import load
+
+OWN = """\
+name: own
+data: {own: {kind: features, input_shape: [5], classes: [a, b, c]}}
+model: {name: mlp, hidden: [8]}
+algorithm: {name: fedavg}
+federation: {rounds: 2, clients_per_round: 2}
+"""
+
+
+def test_every_method_is_here() -> None:
+    assert ours() == {name.split()[0] for name in METHODS}
+
+
+def test_whose_server_works_on_each_clients_own_update() -> None:
+    """All others need sums alone, as it is set by default; a loss of each client is no update."""
+    each = {name for name in ours() if find(name).needs_each_update(find(name).settings())}
+    assert each == {"heurfedamp", "pefll", "pfedhn", "pfnm", "wga"}
+
+
+ROSTER = {"afl", "drfa", "heurfedamp", "pefll", "pfedhn", "pfnm", "scaffold", "tr-maml", "wga"}
+
+
+@pytest.mark.parametrize("name", sorted(ours()))
+def test_methods_that_need_a_roster_are_refused_where_clients_come_and_go(tmp_path: Path, name: str) -> None:
+    rounds = 2 if find(name).trains else 0
+    (tmp_path / "own.yaml").write_text(OWN.replace("fedavg", name).replace("rounds: 2", f"rounds: {rounds}"))
+    if name not in ROSTER:
+        load(tmp_path / "own.yaml")
+        return
+    with pytest.raises(ExperimentError) as error:
+        load(tmp_path / "own.yaml")
+    key = "descriptor.size" if name == "pefll" else "name"
+    assert tells(str(error.value), "1 mistake", f"line 4, algorithm.{key}: found ", "with data.own", "; allowed: ")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_held_out_reaches_a_model(tmp_path: Path, name: str) -> None:
+    """With other validation and test examples all that a run makes is the same to the bit, of an unseen client, too."""
+    data = clients(SIZES)
+    found, other = (
+        made_by(run(tmp_path / str(i), name, data=those, unseen=["c2"]))
+        for i, those in enumerate((data, held_out_elsewhere(data)))
+    )
+    assert found.keys() == other.keys()
+    assert any(key.startswith("c2.personal.") for key in found)
+    assert all(torch.equal(tensor, other[key]) for key, tensor in found.items())
+
+
+NO_STEPS = {
+    "apfl", "ditto", "fedavg", "fedbabu", "fedadam", "fedavgm", "fedyogi", "fedprox", "per-fedavg", "scaffold",
+    "q-fedavg", "drfa", "tr-maml", "pfnm", "afl", "pfedbayes",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(NO_STEPS))
+def test_without_steps_of_its_own_a_new_client_has_the_shared_model_to_the_bit(tmp_path: Path, name: str) -> None:
+    fields = find(name).settings.model_fields
+    (key,) = {"personalize_steps", "personalize_epochs"} & set(fields)
+    f = run(tmp_path, name, unseen=["c2"], **{key: 0})
+    named = next(named for (_, client), named in f.predictors.items() if client == "c2")
+    personal, shared = (named[which].tensors() for which in ("personal", "global"))
+    assert personal.keys() == shared.keys()
+    assert all(torch.equal(tensor, shared[part]) for part, tensor in personal.items())
