@@ -156,7 +156,7 @@ def flips(place: Place, random: Random) -> Tried:
                 row, outcome = exchange.inbox.get_nowait()  # type: ignore[misc]
                 if isinstance(outcome, Lost):
                     raise Broken(f"bit {bit} of {8 * len(frame)} lost row {row}: {outcome.reason}")
-                message = outcome.assembler.message(outcome.cls)
+                message = outcome.message()
                 if row != MALLORY or not torch.equal(message.x, expected([call], MALLORY)):
                     raise Broken(f"bit {bit} of {8 * len(frame)} was taken for an answer of row {row}")
     return Tried(tries)

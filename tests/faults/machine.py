@@ -171,7 +171,7 @@ class Books(RuleBasedStateMachine):
     def right(self, call: Call, row: int, outcome: Arrived | Lost) -> None:
         """An answer is that of its row to this exchange."""
         if isinstance(outcome, Arrived):
-            found = outcome.assembler.message(outcome.cls).x
+            found = outcome.message().x
             assert torch.equal(found, value(call, row)), f"row {row} has the answer to something else"
 
     # ---- what holds

@@ -420,7 +420,7 @@ def test_what_a_worker_says_of_itself_and_of_its_rows_prints(aggregator, honest,
 @pytest.mark.parametrize(
     ("hello", "code", "said"),
     [
-        ({"protocol": 1}, wire.REFUSAL_CODE_PROTOCOL, "protocol 1, this aggregator speaks 3"),
+        ({"protocol": 1}, wire.REFUSAL_CODE_PROTOCOL, "protocol 1, this aggregator speaks 4"),
         ({"package": "9.9"}, wire.REFUSAL_CODE_PACKAGE, "fedloom 9.9, this aggregator is"),
         ({"algorithms": {"toy": 3}}, wire.REFUSAL_CODE_ALGORITHM, "version 3"),
         ({"incarnation": ""}, wire.REFUSAL_CODE_HELLO, "must have 1 to 200 characters"),

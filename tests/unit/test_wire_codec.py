@@ -415,7 +415,7 @@ def answers_of(exchange, sent):
     for row, message in enumerate(sent):
         parts = list(Cutter(wire.WorkerPart).parts(wire.Envelope(), encode(message)))
         ((_, begin),) = read(wire.WorkerFrame, sealed(parts[0]))
-        assembler = Assembler(begin, read_specs(begin.envelope), 1 << 20, exchange.storage(Everything, row))
+        assembler = Assembler(begin, read_specs(begin.envelope), 1 << 20, exchange.storage(Everything, [row]))
         for part in parts[1:-1]:
             ((_, chunk),) = read(wire.WorkerFrame, sealed(part))
             assembler.add(chunk)

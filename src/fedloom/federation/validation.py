@@ -48,7 +48,9 @@ def specs(message: Message) -> tuple[TensorSpec, ...]:
     )
 
 
-def mismatch(cls: type[Message], found: Sequence[TensorSpec], shapes: Shapes, dtype: torch.dtype) -> str | None:
+def mismatch(
+    cls: type[Message], found: Sequence[TensorSpec], shapes: Shapes, dtype: torch.dtype, rows: int = 1
+) -> str | None:
     """Say in one line why a one-row message with these fields is not an allowed answer; None if it is.
 
     Parameters
@@ -76,7 +78,7 @@ def mismatch(cls: type[Message], found: Sequence[TensorSpec], shapes: Shapes, dt
         if spec.dtype not in allowed_dtypes:
             return f"{where} has dtype {spec.dtype}, expected {' or '.join(sorted(map(str, allowed_dtypes)))}"
         trailing = tuple(shapes[cls][field.name])
-        shape = (1, *trailing) if field.per_client else trailing
+        shape = (rows, *trailing) if field.per_client else trailing
         if spec.shape != shape:
             return f"{where} has shape {_shape(spec.shape)}, expected {_shape(shape)}"
     return None

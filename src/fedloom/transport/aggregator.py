@@ -394,7 +394,7 @@ class Aggregator:
 
     def _decode(self, exchange: Exchange, row: int, arrived: Arrived) -> Message | Lost:
         try:
-            message = arrived.assembler.message(arrived.cls)
+            message = arrived.message()
             reason = non_finite(message)
         except WireError as error:
             return Lost(self._board.refuse(error, exchange, row, arrived.worker))

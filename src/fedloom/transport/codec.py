@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -133,6 +134,31 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _view(flat: Tensor) -> memoryview:
     """View the memory of a flat uint8 tensor."""
     return memoryview(cast("Buffer", flat.numpy()))
+
+
+def joined(answers: Sequence[Encoded]) -> Encoded:
+    """The rows of several answers, which are of one class and have a row each, as one message; nothing is copied."""
+    first = answers[0]
+    if len(answers) == 1:
+        return first
+    specs = [replace(spec, shape=(len(answers), *spec.shape[1:])) for spec in first.specs]
+    return Encoded(first.name, specs, [answer.buffers[i] for i in range(len(specs)) for answer in answers])
+
+
+def together(answers: Sequence[Encoded]) -> Iterator[range]:
+    """Which of these answers, one after the other, share a transfer: those of one class that fit into a chunk.
+
+    An answer with a broadcast has a transfer of its own.
+    """
+    start, size = 0, 0
+    for i, answer in enumerate(answers):
+        fits = size + answer.nbytes <= CHUNK_BYTES and all(spec.per_client for spec in answer.specs)
+        if i > start and not (fits and (answer.name, answer.specs) == (answers[start].name, answers[start].specs)):
+            yield range(start, i)
+            start, size = i, 0
+        size += answer.nbytes
+    if answers:
+        yield range(start, len(answers))
 
 
 def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
@@ -290,7 +316,8 @@ class Assembler:
     limit_bytes
         The most the receiver takes.
     storage
-        Makes the memory of the tensors, flat uint8, one each; by default new memory.
+        Makes the memory of each tensor, flat uint8, in one piece or one for each of its rows; by default new memory in
+        one piece.
 
     Raises
     ------
@@ -303,7 +330,7 @@ class Assembler:
         begin: wire.Begin,
         tensors: Sequence[TensorSpec],
         limit_bytes: int,
-        storage: Callable[[TensorSpec], Tensor] | None = None,
+        storage: Callable[[TensorSpec], list[Tensor]] | None = None,
     ) -> None:
         self.total = sum(spec.nbytes for spec in tensors)
         if begin.total_bytes != self.total:
@@ -314,9 +341,9 @@ class Assembler:
         if self.total > limit_bytes:
             raise WireError(Refusal.SIZE, f"{self.total} bytes announced, at most {limit_bytes} taken")
         self._specs = tuple(tensors)
-        self._storage = [storage(spec) if storage else memory(spec.nbytes) for spec in tensors]
-        self._views = [_view(storage) for storage in self._storage]
-        self._current = 0  # the tensor being filled
+        self._storage = [storage(spec) if storage else [memory(spec.nbytes)] for spec in tensors]
+        self._views = [_view(piece) for pieces in self._storage for piece in pieces]
+        self._current = 0  # the piece being filled
         self._filled = 0  # bytes of it that are
         self._received = 0
 
@@ -359,8 +386,14 @@ class Assembler:
         if self._received != self.total:
             raise WireError(Refusal.TRUNCATED, f"{self._received} of {self.total} bytes at the end")
 
-    def message(self, cls: type[Message]) -> Message:
-        """Make the message, without copying.
+    def forget(self, piece: int) -> None:
+        """Take what comes for a row into other memory: that of its piece may be another answer's by now."""
+        for pieces in self._storage:
+            pieces[piece] = memory(pieces[piece].numel())
+        self._views = [_view(piece) for pieces in self._storage for piece in pieces]
+
+    def message(self, cls: type[Message], piece: int = 0) -> Message:
+        """Make the message, or that of one row where each has a piece of memory, without copying.
 
         Raises
         ------
@@ -374,12 +407,13 @@ class Assembler:
                 Refusal.SHAPE, f"fields {[spec.name for spec in self._specs]} are not those of {cls.__name__}"
             )
         tensors = {}
-        for spec, storage in zip(self._specs, self._storage, strict=True):
+        for spec, pieces in zip(self._specs, self._storage, strict=True):
+            storage, shape = pieces[piece], spec.shape if len(pieces) == 1 else (1, *spec.shape[1:])
             if spec.dtype == torch.bool and bool((storage > 1).any()):
                 raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes that are no bool")
             # Of nothing (data without classes have no confusion) there is no view that torch finds aligned.
             tensors[spec.name] = (
-                storage.view(spec.dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=spec.dtype)
+                storage.view(spec.dtype).view(shape) if spec.nbytes else torch.empty(shape, dtype=spec.dtype)
             )
         return cls(**tensors)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 
@@ -183,7 +183,8 @@ class Dispatcher:
         for member in link.worker.members:
             self._claims.pop(member.id, None)
         for arrival in link.arrivals.values():
-            del arrival.exchange.arriving[arrival.row, link]
+            for row in arrival.rows:
+                del arrival.exchange.arriving[row, link]
         link.arrivals.clear()
         for conversation in self._conversations.values():
             exchange = conversation.current
@@ -259,7 +260,7 @@ class Dispatcher:
         conversation = self._conversations.get(exchange.call.key)
         if conversation is not None and conversation.current is exchange:
             conversation.current = None
-        for arrival in exchange.arriving.values():
+        for arrival in set(exchange.arriving.values()):
             del arrival.link.arrivals[arrival.number]
             arrival.link.ignored.add(arrival.number)
             self.count(Refusal.LATE)
@@ -467,28 +468,55 @@ class Dispatcher:
             self._refuse_transfer(link, number, WireError(Refusal.REPEATED_BEGIN, f"transfer {number}"))
             return
         try:
-            exchange, row = self._awaited(link, begin.envelope)
+            exchange, rows = self._awaited(link, begin.envelope)
         except WireError as error:  # addressed to nothing that we wait for: no row is lost by it
             self._refuse_transfer(link, number, error)
             return
         try:
-            link.arrivals[number] = exchange.arriving[row, link] = self._accept(link, begin, exchange, row)
+            arrival = self._accept(link, begin, exchange, rows)
         except WireError as error:
-            reason = self.refuse(error, exchange, row, link.name)
-            if not self._let_go(exchange, row, link):
-                self._settle(link, exchange, row, Lost(reason))
+            self._lose_rows(link, exchange, rows, error)
             self._ignore(link, number, error)
+            return
+        link.arrivals[number] = arrival
+        exchange.arriving.update(dict.fromkeys(((row, link) for row in rows), arrival))
 
-    def _awaited(self, link: Link, envelope: wire.Envelope) -> tuple[Exchange, int]:
-        """Find the exchange and row that a reply belongs to; raise WireError if nothing of the kind is awaited."""
+    def _awaited(self, link: Link, envelope: wire.Envelope) -> tuple[Exchange, dict[int, int]]:
+        """Find the exchange that a reply belongs to, and those of its rows that are awaited, with their places in it.
+
+        Raises
+        ------
+        WireError
+            If nothing of the kind is awaited.
+        """
         if (envelope.run, envelope.incarnation) != (self._run, self._incarnation):
             found = f"{envelope.run[:80]}/{envelope.incarnation[:80]}"
             raise WireError(Refusal.RUN, f"{found}, expected {self._run}/{self._incarnation}")
-        if len(envelope.rows) != 1:
-            raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows in a reply, expected 1")
-        return self._awaited_row(link, envelope.conversation, envelope.exchange, envelope.rows[0])
+        rows = list(envelope.rows)
+        if not rows or len(envelope.clients) != len(rows) or any(a >= b for a, b in pairwise(rows)):
+            raise WireError(
+                Refusal.CLIENT,
+                f"rows {rows[:5]} of {len(envelope.clients)} clients, expected ascending rows, a client for each",
+            )
+        exchange = self._current(envelope.conversation, envelope.exchange)
+        awaited: dict[int, int] = {}
+        late: list[WireError] = []
+        for place, row in enumerate(rows):
+            try:
+                self._check_awaited(link, exchange, row)
+                awaited[row] = place
+            except WireError as error:
+                if error.refusal is not Refusal.LATE:
+                    raise
+                late.append(error)
+        if not awaited:
+            raise late[0]
+        for dropped in late:
+            self.count(dropped.refusal)
+        return exchange, awaited
 
-    def _awaited_row(self, link: Link, wire_key: wire.ConversationKey, number: int, row: int) -> tuple[Exchange, int]:
+    def _current(self, wire_key: wire.ConversationKey, number: int) -> Exchange:
+        """Find the exchange that runs by this name."""
         key = key_from_wire(wire_key)
         conversation = self._conversations.get(key)
         if conversation is None:
@@ -498,32 +526,43 @@ class Dispatcher:
         if exchange is None or exchange.call.exchange != number:
             old = number < len(conversation.calls)
             raise WireError(Refusal.LATE if old else Refusal.CONVERSATION, f"{_name(key)}, exchange {number}")
-        if row not in exchange.client:
-            raise WireError(Refusal.CLIENT, f"row {row} is not in exchange {number} of {_name(key)}")
-        if not exchange.awaits(row, link):
-            raise WireError(Refusal.LATE, f"row {row} of {_name(key)}, exchange {number}")
-        if (row, link) in exchange.arriving:
-            raise WireError(Refusal.LATE, f"row {row} of {_name(key)}, exchange {number} is arriving already")
-        return exchange, row
+        return exchange
 
-    def _accept(self, link: Link, begin: wire.Begin, exchange: Exchange, row: int) -> Arrival:
+    @staticmethod
+    def _check_awaited(link: Link, exchange: Exchange, row: int) -> None:
+        """Raise WireError if a row is not awaited from this stream."""
+        if row in exchange.outstanding and exchange.awaits(row, link) and (row, link) not in exchange.arriving:
+            return
+        where = f"exchange {exchange.call.exchange} of {_name(exchange.call.key)}"
+        if row not in exchange.client:
+            raise WireError(Refusal.CLIENT, f"row {row} is not in {where}")
+        again = " is arriving already" if (row, link) in exchange.arriving else ""
+        raise WireError(Refusal.LATE, f"row {row}, {where}{again}")
+
+    def _accept(self, link: Link, begin: wire.Begin, exchange: Exchange, rows: dict[int, int]) -> Arrival:
         """Check what a reply announces, and only then take memory for it."""
         envelope = begin.envelope
-        if list(envelope.clients) != [exchange.client[row]]:
+        expected = [exchange.client[row] for row in envelope.rows]
+        if list(envelope.clients) != expected:
             found = [client[:80] for client in envelope.clients[:3]]
-            raise WireError(Refusal.CLIENT, f"clients {found}, expected {exchange.client[row]!r} in row {row}")
+            raise WireError(
+                Refusal.CLIENT, f"clients {found}, expected {expected[:3]} in rows {list(envelope.rows[:3])}"
+            )
         cls = self._vocabulary.get(envelope.message)
         if cls is None:
             allowed = ", ".join(sorted(allowed.__name__ for allowed in exchange.call.shapes))
             raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r} (allowed: {allowed})")
         specs = read_specs(envelope)
-        wrong = mismatch(cls, specs, exchange.call.shapes, self._dtype)
+        wrong = mismatch(cls, specs, exchange.call.shapes, self._dtype, len(expected))
+        if wrong is None and len(expected) > 1 and not all(spec.per_client for spec in specs):
+            wrong = f"{cls.__name__} has a broadcast: expected one row in a reply"
         if wrong is not None:
             raise WireError(Refusal.SHAPE, wrong[:REASON_CHARACTERS])
         limit = sum(spec.nbytes for spec in specs)
-        alone = all((row, other) not in exchange.arriving for other in (exchange.sent[row], exchange.second.get(row)))
-        memory = exchange.storage(cls, row) if alone else None  # never that of an answer that may be the one
-        return Arrival(link, begin.transfer, exchange, row, cls, Assembler(begin, specs, limit, memory))
+        # Never the memory of an answer that may be the one: of a row that is late, or comes from another stream, too.
+        apart = {row for row in envelope.rows if row not in rows or exchange.comes_twice(row)}
+        memory = exchange.storage(cls, envelope.rows, apart)
+        return Arrival(link, begin.transfer, exchange, rows, cls, Assembler(begin, specs, limit, memory))
 
     def _continue(self, link: Link, number: int, part: wire.Chunk | Data | wire.End) -> None:
         """Take in a chunk or the end of a transfer."""
@@ -546,8 +585,10 @@ class Dispatcher:
             if isinstance(part, wire.End):
                 link.ignored.discard(number)
             return
-        del link.arrivals[number], arrival.exchange.arriving[arrival.row, link]
-        self._settle(link, arrival.exchange, arrival.row, Arrived(link.name, arrival.cls, arrival.assembler))
+        del link.arrivals[number]
+        for row, place in arrival.rows.items():
+            del arrival.exchange.arriving[row, link]
+            self._settle(link, arrival.exchange, row, Arrived(link.name, arrival.cls, arrival.assembler, place))
 
     def _settle(self, link: Link, exchange: Exchange, row: int, outcome: Arrived | Lost) -> None:
         """Hand on what a stream said of a row; it goes on there, and what another one says of it comes late."""
@@ -567,8 +608,10 @@ class Dispatcher:
         """Take in no more of what a stream is sending for a row: its memory may be another answer's."""
         arrival = exchange.arriving.pop((row, link), None)
         if arrival is not None:
-            del link.arrivals[arrival.number]
-            link.ignored.add(arrival.number)
+            arrival.assembler.forget(arrival.rows.pop(row))
+            if not arrival.rows:
+                del link.arrivals[arrival.number]
+                link.ignored.add(arrival.number)
             self.count(Refusal.LATE)
 
     def _let_go(self, exchange: Exchange, row: int, link: Link) -> bool:
@@ -579,14 +622,12 @@ class Dispatcher:
         return other
 
     def _refuse_transfer(self, link: Link, number: int, error: WireError) -> None:
-        """Refuse a transfer; the row that was arriving by it is lost, the stream lives on."""
+        """Refuse a transfer; the rows that were arriving by it are lost, the stream lives on."""
         arrival = link.arrivals.pop(number, None)
         if arrival is not None:
-            exchange, row = arrival.exchange, arrival.row
-            del exchange.arriving[row, link]
-            reason = self.refuse(error, exchange, row, link.name)
-            if not self._let_go(exchange, row, link):
-                self._settle(link, exchange, row, Lost(reason))
+            for row in arrival.rows:
+                del arrival.exchange.arriving[row, link]
+            self._lose_rows(link, arrival.exchange, arrival.rows, error)
         else:
             self.count(error.refusal)
             log.log(
@@ -594,6 +635,13 @@ class Dispatcher:
                 "dropped transfer %d of worker %s: %s", number, link.name, error,
             )  # fmt: skip
         self._ignore(link, number, error)
+
+    def _lose_rows(self, link: Link, exchange: Exchange, rows: Iterable[int], error: WireError) -> None:
+        """Lose rows whose reply was refused, but those that another stream is asked for, too."""
+        for row in rows:
+            reason = self.refuse(error, exchange, row, link.name)
+            if not self._let_go(exchange, row, link):
+                self._settle(link, exchange, row, Lost(reason))
 
     def _ignore(self, link: Link, number: int, error: WireError) -> None:
         """Skip the rest of a transfer, and tell the worker if something was wrong with it."""
@@ -622,7 +670,8 @@ class Dispatcher:
         asked = []
         for row in missing.rows:
             try:
-                exchange, _ = self._awaited_row(link, missing.conversation, missing.exchange, row)
+                exchange = self._current(missing.conversation, missing.exchange)
+                self._check_awaited(link, exchange, row)
             except WireError as error:
                 self.count(error.refusal)
                 self._spend(link)
@@ -641,8 +690,10 @@ class Dispatcher:
             self._dispatch(conversation)
 
     def _row_lost(self, link: Link, lost: wire.RowLost) -> None:
+        row = lost.row
         try:
-            exchange, row = self._awaited_row(link, lost.conversation, lost.exchange, lost.row)
+            exchange = self._current(lost.conversation, lost.exchange)
+            self._check_awaited(link, exchange, row)
         except WireError as error:
             self.count(error.refusal)
             self._spend(link)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -85,12 +85,12 @@ class WorkerInfo:
 
 @dataclass(eq=False)
 class Arrival:
-    """A reply that is coming in."""
+    """A reply that is coming in, of the rows that are still awaited from it, each with its place in the reply."""
 
     link: Link
     number: int
     exchange: Exchange
-    row: int
+    rows: dict[int, int]
     cls: type[Message]
     assembler: Assembler
 
@@ -131,11 +131,16 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """A reply that has come in whole; its values are not checked yet."""
+    """A row of a reply that has come in whole; its values are not checked yet."""
 
     worker: str
     cls: type[Message]
     assembler: Assembler
+    place: int
+
+    def message(self) -> Message:
+        """The row's answer, ``[1, ...]`` (see :meth:`Assembler.message`)."""
+        return self.assembler.message(self.cls, self.place)
 
 
 class Exchange:
@@ -160,21 +165,25 @@ class Exchange:
         self._position = {row: i for i, row in enumerate(call.rows)}
         self._blocks: dict[tuple[type[Message], str, torch.dtype], Tensor] = {}
 
-    def storage(self, cls: type[Message], row: int) -> Callable[[TensorSpec], Tensor]:
-        """Where a row's answer is put together: fields with one row per client in one block for all rows.
+    def storage(
+        self, cls: type[Message], rows: Sequence[int], apart: Collection[int] = ()
+    ) -> Callable[[TensorSpec], list[Tensor]]:
+        """Where rows' answers are put together: fields with one row per client in one block for all rows.
 
-        So the answers of a cohort, once all are there, are stacked already (``fedloom.messages.stack``).
+        So the answers of a cohort, once all are there, are stacked already (``fedloom.messages.stack``). Rows that are
+        ``apart`` have memory of their own.
         """
 
-        def part_of_block(spec: TensorSpec) -> Tensor:
+        def pieces(spec: TensorSpec) -> list[Tensor]:
             if not spec.per_client:
-                return memory(spec.nbytes)
+                return [memory(spec.nbytes)]
+            nbytes = spec.nbytes // len(rows)
             key = (cls, spec.name, spec.dtype)
-            if key not in self._blocks:
-                self._blocks[key] = memory(len(self._position) * spec.nbytes).view(len(self._position), spec.nbytes)
-            return self._blocks[key][self._position[row]]
+            if key not in self._blocks and len(apart) < len(rows):
+                self._blocks[key] = memory(len(self._position) * nbytes).view(len(self._position), nbytes)
+            return [memory(nbytes) if row in apart else self._blocks[key][self._position[row]] for row in rows]
 
-        return part_of_block
+        return pieces
 
     def remaining_s(self) -> float | None:
         """Seconds left, not below zero; None without a deadline."""
@@ -183,6 +192,10 @@ class Exchange:
     def awaits(self, row: int, link: Link) -> bool:
         """Whether an answer of a row is awaited from this stream."""
         return row in self.outstanding and (self.sent.get(row) is link or self.second.get(row) is link)
+
+    def comes_twice(self, row: int) -> bool:
+        """Whether an answer of an awaited row is arriving already."""
+        return any((row, link) in self.arriving for link in (self.sent[row], self.second.get(row)) if link is not None)
 
     def patience_s(self) -> float | None:
         """After how long without a sign others are asked, too; None where nothing says how long is long."""

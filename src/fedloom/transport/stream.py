@@ -11,7 +11,7 @@ from fedloom.federation.states import Version, Versions
 from fedloom.transport.codec import FRAME_BYTES, SEAL_BYTES, Pieces, sealed
 from fedloom.transport.wire import federation_pb2 as wire
 
-PROTOCOL = 3
+PROTOCOL = 4
 LAST_BACKOFF_S = 5.0  # the most that a worker waits before it dials again
 HEARTBEAT_S = 15.0  # after so long without a frame one is sent that says nothing: proxies end streams that are idle
 SILENCE_S = 90.0  # a stream on which nothing came for so long has nobody at its other end

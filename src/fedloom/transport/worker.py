@@ -43,11 +43,13 @@ from fedloom.transport.codec import (
     Refusal,
     WireError,
     encode,
+    joined,
     parse,
     read,
     read_specs,
     sealed,
     serialize,
+    together,
 )
 from fedloom.transport.failures import COME_AGAIN, REFUSALS, described, hint
 from fedloom.transport.stream import (
@@ -467,15 +469,16 @@ class _Connection:
     def _send_replies(self) -> None:
         """Send the answers that are ready."""
         self._gathering = False  # before they are taken: one that comes meanwhile is sent now or next time
+        ready: dict[tuple[ConversationKey, int], list[int]] = {}
         while self._replies:
-            self._answered(*self._replies.popleft())
-
-    def _answered(self, request: _Request, row: int, client: str, answer: Encoded | str) -> None:
-        book, exchange = self._books.get(request.key), request.envelope.exchange
-        if self.incarnation != request.incarnation or book is None or book.exchanges.get(row) != exchange:
-            return  # nobody waits for it any more
-        book.answers[row] = (client, answer)
-        self._send(request.key, exchange, row, client, answer)
+            request, row, client, answer = self._replies.popleft()
+            book, exchange = self._books.get(request.key), request.envelope.exchange
+            if self.incarnation != request.incarnation or book is None or book.exchanges.get(row) != exchange:
+                continue  # nobody waits for it any more
+            book.answers[row] = (client, answer)
+            ready.setdefault((request.key, exchange), []).append(row)
+        for (key, exchange), rows in ready.items():
+            self._send(key, exchange, rows)
 
     def _lacking(self, request: _Request, rows: Sequence[int]) -> None:
         if self.incarnation != request.incarnation:
@@ -491,29 +494,37 @@ class _Connection:
         key = key_from_wire(again.conversation)
         book = self._books.get(key, _Book())
         lacking = [row for row in again.rows if book.exchanges.get(row) != again.exchange]
-        for row in again.rows:
-            if row in book.answers and book.exchanges[row] == again.exchange:
-                self._send(key, again.exchange, row, *book.answers[row])
+        there = [row for row in again.rows if row in book.answers and book.exchanges[row] == again.exchange]
+        self._send(key, again.exchange, there)
         if lacking:
             self._say_missing(key, again.exchange, lacking)
 
-    def _send(self, key: ConversationKey, exchange: int, row: int, client: str, answer: Encoded | str) -> None:
-        """Send an answer, or why there is none; without a connection the aggregator will ask for it."""
-        if isinstance(answer, str):
+    def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
+        """Send the answers of rows, or why there are none; without a connection the aggregator will ask for them.
+
+        Small answers go together, one transfer for as many as fit into a chunk.
+        """
+        found: list[tuple[int, str, Encoded]] = []
+        for row in sorted(set(rows)):
+            client, answer = self._books[key].answers[row]
+            if isinstance(answer, Encoded):
+                found.append((row, client, answer))
+                continue
             lost = wire.RowLost(
                 conversation=key_to_wire(key), exchange=exchange, row=row, reason=answer[:REASON_CHARACTERS]
             )
             self._put(key, iter((serialize(wire.WorkerPart(row_lost=lost)),)))
-            return
-        envelope = wire.Envelope(
-            run=self._run_name,
-            incarnation=self.incarnation,
-            conversation=key_to_wire(key),
-            exchange=exchange,
-            rows=(row,),
-            clients=(client,),
-        )
-        self._put(key, self._cutter.parts(envelope, answer))
+        for those in together([answer for _, _, answer in found]):
+            numbers, clients, answers = zip(*found[those.start : those.stop], strict=True)
+            envelope = wire.Envelope(
+                run=self._run_name,
+                incarnation=self.incarnation,
+                conversation=key_to_wire(key),
+                exchange=exchange,
+                rows=numbers,
+                clients=clients,
+            )
+            self._put(key, self._cutter.parts(envelope, joined(answers)))
 
     def _say_missing(self, key: ConversationKey, exchange: int, rows: Sequence[int]) -> None:
         missing = wire.Missing(conversation=key_to_wire(key), exchange=exchange, rows=rows)
