@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
 
@@ -47,11 +47,11 @@ def link(name: str, *clients: str, incarnation: str = "i1") -> Link:
     return Link(WorkerInfo(name, incarnation, Clients({f"c{i}": i for i in range(4)}, clients), "cpu"))
 
 
-def reply(cutter: Cutter, call: Call, row: int, value: torch.Tensor) -> bytes:
-    """A good answer to one row: all parts of a frame, which is not sealed yet."""
+def reply(cutter: Cutter, call: Call, rows: Sequence[int], value: torch.Tensor) -> bytes:
+    """A good answer to some rows, ``[rows, d]``: all parts of a frame, which is not sealed yet."""
     envelope = wire.Envelope(
-        run="run-1", incarnation="a1", conversation=key_to_wire(call.key), exchange=call.exchange, rows=[row],
-        clients=[call.clients[call.rows.index(row)]],
+        run="run-1", incarnation="a1", conversation=key_to_wire(call.key), exchange=call.exchange, rows=rows,
+        clients=[call.clients[call.rows.index(row)] for row in rows],
     )  # fmt: skip
     return b"".join(b"".join(piece) for piece in cutter.parts(envelope, encode(Sum(value))))
 
@@ -110,7 +110,7 @@ def frames(place: Place, random: Random) -> Tried:
                         Assembler(part, read_specs(part.envelope), 1 << 20)
             accepted += MALLORY not in exchange.outstanding
         honest.arrivals.clear()
-        answer = reply(Cutter(wire.WorkerPart), exchange.call, HONEST, expected([exchange.call], HONEST))
+        answer = reply(Cutter(wire.WorkerPart), exchange.call, [HONEST], expected([exchange.call], HONEST))
         board.take(honest, sealed([answer]))
     items = [exchange.inbox.get_nowait() for _ in range(exchange.inbox.qsize())]
     arrived = [outcome for row, outcome in items if row == HONEST]  # type: ignore[misc]
@@ -127,14 +127,15 @@ def _asked(board: Dispatcher, round: int) -> tuple[Exchange, Link, list[bytes]]:
     exchange = Exchange(call)
     board.open(exchange)
     cutter, about = Cutter(wire.WorkerPart), key_to_wire(call.key)
-    whole = reply(cutter, call, MALLORY, torch.randn(1, D))
+    whole = reply(cutter, call, [MALLORY], torch.randn(1, D))
+    both = reply(cutter, call, sorted((MALLORY, HONEST)), torch.randn(2, D))
     parts = (
         wire.WorkerPart(missing=wire.Missing(conversation=about, exchange=0, rows=[0, 1, 7])),
         wire.WorkerPart(row_lost=wire.RowLost(conversation=about, exchange=0, row=0, reason="x")),
         wire.WorkerPart(end=wire.End(transfer=1)),
         wire.WorkerPart(hello=wire.Hello(protocol=1, worker="mallory", clients=["c0"])),
     )
-    return exchange, mallory, [whole, whole, whole, *(b"".join(serialize(part)) for part in parts)]
+    return exchange, mallory, [whole, whole, both, *(b"".join(serialize(part)) for part in parts)]
 
 
 def flips(place: Place, random: Random) -> Tried:
@@ -147,7 +148,7 @@ def flips(place: Place, random: Random) -> Tried:
             call = start_call(("c0", "c1"), deadline_s=None, d=D)
             exchange = Exchange(call)
             board.open(exchange)
-            frame = bytearray(sealed([reply(Cutter(wire.WorkerPart), call, MALLORY, expected([call], MALLORY))]))
+            frame = bytearray(sealed([reply(Cutter(wire.WorkerPart), call, [MALLORY], expected([call], MALLORY))]))
             bit = random.randrange(8 * len(frame))
             frame[bit // 8] ^= 1 << bit % 8
             with suppress(WireError):

@@ -76,20 +76,28 @@ class Books(RuleBasedStateMachine):
         """One of the rows that a worker was asked for: it may be awaited, or late by now."""
         return self.asked[name][at % len(self.asked[name])] if name in self.links and self.asked[name] else None
 
-    @rule(name=NAMES, at=st.integers(0, 9))
-    def answer(self, name: str, at: int) -> None:
-        """It answers."""
-        if found := self.request(name, at):
-            call, row = found
-            self.sent.append((name, sealed([reply(self.cutters[name], call, row, value(call, row))])))
+    def requests(self, name: str, at: int, count: int) -> tuple[Call, list[int]] | None:
+        """Up to so many rows of one exchange that a worker was asked for, in ascending order."""
+        if not (found := self.request(name, at)):
+            return None
+        call, row = found
+        others = {other for asked, other in self.asked[name] if asked is call} - {row}
+        return call, sorted([row, *sorted(others)[: count - 1]])
+
+    @rule(name=NAMES, at=st.integers(0, 9), count=st.integers(1, 4))
+    def answer(self, name: str, at: int, count: int) -> None:
+        """It answers, some rows in one transfer."""
+        if found := self.requests(name, at, count):
+            call, rows = found
+            self.sent.append((name, sealed([reply(self.cutters[name], call, rows, values(call, rows))])))
             self.say(*self.sent[-1])
 
-    @rule(name=NAMES, at=st.integers(0, 9))
-    def half(self, name: str, at: int) -> None:
+    @rule(name=NAMES, at=st.integers(0, 9), count=st.integers(1, 4))
+    def half(self, name: str, at: int, count: int) -> None:
         """It begins to answer, with something else, and does not go on."""
-        if found := self.request(name, at):
-            call, row = found
-            whole = parse(wire.WorkerFrame, sealed([reply(self.cutters[name], call, row, value(call, row) + 1.0)]))
+        if found := self.requests(name, at, count):
+            call, rows = found
+            whole = parse(wire.WorkerFrame, sealed([reply(self.cutters[name], call, rows, values(call, rows) + 1.0)]))
             self.say(name, sealed([piece for part in whole.parts[:2] for piece in serialize(part)]))
 
     @rule(at=st.integers(0, 9))
@@ -220,6 +228,11 @@ class Books(RuleBasedStateMachine):
 def value(call: Call, row: int) -> torch.Tensor:
     """What a row answers: something else to each exchange of each round."""
     return expected([start_call(call.clients, d=D)], call.rows.index(row)) + 100.0 * call.key.round + call.exchange
+
+
+def values(call: Call, rows: list[int]) -> torch.Tensor:
+    """What these rows answer, ``[rows, D]``."""
+    return torch.cat([value(call, row) for row in rows])
 
 
 def books(place: Place, random: Random) -> Tried:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -221,6 +222,102 @@ def test_transfers_of_different_rows_may_interleave(aggregator, background):
     assert all(torch.equal(answer.x, message.x) for answer, message in zip(answers.result(10), sent, strict=True))
     assert aggregator.refusals.counts == {}
     hostile.leave()
+
+
+# ---- several rows in one reply
+
+
+@pytest.fixture
+def many(aggregator, background):
+    """A hostile worker that serves four rows, its request, and the answers to be."""
+    hostile = Hostile(aggregator.address, clients=("a", "b", "mallory", "honest"))
+    hostile.join()
+    answers = background(aggregator.exchange, start_call(("a", "b", "mallory", "honest"), d=4, deadline_s=5))
+    yield hostile, hostile.request(), answers
+    hostile.leave()
+
+
+def of(request, *rows):
+    """The address of a reply of several rows."""
+    return {"rows": rows, "clients": [request.clients[row] for row in rows]}
+
+
+def test_rows_of_one_reply_are_an_answer_each(aggregator, many):
+    hostile, request, answers = many
+    sent = torch.randn(4, 4)
+    hostile.send(hostile.transfer(request, Sum(sent[[0, 2, 3]]), **of(request, 0, 2, 3)))
+    hostile.send(hostile.transfer(request, Sum(sent[1:2]), **of(request, 1)))
+    answers = answers.result(10)
+    assert torch.equal(torch.cat([answer.x for answer in answers]), sent)
+    assert aggregator.refusals.counts == {}
+
+
+def test_a_row_that_has_its_answer_is_left_out_of_a_reply_and_keeps_it(aggregator, many):
+    hostile, request, answers = many
+    first, second = torch.randn(1, 4), torch.randn(4, 4)
+    hostile.send(hostile.transfer(request, Sum(first), **of(request, 1)))
+    hostile.send(hostile.transfer(request, Sum(second), **of(request, 0, 1, 2, 3)))
+    answers = answers.result(10)
+    assert torch.equal(torch.cat([answer.x for answer in answers]), torch.cat([second[:1], first, second[2:]]))
+    assert aggregator.refusals.counts == {Refusal.LATE: 1}
+
+
+def test_a_nan_in_a_row_loses_that_row_only(aggregator, many):
+    hostile, request, answers = many
+    sent = torch.randn(4, 4)
+    sent[2, 1] = torch.nan
+    hostile.send(hostile.transfer(request, Sum(sent), **of(request, 0, 1, 2, 3)))
+    answers = answers.result(10)
+    assert isinstance(answers[2], Lost)
+    assert all(torch.equal(answers[row].x, sent[row : row + 1]) for row in (0, 1, 3))
+    assert aggregator.refusals.counts == {Refusal.NON_FINITE: 1}
+
+
+@pytest.mark.parametrize("wrong", ["fewer rows", "more rows", "a client", "an early end"])
+def test_a_reply_that_is_wrong_loses_its_rows_only(aggregator, many, wrong):
+    hostile, request, answers = many
+    address = of(request, 0, 1)
+    message = Sum(torch.randn({"fewer rows": 1, "more rows": 3}.get(wrong, 2), 4))
+    if wrong == "a client":
+        address["clients"] = list(reversed(address["clients"]))
+    parts = hostile.transfer(request, message, **address)
+    hostile.send([parts[0], parts[2]] if wrong == "an early end" else parts)
+    rest = torch.randn(2, 4)
+    hostile.send(hostile.transfer(request, Sum(rest), **of(request, 2, 3)))
+    answers = answers.result(10)
+    assert all(isinstance(answer, Lost) for answer in answers[:2])
+    assert torch.equal(torch.cat([answer.x for answer in answers[2:]]), rest)
+    assert sum(aggregator.refusals.counts.values()) == 2
+
+
+@pytest.mark.parametrize("numbers", [(1, 0), (1, 1), (0, 77)])
+def test_rows_out_of_order_twice_or_unknown_cost_nobody(aggregator, many, numbers):
+    hostile, request, answers = many
+    clients = [request.clients[row] if row < 4 else "a" for row in numbers]
+    hostile.send(hostile.transfer(request, Sum(torch.randn(2, 4)), rows=numbers, clients=clients))
+    sent = torch.randn(4, 4)
+    hostile.send(hostile.transfer(request, Sum(sent), **of(request, 0, 1, 2, 3)))
+    assert torch.equal(torch.cat([answer.x for answer in answers.result(10)]), sent)
+    assert aggregator.refusals.counts == {Refusal.CLIENT: 1}
+
+
+def test_small_answers_of_an_honest_worker_share_a_transfer(aggregator, monkeypatch):
+    """Four rows come in one Begin or a few, as the millisecond has it; large ones in one each."""
+    begun = []
+    begin = Dispatcher._begin
+    monkeypatch.setattr(Dispatcher, "_begin", lambda self, link, part: (begun.append(part), begin(self, link, part)))
+    clients = ("a", "b", "mallory", "honest")
+    worker = Worker(aggregator.address, "w", clients)
+    aggregator.wait_for(set(clients), 10)
+    for number, d in enumerate((4, D)):
+        call = start_call(clients, d=d, the_key=key(round=number + 1))
+        answers = aggregator.exchange(call)
+        assert all(torch.equal(answer.x, expected([call], row)) for row, answer in enumerate(answers))
+    small = [part for part in begun if part.total_bytes <= 4 * 4 * 4]
+    assert sum(len(part.envelope.rows) for part in small) == 4
+    assert all(part.total_bytes == 16 * len(part.envelope.rows) for part in small)
+    assert [len(part.envelope.rows) for part in begun if part not in small] == [1] * 4
+    worker.leave()
 
 
 def test_chunks_of_a_transfer_that_never_began(aggregator, honest, hostile, background):
@@ -468,6 +565,11 @@ def test_a_bool_and_a_broadcast_in_a_reply_are_checked_too(background):
     fine, lost = answers.result(10)
     assert torch.equal(fine.on, message.on)
     assert "no bool" in lost.reason
+    answers = background(aggregator.exchange, replace(call, key=key(round=2)))
+    request = hostile.request()
+    message = Flags(torch.ones(2, 4, dtype=torch.bool), torch.tensor([1, 2]))
+    hostile.send(hostile.transfer(request, message, rows=[0, 1], clients=["a", "b"]))
+    assert all("broadcast" in answer.reason for answer in answers.result(10))  # of which there is one for each row
     hostile.leave()
     aggregator.stop()
 

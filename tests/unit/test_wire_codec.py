@@ -26,12 +26,14 @@ from fedloom.transport.codec import (
     Refusal,
     WireError,
     encode,
+    joined,
     memory,
     parse,
     read,
     read_specs,
     sealed,
     serialize,
+    together,
 )
 from fedloom.transport.exchanges import HEARTBEAT, Exchange
 from fedloom.transport.stream import Outbox
@@ -457,3 +459,72 @@ def test_answers_out_of_order_are_stacked_in_the_order_given():
     sent = some_answers(3)
     found = answers_of(an_exchange(3), sent)
     assert torch.equal(stack(Everything, found[::-1]).a, torch.cat([m.a for m in sent[::-1]]))
+
+
+# ---- several rows in one transfer
+
+
+class Pair(Message):
+    a: Tensor = rows(Quantity.MODEL)
+    c: Tensor = rows(Quantity.OTHER)
+
+
+def pairs(count, size=7):
+    generator = torch.Generator().manual_seed(2)
+    draws = [torch.randn(1, size, generator=generator) for _ in range(count)]
+    return [Pair(x, x[:, :3].double()) for x in draws]
+
+
+def transfer_of(sent):
+    """The parts of one transfer of several answers, read."""
+    pieces = Cutter(wire.WorkerPart).parts(wire.Envelope(), joined([encode(message) for message in sent]))
+    return [part for piece in pieces for part in read(wire.WorkerFrame, sealed(piece))]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("size", [7, 3 * CHUNK_BYTES // 8])
+def test_rows_that_share_a_transfer_come_out_one_by_one_and_lie_stacked(count, size):
+    sent = pairs(count, size)
+    exchange = an_exchange(count + 1)
+    (_, begin), *chunks, _ = transfer_of(sent)
+    numbers = list(range(1, count + 1))
+    assembler = Assembler(begin, read_specs(begin.envelope), 1 << 30, exchange.storage(Pair, numbers))
+    for _, chunk in chunks:
+        assembler.add(chunk)
+    assembler.end()
+    found = [assembler.message(Pair, place) for place in range(count)]
+    assert all(same(one, message) for one, message in zip(found, sent, strict=True))
+    assert stack(Pair, found).a.data_ptr() == found[0].a.data_ptr()  # no copy
+
+
+def test_a_row_that_is_forgotten_halfway_leaves_its_memory_alone():
+    """It may be another answer's by then."""
+    sent = pairs(3)
+    exchange = an_exchange(3)
+    (_, begin), (_, chunk), _ = transfer_of(sent)
+    assembler = Assembler(begin, read_specs(begin.envelope), 1 << 20, exchange.storage(Pair, [0, 1, 2]))
+    before = assembler.message(Pair, 1)
+    before.a.fill_(8.0)
+    before.c.fill_(9.0)
+    assembler.forget(1)
+    assembler.add(chunk)
+    assert before.a.eq(8.0).all()
+    assert before.c.eq(9.0).all()
+    assert same(assembler.message(Pair, 0), sent[0])
+    assert same(assembler.message(Pair, 2), sent[2])
+
+
+def test_answers_share_a_transfer_if_they_are_of_one_kind_and_fit_into_a_chunk():
+    small, other = encode(pairs(1)[0]), encode(pairs(1, 9)[0])
+    large, broad = encode(pairs(1, CHUNK_BYTES // 8 + 1)[0]), encode(some_answers(1)[0])
+
+    def groups(*answers):
+        return [list(span) for span in together(answers)]
+
+    assert groups() == []
+    assert groups(small, small, small) == [[0, 1, 2]]
+    assert groups(small, other, other) == [[0], [1, 2]]
+    assert groups(large, large, small, small) == [[0], [1], [2, 3]]
+    assert groups(broad, broad, small) == [[0], [1], [2]]
+    fits = CHUNK_BYTES // small.nbytes
+    assert [len(group) for group in groups(*[small] * (fits + 1))] == [fits, 1]
