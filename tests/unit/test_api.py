@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import fedloom
 from fedloom.api.keywords import in_keywords
+from fedloom.api.watch import Watch
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.runner.assemble import make_partition
 
@@ -67,6 +68,17 @@ def test_a_run_is_tables(run: fedloom.Run) -> None:
     )
     assert run.finished
     assert run.experiment.federation.rounds == 2
+
+
+def test_clients_without_an_answer_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    group = {"accuracy_pooled": 0.5, "loss_mean": 1.0}
+    line = {"round": 3, "seen": group, "unseen": None, "global": None, "left_out": {"absent": 2, "untested": 0}}
+    Watch().evaluated(line)
+    assert tells(
+        capsys.readouterr().err, "after round 3", "seen 0.5000", "2 clients without an answer", "journal.jsonl"
+    )
+    Watch().evaluated(line | {"left_out": {"absent": 0, "untested": 1}})
+    assert "without an answer" not in capsys.readouterr().err
 
 
 def test_the_models_are_those_that_were_measured(run: fedloom.Run) -> None:

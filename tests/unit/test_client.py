@@ -426,6 +426,17 @@ def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: 
         torch.testing.assert_close(together.loss[i : i + 1], one.loss, rtol=0, atol=1e-10)
 
 
+def test_who_starts_where_its_loss_is_not_finite_is_told_so() -> None:
+    """That is not the doing of its own steps: in the second round of a server that made too large a one, say."""
+    s, theta = LocalSGD(steps=5, batch_size=3, lr=0.05), starts(SMALL, 2)
+    theta[1] *= 1e200
+    members = group(clients((6, 6)))
+    train(SMALL, members, theta, s)
+    assert list(members.lost) == [1]
+    assert "local step 1 of 5; " in members.lost[1]
+    assert members.lost[1].endswith("smaller steps before, as its loss is not finite where it started")
+
+
 def test_what_a_client_keeps_is_a_row_of_its_group() -> None:
     data = clients((3, 4))
     members = Group(data, group(data)._generator, [None, {"x": torch.tensor([5.0, 6.0])}])

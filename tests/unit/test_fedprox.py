@@ -15,9 +15,10 @@ from torch import Tensor
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.fedprox import FEDPROX, FedProxSettings, work
-from fedloom.data.federated import ClientData
+from fedloom.algorithms.fedprox import FEDPROX, FedProxSettings, proximal_sgd, work
+from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
+from fedloom.models.quadratic import Quadratic
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -68,6 +69,17 @@ def test_a_visit_is_sgd_with_the_term_in_the_loss(tmp_path: Path, weighting: str
         theta = (weights[:, None] * ends).sum(0) / weights.sum()
     run.run()
     torch.testing.assert_close(run.state["theta"], theta, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 9.0])
+def test_on_a_quadratic_many_steps_end_at_the_proximal_point(mu: float) -> None:
+    """(h c + μ w)/(h + μ), so that μ = 0 gives the client's own optimum."""
+    h, c, w = (torch.tensor(v).double() for v in ([2.0, 0.5], [-1.0, 5.0], [3.0, -1.0]))
+    split = Split(c.repeat(4, 1), None)
+    s = made(mu=mu, local={"epochs": None, "steps": 1000, "lr": 0.1, "momentum": 0.0})
+    members = group([ClientData("c0", split, split, split, 0)])
+    found = proximal_sgd(Quadratic(2, (2.0, 0.5)), members, w[None], s)
+    torch.testing.assert_close(found.theta[0], (h * c + mu * w) / (h + mu), rtol=0, atol=1e-12)
 
 
 def test_a_step_that_overshoots_on_the_term_is_refused() -> None:

@@ -364,10 +364,12 @@ class Local:
         for j, (count, finite) in enumerate(zip(counts, finite_rows.tolist(), strict=True)):
             bad = [t for t, loss in enumerate(history[:count, j].tolist(), start=1) if not math.isfinite(loss)]
             if bad or not finite:
+                before = "smaller steps before, as its loss is not finite where it started" if bad[:1] == [1] else ""
+                other = also or before
                 self.group.lose(
                     self.members[j],
                     f"training diverged at local step {bad[0] if bad else count} of {count}; "
-                    f"allowed: a smaller algorithm.{key} (found {lr:g})" + (f", {also}" if also else ""),
+                    f"allowed: a smaller algorithm.{key} (found {lr:g})" + (f", {other}" if other else ""),
                 )
         return Trained(theta, torch.tensor(counts).double()[:, None], mean_loss(losses, counts)[:, None])
 

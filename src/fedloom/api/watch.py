@@ -184,6 +184,8 @@ class Watch(RunObserver):
             what = "mean validation loss" if accuracy is None else "pooled validation accuracy"
             found = loss if accuracy is None else accuracy
             parts = ["none: no validation examples" if found is None else f"seen {found:.4f}"]
+        if absent := line["left_out"]["absent"]:
+            parts.append(f"{counted(absent, 'client')} without an answer (journal.jsonl says why)")
         where = f" (time: {self.phases()})" if self._phases else ""
         said = f"after round {line['round']}: {what} {', '.join(parts)}{where}"
         if self._page is None:
