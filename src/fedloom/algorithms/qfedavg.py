@@ -49,11 +49,13 @@ def fair_mean(theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tenso
     Raises
     ------
     FloatingPointError
-        If F_k^q, and h_k with it, is too small for a number, of all of them.
+        If F_k^q, and h_k with it, is 0 for all of them: too small for a number.
     """
     total = updates.total(updates.h)
     if total == 0:
-        raise FloatingPointError(f"every F_k^q is too small; allowed: a smaller algorithm.q (found {s.q:g})")
+        raise FloatingPointError(
+            f"the step is not finite, as every F_k^q is 0; allowed: a smaller algorithm.q (found {s.q:g})"
+        )
     change: Tensor = updates.mean(updates.delta_theta) / (total / int(updates.present.sum()))
     return theta + change
 
