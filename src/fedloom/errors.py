@@ -1,8 +1,11 @@
 """Failure classes and exit codes: the one table that every command, component and pod shares (docs/exit-codes.md)."""
 
 import errno
+import traceback
 from collections.abc import Mapping
 from enum import IntEnum
+from itertools import takewhile
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -36,6 +39,17 @@ class FedloomError(Exception):
         """Return the message, and the hint on a line of its own."""
         message = super().__str__()
         return message if self.hint is None else f"{message}\n  {self.hint}"
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows (IPython asks for it): the sentence, and the line outside FedLoom that led to it.
+
+        ``traceback.print_exception(sys.last_value)`` has the rest.
+        """
+        package = f"{Path(__file__).parent}/"
+        frames = traceback.extract_tb(self.__traceback__)
+        outside = list(takewhile(lambda frame: not frame.filename.startswith(package), frames))[-1:]
+        led = [f"line {frame.lineno} in {frame.name}: {frame.line}" for frame in outside if frame.line]
+        return [*led, f"{type(self).__name__}: {self}"]
 
 
 class ExperimentError(FedloomError):

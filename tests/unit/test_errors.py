@@ -1,0 +1,29 @@
+"""What a notebook shows of an error of ours."""
+
+from __future__ import annotations
+
+import fedloom
+from fedloom.errors import DataError
+
+
+def shown(act: object) -> list[str]:
+    try:
+        act()  # type: ignore[operator]
+    except DataError as error:
+        return error._render_traceback_()
+    raise AssertionError("nothing was raised")
+
+
+def test_a_notebook_shows_the_sentence_and_the_line_of_its_own(tmp_path):
+    def look() -> None:
+        fedloom.load(tmp_path / "nowhere")
+
+    led, said = shown(look)
+    assert led.endswith('in look: fedloom.load(tmp_path / "nowhere")')
+    assert said.startswith("DataError: ")
+    assert "nowhere" in said
+    assert len(said.splitlines()) == 2  # with what to do
+
+
+def test_what_was_never_raised_is_shown_alone():
+    assert DataError("found nothing")._render_traceback_() == ["DataError: found nothing"]
