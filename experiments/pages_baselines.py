@@ -10,7 +10,7 @@ from summaries import Evaluation, Runs, last, spread, table
 
 COLUMNS = (
     "validation", "seen", "seen_mean", "seen_worst", "unseen_mean", "global", "global_mean", "global_worst",
-    "global_seen_mean", "global_unseen_mean",
+    "global_seen_mean", "global_unseen_mean", "seen_masked", "unseen_masked",
 )  # fmt: skip
 SEARCHES = ("*/search/*/*",)
 
@@ -170,16 +170,22 @@ def _paper(value: float | None) -> str:
 def _seen_and_unseen(runs: Runs, regime: str) -> Iterator[str]:
     if not whole(runs, regime, "test"):
         return
+    columns = {
+        "seen_mean": "seen",
+        "seen_worst": "worst seen",
+        "unseen_mean": "unseen",
+        "seen_masked": "seen, masked",
+        "unseen_masked": "unseen, masked",
+        "global_seen_mean": "shared model: seen",
+        "global_unseen_mean": "unseen",
+    }
+    tested = {name: of_seeds(runs, regime, "test", name) for name in REGIMES[regime].methods}
+    columns = {of: head for of, head in columns.items() if any(of in lines[0].values for lines in tested.values())}
     rows: list[tuple[float, Sequence[str]]] = []
-    for name in REGIMES[regime].methods:
-        lines = of_seeds(runs, regime, "test", name)
-        cells = [
-            spread([line[of] for line in lines]) if of in lines[0].values else "–"
-            for of in ("seen_mean", "seen_worst", "unseen_mean", "global_seen_mean", "global_unseen_mean")
-        ]
+    for name, lines in tested.items():
+        cells = [spread([line[of] for line in lines]) if of in lines[0].values else "–" for of in columns]
         best = statistics.fmean(line["seen_mean"] for line in lines)
         rows.append((best, (title(regime, name), _values(setting_of(runs, regime, name)), *cells)))
     rows.sort(key=lambda both: -both[0])
-    header = ("method", "step size", "seen", "worst seen", "unseen", "shared model: seen", "unseen")
-    yield table(header, [row for _, row in rows])
+    yield table(("method", "step size", *columns.values()), [row for _, row in rows])
     yield _search(runs, regime)
