@@ -202,7 +202,7 @@ def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(exper
         ("data.own=null", ("data.own", "null", "a mapping")),
         ("model={name: lenet}", ("model.name", "lenet", "mlp")),
         ("algorithm={name: wga}", ("algorithm.name", "wga", "data.own")),
-        ("algorithm={name: pefll}", ("algorithm.descriptor.size", "null", "a number", "data.own")),
+        ("algorithm={name: pefll}", ("algorithm.descriptor.size", "null", "data.own", "allowed: a number")),
     ],
 )
 def test_what_the_experiment_may_not_say(override: str, facts: tuple[object, ...], experiment: Path) -> None:
