@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from facts import tells
 from forked import run
 
 import fedloom
@@ -161,6 +162,11 @@ def test_nothing_runs_if_a_point_is_not_allowed(root: Path, tmp_path: Path) -> N
     refused = sweep(root, tmp_path / "sweep", "--grid", "algorithm.local.lr=0.1,-1")
     assert refused.returncode == 2
     assert "at algorithm.local.lr=-1: " in refused.stderr
+    assert not (tmp_path / "sweep").exists()
+    method = "algorithm={name: knn-per, local: {steps: 1}}"
+    clients = sweep(root, tmp_path / "sweep", "--set", method, "--grid", "algorithm.neighbours=[1],[1000]")
+    assert clients.returncode == 2
+    assert tells(clients.stderr, "at neighbours=_1000_", "cannot train client-0000", "allowed: at least 1000")
     assert not (tmp_path / "sweep").exists()
     replay = sweep(root, tmp_path / "sweep", "--seeds", "1", "--replay", str(tmp_path))
     assert replay.returncode == 2

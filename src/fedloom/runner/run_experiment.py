@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedloom.algorithms.base import find
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.own import Own
 from fedloom.errors import DataError, ExperimentError, FedloomError
@@ -299,6 +300,21 @@ def _models(folder: RunFolder, e: Experiment, audit: Audit) -> Personalization:
     """Hands out models of the last durable round; costs nothing until somebody asks for one."""
     limits = ServingLimits(threads=e.runtime.threads)
     return Personalization(DurableRounds(folder, patient=True), limits, audit, lazy=True)
+
+
+def check_roster(experiment: Experiment, options: RunOptions) -> None:
+    """Refuse a run with clients with whom its method cannot train, before anything else runs.
+
+    The partition is looked at, and made if it must be, where the method would not take every client.
+
+    Raises
+    ------
+    ExperimentError
+        The first of the clients, what was found and what is allowed.
+    """
+    method = experiment.algorithm
+    if find(method.name).unfit(method.settings, 1, 1) is not None:  # the least that a client can have
+        _dataset(experiment, options, own_of(experiment))
 
 
 def _dataset(e: Experiment, options: RunOptions, own: Own | None) -> FederatedDataset:

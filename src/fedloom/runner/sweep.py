@@ -15,7 +15,7 @@ from fedloom.models.module import MEMORY
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.resume import check_folder, finished
-from fedloom.runner.run_experiment import run_experiment
+from fedloom.runner.run_experiment import check_roster, run_experiment
 from fedloom.runner.side_by_side import Job, run_side_by_side
 from fedloom.storage import is_url
 from fedloom.words import counted
@@ -110,7 +110,7 @@ def run_points(
     Raises
     ------
     ExperimentError
-        If a folder is taken, before anything runs.
+        If a folder is taken, or a method cannot train with a point's clients, before anything runs.
     InterruptedRun
         If the sweep was stopped.
     """
@@ -136,6 +136,11 @@ def run_points(
             observer.finished_before(number, len(points), point)
         else:
             left.append((number, point))
+    for _, point in left:
+        try:
+            check_roster(point.experiment, options)
+        except ExperimentError as error:
+            raise ExperimentError(f"at {point.name}: {error}") from error
     if parallel == 1:
         return _one_by_one(left, len(points), folder, options, observer)
     return _side_by_side(left, len(points), folder, options, observer, parallel)
