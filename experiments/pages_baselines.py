@@ -59,6 +59,9 @@ T = {3: 4.303, 5: 2.776, 7: 2.447}
 GLOBAL_ALONE = ("fedavg", "fedprox", "pfnm")
 """Methods of Table 1 whose clients have no model of their own."""
 
+NOT_RUN = {("fashion-mnist-medium", "pfedgp"), ("mnist-medium", "pfedgp")}
+"""Tests of Table 1 without a method: a step of pFedGP takes the cube of a client's examples, which are 1000 there."""
+
 PAPER: dict[str, dict[str, tuple[float | None, float | None]]] = {  # papers/003, Table 1: PM, GM
     "fashion-mnist-small": {
         "fedavg": (None, 81.51), "fedprox": (None, 81.53), "pfnm": (None, 66.54), "per-fedavg": (79.79, None),
@@ -67,6 +70,14 @@ PAPER: dict[str, dict[str, tuple[float | None, float | None]]] = {  # papers/003
     "mnist-small": {
         "fedavg": (None, 87.38), "fedprox": (None, 87.65), "pfnm": (None, 78.70), "per-fedavg": (89.29, None),
         "pfedme": (92.88, 87.35), "heurfedamp": (90.89, None), "pfedgp": (85.96, None), "pfedbayes": (94.13, 90.44),
+    },
+    "fashion-mnist-medium": {
+        "fedavg": (None, 83.90), "fedprox": (None, 83.92), "pfnm": (None, 69.68), "per-fedavg": (84.90, None),
+        "pfedme": (91.32, 83.45), "heurfedamp": (89.82, None), "pfedgp": (90.53, None), "pfedbayes": (91.95, 82.33),
+    },
+    "mnist-medium": {
+        "fedavg": (None, 90.60), "fedprox": (None, 90.66), "pfnm": (None, 80.02), "per-fedavg": (95.19, None),
+        "pfedme": (95.31, 89.67), "heurfedamp": (94.74, None), "pfedgp": (91.96, None), "pfedbayes": (97.09, 92.33),
     },
 }  # fmt: skip
 
@@ -92,9 +103,10 @@ def of_seeds(runs: Runs, regime: str, test: str, method: str) -> list[Evaluation
 
 
 def whole(runs: Runs, regime: str, test: str) -> bool:
-    """Whether every method was tested on every seed."""
+    """Whether every method that is run at all was tested on every seed."""
     about = REGIMES[regime]
-    return all(f"{regime}/{test}/{method}/seed={seed}" in runs for method in about.methods for seed in about.seeds)
+    methods = [method for method in about.methods if (test, method) not in NOT_RUN]
+    return all(f"{regime}/{test}/{method}/seed={seed}" in runs for method in methods for seed in about.seeds)
 
 
 def setting_of(runs: Runs, regime: str, method: str) -> Setting:
@@ -153,7 +165,11 @@ def _table_1(runs: Runs) -> Iterator[str]:
     for test in tests:
         rows = []
         for name in REGIMES["table-1"].methods:
-            lines, paper = of_seeds(runs, "table-1", test, name), PAPER.get(test, {}).get(name, (None, None))
+            paper = PAPER[test].get(name, (None, None))
+            if (test, name) in NOT_RUN:
+                rows.append((TITLES[name], "not run", *(_paper(value) for value in paper), "–", "–"))
+                continue
+            lines = of_seeds(runs, "table-1", test, name)
             own = "–" if name in GLOBAL_ALONE else spread([line["seen"] for line in lines])
             shared = spread([line["global"] for line in lines]) if "global" in lines[0].values else "–"
             setting = _values(setting_of(runs, "table-1", name))
