@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.exhaustive
 def test_a_notebook_shows_each_run_in_one_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (ROOT / ".venv" / "bin" / "uv").exists():
@@ -21,7 +22,7 @@ def test_a_notebook_shows_each_run_in_one_output(tmp_path: Path, monkeypatch: py
     out = tmp_path / "out.ipynb"
     command = [sys.executable, ROOT / "benchmarks" / "first_use.py", "--uv", "--out", out]
     notebook = ROOT / "docs" / "tutorials" / "python.ipynb"
-    done = subprocess.run([*command, "--notebook", notebook], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*command, "--notebook", notebook], capture_output=True, text=True, timeout=880)
     if "network" in done.stderr or "Failed to fetch" in done.stderr:
         pytest.skip("packages cannot be had here")
     assert done.returncode == 0, done.stderr
