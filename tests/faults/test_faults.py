@@ -117,7 +117,7 @@ def test_ctrl_c(place: Place, experiment: Path, run: Running) -> None:
 
 
 def test_a_worker_that_is_stopped_loses_its_clients_by_the_deadline(place: Place) -> None:
-    experiment = place.experiment("fedavg", rounds=8, deadline_s=1.0)
+    experiment = place.experiment("fedavg", every=50, rounds=150, deadline_s=1.0)
     with ExitStack() as stack:
         federation = Federation(place, experiment, stack)
         wait_until(lambda: rounds(federation.out) >= 1, "the first round")
