@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from run_processes import until
 from s3_support import S3Server
 
 from fedloom.cluster.manifests import identity
-from fedloom.storage import Store, open_store
+from fedloom.storage import Absent, Store, open_store
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (Path(__file__).parent / "launch_script.py").read_text()
@@ -184,9 +185,12 @@ class Place:
     def fetch(self, prefix: str, folder: Path) -> Path:
         """Bring a folder of the store here."""
         part = self.store.under(prefix)
-        for entry in part.entries():
-            part.download(entry.name, folder / entry.name)
-        return folder
+        while True:
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(Absent):  # a run may still remove what it no longer needs
+                for entry in part.entries():
+                    part.download(entry.name, folder / entry.name)
+                return folder
 
     def clear(self) -> None:
         """Remove every pod of ours, and everything of ours from the store."""

@@ -214,12 +214,12 @@ def test_connections_cut_every_few_kilobytes_lose_nobody(aggregator, worker, see
     for i, proxy in enumerate(proxies):
         worker(f"w{i}", address=proxy.address, reconnect_s=60)
     aggregator.wait_for(set(CLIENTS), 5)
-    for exchange in range(12):
-        make = start_call if exchange == 0 else partial(step_call, exchange=exchange)
+    while len(calls) < 12 or min(proxy.cuts for proxy in proxies) <= 5:
+        assert len(calls) < 100  # how often each is cut depends on who works for which client
+        make = partial(step_call, exchange=len(calls)) if calls else start_call
         calls.append(make(CLIENTS, deadline_s=60, d=d))
         check(aggregator.exchange(calls[-1]), *calls)
     for proxy in proxies:
-        assert proxy.cuts > 5
         proxy.close()
 
 

@@ -550,7 +550,7 @@ class Personalization:
         self._busy += 1
         self._tiles += 1
         work = _Work(seats, self._limits.answer_s, asyncio.get_running_loop(), self._computing, self._released)
-        self._executor.submit(work.run).add_done_callback(lambda _: work.loop.call_soon_threadsafe(self._done, work))
+        self._executor.submit(work.run).add_done_callback(lambda _: work.post(self._done))
 
     def _released(self, seconds: float) -> None:
         """A tile computes no more: it is done, or waits for its clients."""
@@ -559,7 +559,7 @@ class Personalization:
         self._tile_s += 0.1 * (seconds - self._tile_s)
         self._pump()
 
-    def _done(self, work: _Work) -> None:
+    def _done(self) -> None:
         self._tiles -= 1
         self._pump()
 
@@ -587,7 +587,7 @@ class _Work:
         computing: threading.Lock,
         released: Callable[[float], None],
     ) -> None:
-        self.loop = loop
+        self._loop = loop
         self._seats = seats
         self._answer_s = answer_s
         self._computing = computing
@@ -620,11 +620,12 @@ class _Work:
         released, self._released = self._released, None
         if released is not None:
             seconds = time.perf_counter() - self._started
-            self._post(lambda: released(seconds))
+            self.post(lambda: released(seconds))
 
-    def _post(self, what: Callable[[], None]) -> None:
+    def post(self, what: Callable[[], None]) -> None:
+        """Have the event loop do something."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
-            self.loop.call_soon_threadsafe(what)
+            self._loop.call_soon_threadsafe(what)
 
     def _say(self, message: Message, awaited: type[Message] | None) -> None:
         said: dict[int, _Said | Exception] = {}
@@ -657,7 +658,7 @@ class _Work:
                     seat.heard = None
                 seat.told.put_nowait(what)
 
-        self._post(tell)
+        self.post(tell)
 
     def _hear(self) -> Sequence[Message | None]:
         self._release()
