@@ -81,6 +81,23 @@ def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root:
     assert (tmp_path / "wild" / "comparison" / "compare.csv").exists()
 
 
+def test_a_tracker_that_fails_in_a_run_beside_others_is_told_of(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "site" / "broken_tracker-0.1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-tracker\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[fedloom.observers]\nbroken = broken_tracker:Broken\n")
+    code = "class Broken:\n    def __init__(self, folder):\n        raise RuntimeError('nobody at home')\n"
+    (about.parent / "broken_tracker.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(about.parent))
+    done = sweep(root, tmp_path / "sweep", "--seeds", "1,2", "--parallel", "2", "--track", "broken", "--no-report")
+    assert done.returncode == 0, done.stderr
+    for seed in (1, 2):
+        (said,) = [line for line in done.stderr.splitlines() if f"seed={seed}: tracking" in line]
+        assert tells(said, "broken", "RuntimeError", "nobody at home")
+
+
 class Counts(SweepObserver):
     """What is there when a run begins."""
 

@@ -157,6 +157,9 @@ def test_a_finished_run_is_loaded_and_compared(run: fedloom.Run, vowels: dict[st
     assert set(comparison.table["seen_clients"]) == {12}
     assert "FedAvg" in repr(comparison)
     assert len(comparison.pairs)
+    assert len(fedloom.compare(run).table) >= 1
+    with refused(ExperimentError, "runs", "none"):
+        fedloom.compare([])
     with refused(DataError, str(tmp_path / "nowhere")):
         fedloom.load(tmp_path / "nowhere")
 

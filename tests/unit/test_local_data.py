@@ -87,8 +87,9 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ({"a": X}, None, ("client a", "ndarray", "(x, y)")),
         ({"a": (X, Y[:5])}, None, ("client a: y", "[5]", "[6]")),
         ({"a": (X, Y), "b": (X[:, :2], Y)}, None, ("client b: x", "[2]", "[3]")),
-        ({"a": (X, Y)}, ("p", "q"), ("unknown label", "0 ... 1", "client a: y[2]: 2")),
-        ({"a": (X, Y - 1)}, None, ("unknown label", "client a: y[0]: -1")),
+        ({"a": (X, Y)}, ("p", "q"), ("unknown label", "0 to 1", "2 places", "client a: y[2]: 2")),
+        ({"a": (X, Y - 1)}, None, ("unknown label", "integers from 0", "client a: y[0]: -1")),
+        ({"a": (X, Y), "b": (X, np.array([0, 1, 2, 0, 255, 2]))}, None, ("label 255", "client b: y[4]", "12 examples")),
         (
             {"a": (np.where(np.arange(18).reshape(6, 3) == 7, np.nan, X), Y)},
             None,
@@ -135,6 +136,17 @@ def test_a_frame_a_table_and_arrays_are_the_same_data(tmp_path: Path) -> None:
     assert shards[0] == shards[1] == shards[2]
 
 
+def test_columns_need_no_names_and_whole_numbers_are_integers(tmp_path: Path) -> None:
+    named = frame().assign(kind=lambda rows: (rows["kind"] == "q").astype(int))
+    told = fedloom.Federated.from_frame(named, client="hospital", label="kind", root=tmp_path)
+    assert told.open().manifest.class_names == ("0", "1")
+    floats = named.assign(kind=named["kind"].astype(float))  # as pandas has them where one was missing
+    assert fedloom.Federated.from_frame(floats, client="hospital", label="kind", root=tmp_path).section == told.section
+    numbered = named.set_axis(range(named.shape[1]), axis=1)  # as of a frame that was made of an array
+    again = fedloom.Federated.from_frame(numbered, client="4", label="3", root=tmp_path)
+    assert again.section == told.section
+
+
 def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path) -> None:
     good = frame()
     with refused(DataError, "label", "'sort'", "height", "kind"):
@@ -154,6 +166,14 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path) -> None:
         fedloom.Federated.from_frame(whole, client="hospital", label="kind", root=tmp_path)
     with refused(DataError, "dict", "DataFrame"):
         fedloom.Federated.from_frame({"age": [1]}, client="age", label="kind", root=tmp_path)  # type: ignore[arg-type]
+    with refused(DataError, "two columns 'age'"):
+        twice = pandas.concat([good, good[["age"]]], axis=1)
+        fedloom.Federated.from_frame(twice, client="hospital", label="kind", root=tmp_path)
+    with refused(DataError, "column 'dose'", "0.5", "row 0", "integers from 0"):
+        dosed = good.drop(columns="kind").assign(dose=0.5)
+        fedloom.Federated.from_frame(dosed, client="hospital", label="dose", root=tmp_path)
+    with refused(ExperimentError, "scheme", "'iid'", "mapping"):
+        fedloom.Federated.from_frame(good, label="kind", scheme="iid", root=tmp_path)  # type: ignore[arg-type]
     good.to_csv(tmp_path / "t.csv", index=False)
     sections: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"dataset": "table"}, ("data.source", "missing")),
@@ -236,6 +256,10 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
     turned = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.5, 0.5)])
     with refused(DataError, "dataset[0]", "transform"):
         fedloom.Federated.from_torchvision(Pictures(turned), scheme, root=tmp_path)
+    with refused(DataError, "dataset", "int"):
+        fedloom.Federated.from_torchvision(3, scheme, root=tmp_path)
+    with refused(ExperimentError, "scheme", "'iid'", "mapping"):
+        fedloom.Federated.from_torchvision(Pictures(), "iid", root=tmp_path)  # type: ignore[arg-type]
     with refused(ExperimentError, "data.partition"):
         of(TASK, data=fedloom.Federated.from_torchvision(Pictures(), {"scheme": "odd"}, root=tmp_path))
 

@@ -388,9 +388,9 @@ def test_pixels_and_tokens_of_a_table_are_whole_numbers_in_range(tmp_path: Path)
     source = write_csv(tmp_path / "t.csv", x, y)
     assert pack(source, tmp_path / "out", settings(own)).card.kind == "pixels"
     changed(source, 4, "256,-1,0.5,no")
-    assert tells(refusal(source, own), "3 mistakes", "0 ... 255", "line 4, column u: 256", "column v: -1", "0.5")
+    assert tells(refusal(source, own), "3 mistakes", "0 to 255", "line 4, column u: 256", "column v: -1", "0.5")
     tokens = Own(kind="tokens", input_shape=(3,), classes=TABLE.classes)
-    assert tells(refusal(source, tokens), "0 ... 2", "line 3")
+    assert tells(refusal(source, tokens), "0 to 2", "line 3")
 
 
 def test_a_damaged_parquet_file_and_its_values(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_a_damaged_parquet_file_and_its_values(tmp_path: Path) -> None:
         ({"x": np.zeros((9, 3), np.float32), "y": np.zeros(8, np.int64)}, ("y", "[8]", "[9]")),
         ({"x": np.zeros((9, 3), np.float32), "y": np.zeros(9, np.float32)}, ("float32", "integers")),
         ({"x": np.zeros((9, 3), np.bool_), "y": np.zeros(9, np.int64)}, ("bool", "floats")),
-        ({"x": np.zeros((9, 3), np.float32), "y": np.arange(-1, 8)}, ("0 ... 2", 6, "x[0]: -1", "x[4]: 3")),
+        ({"x": np.zeros((9, 3), np.float32), "y": np.arange(-1, 8)}, ("0 to 2", 6, "x[0]: -1", "x[4]: 3")),
         ({"x": np.full((9, 3), np.nan, np.float32), "y": np.zeros(9, np.int64)}, ("finite", 27, "x[0, 0]: nan")),
         ({"x": np.full((9, 3), 1e300), "y": np.zeros(9, np.int64)}, ("too large", 27, "x[0, 0]")),
     ],

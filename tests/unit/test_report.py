@@ -124,7 +124,7 @@ def test_a_point_of_the_map_tells_its_class_mix_and_leads_to_its_confusion(small
     for k, client in enumerate(manifest.clients):
         counts = client.class_counts["train"]
         first, second = (manifest.class_names[k] for k in (counts.index(260), counts.index(240)))
-        assert notes[f"c{k}"] == f"{client.id}: {first} 52 %, {second} 48 %"
+        assert notes[f"c{k}"] == f"{client.id}: {first} (52 %), {second} (48 %)"
     cards = dict(re.findall(r'<article id="(c\d+)">(.*?)</article>', page, re.DOTALL))
     assert len(cards) == 6
     assert "<td>Dress</td>" in cards["c5"]

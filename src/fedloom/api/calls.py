@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.api.keywords import in_keywords, with_keywords
 from fedloom.api.run import Comparison, Run, Sweep
+from fedloom.errors import ExperimentError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -217,7 +218,9 @@ def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
 
 
 @with_keywords
-def compare(runs: Iterable[Run | Sweep | str | Path], *, against: str | None = None) -> Comparison:
+def compare(
+    runs: Run | Sweep | str | Path | Iterable[Run | Sweep | str | Path], *, against: str | None = None
+) -> Comparison:
     """Put finished runs side by side; runs that differ in the seed alone are one row.
 
     Parameters
@@ -235,8 +238,10 @@ def compare(runs: Iterable[Run | Sweep | str | Path], *, against: str | None = N
         If they cannot be compared.
     """
     folders: list[str | Path] = []
-    for one in [runs] if isinstance(runs, Sweep | str | Path) else runs:
+    for one in [runs] if isinstance(runs, Run | Sweep | str | Path) else runs:
         folders += [one] if isinstance(one, str | Path) else [one.folder]
+    if not folders:
+        raise ExperimentError("runs: found none; allowed: runs, sweeps, or folders of them")
     return Comparison(folders, against)
 
 

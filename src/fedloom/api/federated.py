@@ -112,7 +112,13 @@ class Federated:
         ------
         DataError
             If an example is no image and label, or images are of several sizes, or changed by a transform.
+        ExperimentError
+            If the scheme is not a mapping. What is in it is checked where it is used.
         """
+        for name, one in (("dataset", dataset), ("test", test)):
+            if one is not None and not (hasattr(one, "__iter__") or hasattr(one, "__len__")):
+                raise DataError(f"{name}: found a {type(one).__name__}; allowed: a data set of torchvision")
+        partition = _partition(scheme)
         if classes is None:
             classes = getattr(dataset, "classes", None)
         if test is None:
@@ -122,7 +128,7 @@ class Federated:
             arrays = {}
             for name, one in (("train", dataset), ("test", test)):
                 arrays[f"{name}_x"], arrays[f"{name}_y"] = _images(one, "dataset" if name == "train" else "test")
-        return cls._kept([(None, arrays)], classes, root, {"partition": dict(scheme), **settings})
+        return cls._kept([(None, arrays)], classes, root, {"partition": partition, **settings})
 
     @classmethod
     def from_frame(
@@ -151,18 +157,24 @@ class Federated:
         Raises
         ------
         DataError
-            If a column is missing, or holds no numbers, or a value is missing: the column and the row.
+            If a column is missing or there twice, or holds no numbers, or a value is missing, or a label is neither
+            a whole number nor a name: the column and the row.
         """
         import numpy as np
 
         if not isinstance(frame, pandas("from_frame").DataFrame):
             raise DataError(f"frame: found a {type(frame).__name__}; allowed: a DataFrame of pandas")
         columns = [str(name) for name in frame.columns]
+        if twice := [name for i, name in enumerate(columns) if name in columns[:i]]:
+            raise DataError(f"frame: found two columns {twice[0]!r}; allowed: columns of different names")
+        frame = frame.set_axis(columns, axis=1)
         for option, name in (("label", label), ("client", client)):
             if name is not None and name not in columns:
                 raise DataError(f"{option}: found no column {name!r}; allowed: {', '.join(columns)}")
         if client is None and scheme is None:
             raise ExperimentError("from_frame: found neither client nor scheme; allowed: one of them, or both")
+        partition = _partition(NATURAL if scheme is None else scheme)
+        kind = frame[label].dtype.kind
         features = [name for name in columns if name not in (label, client)]
         for name in features:
             if frame[name].dtype.kind not in "iufb":
@@ -179,9 +191,17 @@ class Federated:
             if (missing := frame.index[frame[name].isna()].tolist())[:1]:
                 raise DataError(f"column {name!r}: found no value in row {missing[0]!r}; allowed: one in each row")
 
+        if kind == "f":
+            parted = frame.index[frame[label] % 1 != 0].tolist()
+            if parted:
+                found = frame[label].loc[parted[0]]
+                raise DataError(
+                    f"column {label!r}: found {found} in row {parted[0]!r}; allowed: integers from 0, or names of "
+                    "classes"
+                )
+
         def arrays(rows: Any, whose: str) -> dict[str, Any]:
-            labels = rows[label].to_numpy()
-            y = labels if labels.dtype.kind in "iu" else [str(value) for value in labels.tolist()]
+            y = rows[label].to_numpy(dtype="int64") if kind in "iuf" else [str(value) for value in rows[label]]
             return {"x": _array(rows[features].to_numpy(dtype="float64"), whose), "y": _array(y, whose)}
 
         parts: list[tuple[str | None, Mapping[str, Any]]]
@@ -189,7 +209,7 @@ class Federated:
             parts = [(None, arrays(frame, "frame"))]
         else:
             parts = [(str(name), arrays(rows, f"client {name}")) for name, rows in frame.groupby(client, sort=True)]
-        return cls._kept(parts, None, root, {"partition": dict(scheme or NATURAL), **settings})
+        return cls._kept(parts, None, root, {"partition": partition, **settings})
 
     @classmethod
     def _kept(
@@ -235,6 +255,15 @@ class Federated:
     def __repr__(self) -> str:
         """Say where it is kept, and how it is dealt out."""
         return f"Federated({self.section!r})"
+
+
+def _partition(scheme: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheme as ``data.partition``."""
+    if not isinstance(scheme, Mapping):
+        raise ExperimentError(
+            f"scheme: found {scheme!r}; allowed: a mapping, such as {{'scheme': 'iid', 'clients': 20}}"
+        )
+    return dict(scheme)
 
 
 def _array(value: Any, what: str) -> Any:

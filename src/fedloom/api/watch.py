@@ -227,6 +227,10 @@ class SweepWatch(SweepObserver):
         """Say which run begins."""
         self._say(number, points, point)
 
+    def notice(self, number: int, points: int, point: Point, text: str) -> None:
+        """Show it, and keep it."""
+        self._say(number, points, point, f": {text}", keep=True)
+
     def done(self, number: int, points: int, point: Point) -> None:
         """Say so."""
         self._say(number, points, point, ": done")

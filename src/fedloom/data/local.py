@@ -33,6 +33,7 @@ from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
 from fedloom.settings import Settings
 from fedloom.storage.folder import fill, read_file, sync, write_atomically
+from fedloom.words import counted
 
 LOCAL = ("arrays", "folder", "table")
 """What ``data.dataset`` says of them."""
@@ -165,7 +166,7 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
         raise DataError(f"{where}: found {n} examples; allowed: some, with labels")
     test = _tested(examples)
     if test.all() or not test.any():
-        raise DataError(f"{where}: found {n} examples, none for {'training' if test.all() else 'testing'}")
+        raise DataError(f"{where}: found {counted(n, 'example')}, none for {'training' if test.all() else 'testing'}")
     names = None if examples.owners is None else tuple(sorted(set(examples.owners)))
     tensors: dict[str, NDArray[Any]] = {}
     for part, chosen in (("train", ~test), ("test", test)):

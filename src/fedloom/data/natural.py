@@ -49,7 +49,8 @@ def assign_owners(
     if official.owners is None or official.train.owners is None or official.test.owners is None:
         raise ExperimentError(
             f"data.partition.scheme: found natural, but nothing is known of whose the examples of {dataset} are; "
-            "allowed: classes, dirichlet, dominant, imbalanced, fixed, iid"
+            "allowed: classes, dirichlet, dominant, imbalanced, fixed, iid",
+            hint="with data of your own, data.source.client says whose an example is (docs/data.md)",
         )
     names = official.owners.names
     division = _Division(

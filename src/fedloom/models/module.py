@@ -256,10 +256,15 @@ def _seeded(make: Factory, seed: int) -> nn.Module:
         return make().train()
 
 
+def _named(name: str, layer: nn.Module) -> str:
+    """A layer in an error; the module itself has no name."""
+    return f"{KEY}: layer {name!r} ({type(layer).__name__})" if name else f"{KEY}: {type(layer).__name__}"
+
+
 def _check_layers(module: nn.Module) -> None:
     """Refuse what is not a function of parameters and inputs."""
     for name, layer in module.named_modules():
-        where = f"{KEY}: layer {name!r} ({type(layer).__name__})" if name else f"{KEY}: {type(layer).__name__}"
+        where = _named(name, layer)
         if any(is_lazy(p) for p in layer.parameters(recurse=False)):
             raise ExperimentError(
                 f"{where} makes its parameters at run time; allowed: layers that have theirs from the start"
@@ -311,14 +316,17 @@ def _check_outputs(module: nn.Module, x: Tensor, classes: int) -> None:
         raise ExperimentError(f"{what} gives {found} for {len(x)} inputs; allowed: logits, [{len(x)}, {classes}]")
     made = sorted({name for name, _ in module.named_parameters()} - names)
     if made:
+        layer = made[0].rpartition(".")[0]
         raise ExperimentError(
-            f"{KEY}: layer {made[0].rpartition('.')[0]!r} makes its parameters at run time ({made[0]})"
+            f"{_named(layer, module.get_submodule(layer))} makes its parameters at run time ({made[0]}); allowed: "
+            "layers that have theirs from the start"
         )
     for name, b in module.named_buffers():
         if name not in before or not torch.equal(before[name], b):
             layer = name.rpartition(".")[0]
             raise ExperimentError(
-                f"{KEY}: layer {layer!r} changes its buffer {name} when it is called; allowed: constants"
+                f"{_named(layer, module.get_submodule(layer))} changes its buffer {name} when it is called; allowed: "
+                "constants"
             )
     if not torch.equal(first, second):
         raise ExperimentError(f"{what} gives other outputs for the same inputs; allowed: nothing drawn at random")

@@ -600,7 +600,7 @@ def _matrix(
 def _mix(counts: Sequence[int], names: Sequence[str]) -> str:
     """The classes of a client's training data, the most frequent first, in percent; empty where nobody knows."""
     most = sorted((k for k, n in enumerate(counts) if n), key=lambda k: (-counts[k], k))
-    parts = [f"{names[k]} {100 * counts[k] / sum(counts):.0f} %" for k in most[:NAMED]]
+    parts = [f"{names[k]} ({100 * counts[k] / sum(counts):.0f} %)" for k in most[:NAMED]]
     return ", ".join([*parts, *([f"{len(most) - NAMED} more"] if len(most) > NAMED else [])])
 
 
@@ -733,7 +733,8 @@ def _descriptors(run: RunFolder) -> Section:
     names = [figures.shown(name) for name in manifest.class_names]
     counts = {client.id: client.class_counts["train"] for client in manifest.clients}
     ids = document["clients"]["ids"]
-    said = [": ".join(filter(None, (client, _mix(counts.get(client, ()), names)))) for client in ids]
+    owners = {client.id: f"{client.id} ({client.owner})" for client in manifest.clients if client.owner}
+    said = [": ".join(filter(None, (owners.get(id, id), _mix(counts.get(id, ()), names)))) for id in ids]
     points = tuple(zip(ids, said, strict=True))
     panels = [
         Panel("descriptors", figures.descriptor_map(document, manifest.class_names), points=points),

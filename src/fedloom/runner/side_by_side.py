@@ -23,6 +23,9 @@ from fedloom.words import counted
 LOOK_S = 0.05
 """Seconds between looks at which processes have ended."""
 
+NOTICES = ("tracking: ", "no report: ")
+"""How the lines begin that a person should see of a run that is finished, too."""
+
 GRACE_S = 15.0
 """Seconds that a process which is told to end at once has for it."""
 
@@ -49,6 +52,7 @@ def run_side_by_side(
     parallel: int,
     began: Callable[[str], None],
     over: Callable[[str, FedloomError | None], None],
+    notice: Callable[[str, str], None],
     *,
     signals: bool,
 ) -> None:
@@ -60,6 +64,8 @@ def run_side_by_side(
     ----------
     began, over
         Called with the name of each run, when it begins; and when it is over, with why it failed, or None.
+    notice
+        Called before ``over`` with the name of a run and a line that a person should see: a tracker failed, say.
     signals
         SIGINT and SIGTERM stop all runs after the rounds at hand; a second one, at once.
 
@@ -88,7 +94,9 @@ def run_side_by_side(
                             _leave(one)
                     for one in [one for one in running if one.process.poll() is not None]:
                         running.remove(one)
-                        error = _failure(one)
+                        error, notices = _outcome(one)
+                        for text in notices:
+                            notice(one.job.name, text)
                         done += error is None
                         if not (stop.event.is_set() and isinstance(error, InterruptedRun)):
                             over(one.job.name, error)
@@ -147,13 +155,16 @@ def _leave(one: _Running) -> None:
         one.process.stdin.close()
 
 
-def _failure(one: _Running) -> FedloomError | None:
-    """Why a run failed; None if it is finished."""
+def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
+    """Why a run failed, None if it is finished; and what it said that a person should see."""
     _leave(one)
     with one.said as said:
         said.seek(0)
         words = said.read().decode(errors="replace").strip()
-    code = one.process.returncode
+    return _failure(one.process.returncode, words), [line for line in words.splitlines() if line.startswith(NOTICES)]
+
+
+def _failure(code: int, words: str) -> FedloomError | None:
     if code == 0:
         return None
     _, found, error = words.rpartition("error: ")

@@ -43,6 +43,9 @@ class SweepObserver:
     def done(self, number: int, points: int, point: Point) -> None:
         """A run that began beside others is finished."""
 
+    def notice(self, number: int, points: int, point: Point, text: str) -> None:
+        """Something that a person should know of a run beside others, in one line."""
+
     def finished_before(self, number: int, points: int, point: Point) -> None:
         """A run was finished before, and is left as it is."""
 
@@ -185,8 +188,12 @@ def _side_by_side(
             failures[name] = error
             observer.failed(number, count, point, error)
 
+    def notice(name: str, text: str) -> None:
+        number, point = numbers[name]
+        observer.notice(number, count, point, text)
+
     jobs = [Job(point.name, point.experiment, _of_point(options, folder, point)) for _, point in left]
-    run_side_by_side(jobs, parallel, began, over, signals=options.signals)
+    run_side_by_side(jobs, parallel, began, over, notice, signals=options.signals)
     return {point.name: failures[point.name] for _, point in left if point.name in failures}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +40,13 @@ class MLflow(NumberTracker):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._client = MlflowClient()
+        beside = os.open(folder.parent, os.O_RDONLY)
+        try:  # MLflow makes the tables of a new database, which two runs of a sweep cannot do at once
+            with suppress(OSError):  # some network file systems do not lock folders
+                fcntl.flock(beside, fcntl.LOCK_EX)
+            self._client = MlflowClient()
+        finally:
+            os.close(beside)
         self._run = ""
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:

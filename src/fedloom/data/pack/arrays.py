@@ -17,6 +17,7 @@ from fedloom.data.manifest import SPLITS, Kind
 from fedloom.data.own import Own
 from fedloom.data.pack.examples import Batches, Examples, Mistakes, Request, Tell, found_classes, listed, positions
 from fedloom.errors import DataError
+from fedloom.words import counted
 
 ROWS = 4096
 
@@ -192,8 +193,15 @@ def _numbered(
     elif kinds <= {"i", "u"}:
         labels = np.concatenate(ys).tolist()
         y = np.array(labels, dtype=np.int64)
-        names = tuple(map(str, range(int(y.max(initial=-1)) + 1))) if classes is None else classes
-        allowed = f"0 ... {len(names) - 1}"
+        largest = int(y.max(initial=-1))
+        if classes is None and largest >= len(y):  # a number that stands for something else, not a millionth class
+            raise DataError(
+                f"{mistakes.source}: found the label {largest:,} ({where(int(y.argmax()))}) among "
+                f"{counted(len(y), 'example')}; allowed: integers from 0, one for each class, or the names of "
+                "the classes"
+            )
+        names = tuple(map(str, range(largest + 1))) if classes is None else classes
+        allowed = "integers from 0" if classes is None else f"0 to {len(names) - 1}"
     else:
         raise DataError(
             f"{mistakes.source}: found labels of type {', '.join(sorted({str(part.dtype) for part in ys}))}; allowed: "
@@ -250,7 +258,7 @@ def _labels(
     y = np.concatenate(parts).astype(np.int64)
     classes = tuple(map(str, range(int(y.max(initial=-1)) + 1))) if own is None else own.classes
     wrong = np.flatnonzero((y < 0) | (y >= len(classes))).tolist()
-    allowed = f"unknown label; allowed: 0 ... {len(classes) - 1}"
+    allowed = f"unknown label; allowed: {'integers from 0' if own is None else f'0 to {len(classes) - 1}'}"
     mistakes.add_many(allowed, len(wrong), (f"{where(i)}: {y[i]}" for i in wrong))
     return y, classes
 

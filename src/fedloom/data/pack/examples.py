@@ -117,7 +117,7 @@ class Mistakes:
         lines = [f"{self.source}: {counted(sum(self._counts.values()), 'mistake')}; nothing was written"]
         for what, count in self._counts.items():
             places = "; ".join(self._places[what]) + ("; ..." if count > len(self._places[what]) else "")
-            lines.append(f"  {what}: {count:,} ({places})")
+            lines.append(f"  {what}, in {counted(count, 'place')}: {places}")
         raise DataError("\n".join(lines))
 
 
@@ -151,7 +151,7 @@ class Batches:
             return
         top = 255 if self.kind == "pixels" else self.classes - 1
         wrong = ~((values >= 0) & (values <= top) & (values == np.floor(values)))
-        self._note(f"no integer in 0 ... {top}", wrong & ~known, values, where)
+        self._note(f"no integer in 0 to {top}", wrong & ~known, values, where)
         self._kept.append(np.where(wrong, 0, values).astype(np.uint8).reshape(-1, *self.shape))
 
     def _note(
