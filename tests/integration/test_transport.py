@@ -76,7 +76,7 @@ def check(answers, *calls):
 
 def test_a_conversation_with_one_worker(aggregator, worker):
     served = worker()
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     calls = [start_call(CLIENTS), step_call(CLIENTS, 1), step_call(CLIENTS, 2)]
     for i, call in enumerate(calls):
         check(aggregator.exchange(call), *calls[: i + 1])
@@ -104,7 +104,7 @@ def test_two_workers_get_equal_shares_and_broadcasts_travel_once_per_worker(aggr
 def test_data_in_one_place_is_served_there_and_an_id_may_repeat(aggregator, worker):
     first, second = worker("w1", ("anna", "bo")), worker("w2", ("bo", "carla"))
     cohort = ("anna", "bo", "bo", "carla")
-    aggregator.wait_for(set(cohort), 5)
+    aggregator.wait_for(set(cohort), 30)
     call = start_call(cohort)
     check(aggregator.exchange(call), call)
     assert {row for _, row in first.session.held} == {0, 1}
@@ -113,7 +113,7 @@ def test_data_in_one_place_is_served_there_and_an_id_may_repeat(aggregator, work
 
 def test_conversations_interleave(aggregator, worker, background):
     worker()
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     calls = [start_call(CLIENTS, the_key=key(number)) for number in range(4)]
     for call, answers in zip(calls, [background(aggregator.exchange, call) for call in calls], strict=True):
         check(answers.result(10), call)
@@ -129,7 +129,7 @@ def test_replies_arrive_while_later_rows_are_computed_and_a_lost_row_is_only_tha
         return Lost("no data today") if client == "bo" else None
 
     served.before = before
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     up = aggregator.traffic.up
     call = start_call(CLIENTS)
     answers = background(aggregator.exchange, call)
@@ -143,7 +143,7 @@ def test_replies_arrive_while_later_rows_are_computed_and_a_lost_row_is_only_tha
 
 def test_rows_that_dropped_out_are_not_sent_on(aggregator, worker):
     worker()
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     first = start_call(CLIENTS)
     aggregator.exchange(first)
     second = step_call(CLIENTS[1:4], 1, rows=(1, 2, 3))
@@ -153,7 +153,7 @@ def test_rows_that_dropped_out_are_not_sent_on(aggregator, worker):
 def test_a_cut_connection_costs_nobody_and_nothing_is_computed_twice(aggregator, worker, background):
     proxy = Proxy(aggregator.address)
     served = worker(address=proxy.address)
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
     check(aggregator.exchange(calls[0]), calls[0])
     cut = threading.Event()
@@ -178,7 +178,7 @@ def test_connections_cut_at_random_change_nothing(aggregator, worker, background
     proxies = [Proxy(aggregator.address) for _ in range(2)]
     for i, proxy in enumerate(proxies):
         worker(f"w{i}", address=proxy.address)
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     over = threading.Event()
 
     def cut():
@@ -200,7 +200,7 @@ def test_connections_cut_at_random_change_nothing(aggregator, worker, background
             conversation.result(60)
     finally:
         over.set()
-        cutting.result(5)
+        cutting.result(30)
     assert set(aggregator.refusals.counts) <= {Refusal.LATE}
     for proxy in proxies:
         proxy.close()
@@ -213,7 +213,7 @@ def test_connections_cut_every_few_kilobytes_lose_nobody(aggregator, worker, see
     proxies = [Proxy(aggregator.address, cut_after=30_000, seed=10 * seed + i) for i in range(2)]
     for i, proxy in enumerate(proxies):
         worker(f"w{i}", address=proxy.address, reconnect_s=60)
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     while len(calls) < 12 or min(proxy.cuts for proxy in proxies) <= 5:
         assert len(calls) < 100  # how often each is cut depends on who works for which client
         make = partial(step_call, exchange=len(calls)) if calls else start_call
@@ -260,7 +260,7 @@ def test_what_arrives_damaged_is_sent_again(aggregator, worker, up, word, damage
 def test_what_a_worker_has_received_whole_is_not_sent_to_it_again(aggregator, worker, background):
     proxy = Proxy(aggregator.address)
     served = worker(address=proxy.address)
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
     check(aggregator.exchange(calls[0]), calls[0])
     before = aggregator.traffic.down
@@ -279,7 +279,7 @@ def test_what_a_worker_has_received_whole_is_not_sent_to_it_again(aggregator, wo
 
 def test_a_failing_session_ends_its_worker_and_another_takes_over(aggregator, worker):
     failing = worker("w1")
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
 
     def before(client, exchange):
         if client == "carla":
@@ -289,14 +289,14 @@ def test_a_failing_session_ends_its_worker_and_another_takes_over(aggregator, wo
     failing.before = before
     call = start_call(CLIENTS)
     check(aggregator.exchange(call), call)
-    failing.thread.join(5)
+    failing.thread.join(30)
     assert isinstance(failing.error, MemoryError)
 
 
 def test_a_stream_that_fails_ends_its_worker_and_another_takes_over(aggregator, worker, background, monkeypatch):
     """Without memory for a request, a worker that lives on would serve nobody for ever."""
     failing = worker("w1")
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     memory = torch.empty
 
     def none_left(*arguments, **options):
@@ -307,7 +307,7 @@ def test_a_stream_that_fails_ends_its_worker_and_another_takes_over(aggregator, 
     monkeypatch.setattr(torch, "empty", none_left)
     call = start_call(CLIENTS)
     answers = background(aggregator.exchange, call)
-    failing.thread.join(5)
+    failing.thread.join(30)
     assert not failing.thread.is_alive()
     assert isinstance(failing.error, RuntimeError)
     monkeypatch.undo()
@@ -318,7 +318,7 @@ def test_a_stream_that_fails_ends_its_worker_and_another_takes_over(aggregator, 
 def test_a_request_that_is_too_large_loses_its_rows_and_not_the_stream(aggregator, worker, monkeypatch):
     monkeypatch.setattr("fedloom.transport.worker.REQUEST_BYTES", 4 << 20)
     served = worker()
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     began = time.monotonic()
     answers = aggregator.exchange(start_call(CLIENTS, deadline_s=30))
     assert time.monotonic() - began < 10
@@ -334,7 +334,7 @@ def test_a_request_that_is_too_large_loses_its_rows_and_not_the_stream(aggregato
 def test_a_restarted_worker_replays_the_conversation(aggregator, worker):
     calls = [start_call(CLIENTS), step_call(CLIENTS, 1), step_call(CLIENTS, 2)]
     first = worker("w1")
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     for i in (1, 2):
         check(aggregator.exchange(calls[i - 1]), *calls[:i])
     first.leave()
@@ -362,7 +362,7 @@ def test_another_worker_takes_over_in_the_middle_of_an_exchange(aggregator, work
 
 def test_a_worker_that_lost_the_conversation_says_so_and_is_told_again(aggregator, worker):
     served = worker()
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
     aggregator.exchange(calls[0])
     for row in (1, 3):
@@ -373,7 +373,7 @@ def test_a_worker_that_lost_the_conversation_says_so_and_is_told_again(aggregato
 
 def test_a_new_aggregator_gets_a_new_session(worker, aggregator):
     served = worker(reconnect_s=10)
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     aggregator.exchange(start_call(CLIENTS, d=10))
     aggregator.stop()
     successor = make_aggregator("a2")
@@ -395,16 +395,16 @@ def test_the_deadline_loses_who_is_late_and_only_them(aggregator, worker):
     def before(client, exchange):
         if client == "dai" and not slept.is_set():
             slept.set()
-            time.sleep(0.8)  # the request was here before: its deadline is past then
+            time.sleep(1.8)  # the request was here before: its deadline is past then
 
     served.before = before
-    aggregator.wait_for(set(CLIENTS), 5)
-    call = start_call(CLIENTS, deadline_s=0.6)
+    aggregator.wait_for(set(CLIENTS), 30)
+    call = start_call(CLIENTS, deadline_s=1.5)
     began = time.monotonic()
     answers = aggregator.exchange(call)
-    assert time.monotonic() - began >= 0.6
+    assert time.monotonic() - began >= 1.5
     assert all(torch.equal(answers[row].x, expected([call], row)) for row in (0, 1, 2))
-    assert [answer.reason for answer in answers[3:]] == ["deadline: no answer after 0.6 s"] * 2
+    assert [answer.reason for answer in answers[3:]] == ["deadline: no answer after 1.5 s"] * 2
     aggregator.close(key())
     again = start_call(CLIENTS, the_key=key(attempt=1))
     check(aggregator.exchange(again), again)
@@ -429,7 +429,7 @@ def test_who_is_without_a_worker_and_until_when_is_said_at_once(worker, aggregat
     ours = make_aggregator(say=said.append)
     address = ours.start("127.0.0.1:0")
     served = worker(address=address)
-    ours.wait_for(set(CLIENTS), 5)
+    ours.wait_for(set(CLIENTS), 30)
     busy, release = threading.Event(), threading.Event()
 
     def hold(client, exchange):
@@ -481,7 +481,7 @@ def test_what_is_no_aggregator_is_said_in_our_words(worker):
 
 def test_clients_that_nobody_serves_are_named(aggregator, worker):
     worker("w1", ("anna",))
-    aggregator.wait_for({"anna"}, 5)
+    aggregator.wait_for({"anna"}, 30)
     with pytest.raises(QuorumError, match=r"2 of 3 clients: bo, carla .*w1"):
         aggregator.wait_for({"anna", "bo", "carla"}, 0.05)
 
@@ -493,14 +493,14 @@ def test_waiting_for_more_workers_than_come_and_while_stopping(aggregator, worke
     waiting = background(aggregator.wait_for, {"nobody"}, 60)
     aggregator.stop()
     with pytest.raises(QuorumError, match="stopped"):
-        waiting.result(5)
+        waiting.result(30)
     assert aggregator.exchange(start_call(CLIENTS, d=10)) == [Lost("the aggregator stopped")] * 5
     aggregator.close(key())
 
 
 def test_exchanges_out_of_order_are_the_callers_mistake(aggregator, worker):
     worker()
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     with pytest.raises(ValueError, match="not open"):
         aggregator.exchange(step_call(CLIENTS, 1, d=10))
     aggregator.exchange(start_call(CLIENTS, d=10))
@@ -531,7 +531,7 @@ def test_a_port_that_there_is_not():
 )
 def test_another_version_is_refused(aggregator, worker, change, said):
     refused = worker(**change)
-    refused.thread.join(5)
+    refused.thread.join(30)
     assert isinstance(refused.error, RefusedError)
     assert tells(str(refused.error), "algorithm", *said)
     assert aggregator.refusals.counts == {Refusal.HELLO: 1}
@@ -539,8 +539,8 @@ def test_another_version_is_refused(aggregator, worker, change, said):
 
 def test_who_is_connected_and_alive_keeps_its_name_and_the_other_waits(aggregator, worker):
     first = worker("w1")
-    aggregator.wait_for(set(CLIENTS), 5)
-    second = worker("w1", reconnect_s=3)
+    aggregator.wait_for(set(CLIENTS), 30)
+    second = worker("w1", reconnect_s=30)
     until(lambda: aggregator.refusals.counts.get(Refusal.NAME, 0) >= 3)
     calls = [start_call(CLIENTS, d=10), step_call(CLIENTS, 1, d=10)]
     check(aggregator.exchange(calls[0]), calls[0])
@@ -554,7 +554,7 @@ def test_who_is_connected_and_alive_keeps_its_name_and_the_other_waits(aggregato
 def test_workers_beyond_what_may_join_at_once_come_again(aggregator, worker):
     aggregator._joins = Budget(1.5, 0)  # a Hello costs one, and a little for its bytes
     first = worker("w1")
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     second = worker("w2", reconnect_s=30)
     until(lambda: aggregator.refusals.counts.get(Refusal.JOINS, 0) >= 2)
     assert aggregator.refusals.counts.keys() == {Refusal.JOINS}
@@ -599,7 +599,7 @@ def test_a_worker_that_is_started_again_gets_in_though_its_old_stream_is_half_op
     aggregator = make_aggregator()
     proxy = Proxy(aggregator.start("127.0.0.1:0"))
     worker("w1", address=proxy.address)
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     proxy.freeze()
     again = worker("w1", address=f"127.0.0.1:{proxy.target[1]}")
     until(lambda: again.joined, 20)
@@ -613,7 +613,7 @@ def test_a_worker_that_is_started_again_gets_in_though_its_old_stream_is_half_op
 def test_an_aggregator_that_is_gone(worker):
     began = time.monotonic()
     alone = worker(address="127.0.0.1:1", reconnect_s=0.3)
-    alone.thread.join(5)
+    alone.thread.join(30)
     assert isinstance(alone.error, AbandonedError)
     assert "127.0.0.1:1 is gone for 0.3 s" in str(alone.error)
     assert time.monotonic() - began < 3
@@ -621,9 +621,9 @@ def test_an_aggregator_that_is_gone(worker):
 
 def test_the_end_of_a_run_lets_workers_leave(aggregator, worker):
     served = worker()
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     aggregator.stop(finished=True)
-    served.thread.join(5)
+    served.thread.join(30)
     assert not served.thread.is_alive()
     assert served.error is None
 
@@ -637,7 +637,7 @@ def test_who_is_dialling_while_a_run_ends_is_told_that_it_is_over(worker, backgr
     address = aggregator.start("127.0.0.1:0")
     proxy = Proxy(address)
     served = worker(address=proxy.address, reconnect_s=60)
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     there, proxy.target = proxy.target, ("127.0.0.1", 1)
     proxy.cut()
     until(lambda: not aggregator.workers())
@@ -657,7 +657,7 @@ def test_who_is_dialling_while_a_run_ends_is_told_that_it_is_over(worker, backgr
 
 def test_an_end_with_everyone_told_waits_for_nobody(aggregator, worker):
     served = worker()
-    aggregator.wait_for(set(CLIENTS), 5)
+    aggregator.wait_for(set(CLIENTS), 30)
     began = time.monotonic()
     aggregator.dismiss(finished=True)
     served.thread.join(10)
@@ -670,7 +670,7 @@ def test_stopping_ends_a_waiting_exchange(aggregator, background):
     answers = background(aggregator.exchange, start_call(CLIENTS, d=10, deadline_s=None))
     until(lambda: aggregator._board._conversations)
     aggregator.stop()
-    assert answers.result(5) == [Lost("the aggregator stopped")] * 5
+    assert answers.result(30) == [Lost("the aggregator stopped")] * 5
 
 
 def test_health_and_reflection(aggregator):

@@ -147,7 +147,7 @@ BAD = {
 @pytest.mark.parametrize("attack", BAD)
 def test_a_bad_reply_loses_its_row_only_and_the_stream_lives_on(aggregator, honest, hostile, background, attack):
     send, refusal = BAD[attack]
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     calls = [start_call(COHORT, deadline_s=5), step_call(COHORT, 1, deadline_s=5)]
     answers = background(aggregator.exchange, calls[0])
     send(hostile, hostile.request())
@@ -185,7 +185,7 @@ MISADDRESSED = {
 @pytest.mark.parametrize("address", MISADDRESSED)
 def test_a_reply_to_something_else_is_dropped_and_costs_nobody(aggregator, honest, hostile, background, address):
     changes, refusal = MISADDRESSED[address]
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     call = start_call(COHORT, deadline_s=5)
     answers = background(aggregator.exchange, call)
     request = hostile.request()
@@ -201,7 +201,7 @@ def test_a_reply_to_something_else_is_dropped_and_costs_nobody(aggregator, hones
 
 
 def test_a_repeated_reply_is_dropped_and_counted(aggregator, honest, hostile, background):
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
     request = hostile.request()
     reply = good()
@@ -321,7 +321,7 @@ def test_small_answers_of_an_honest_worker_share_a_transfer(aggregator, monkeypa
 
 
 def test_chunks_of_a_transfer_that_never_began(aggregator, honest, hostile, background):
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
     request = hostile.request()
     hostile.send([wire.WorkerPart(chunk=wire.Chunk(transfer=900, data=b"x"))] * 3)
@@ -343,7 +343,7 @@ GARBAGE = {
 def test_garbage_ends_the_stream_with_a_status_and_the_row_is_dealt_again(
     aggregator, honest, hostile, background, data
 ):
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=10))
     hostile.request()
     hostile.raw(data)
@@ -357,7 +357,7 @@ def test_garbage_ends_the_stream_with_a_status_and_the_row_is_dealt_again(
 
 
 def test_a_frame_that_grpc_itself_refuses(aggregator, honest, hostile, background):
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=0.5))
     hostile.request()
     hostile.raw(bytes(FRAME_BYTES + 1))
@@ -384,7 +384,7 @@ FLOODS = {
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_of_what_is_of_no_use_ends_its_stream_soon(aggregator, honest, hostile, background, caplog, flood):
     """It costs a few parts, however many are sent, and a few lines of log."""
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=20))
     hostile.request()
     hostile.raw(sealed(FLOODS[flood]()))
@@ -426,7 +426,7 @@ def test_rows_that_silent_joiners_sit_on_are_asked_of_others_and_they_are_dealt_
 def test_a_second_who_refuses_a_row_loses_it_for_nobody(aggregator, monkeypatch, background):
     """The first is slow; the second gives the row up, or sends what is refused: the first is waited for."""
     slow = Worker(aggregator.address, "slow", ["mallory"])
-    aggregator.wait_for(["mallory"], 5)
+    aggregator.wait_for(["mallory"], 30)
     go_on = threading.Event()
     slow.before = lambda client, exchange: go_on.wait(20) and None
     call = start_call(("mallory",), deadline_s=8, d=10)
@@ -470,7 +470,7 @@ def test_a_worker_that_reads_nothing_is_let_go(aggregator):
 def test_a_worker_that_always_lacks_the_conversation_is_let_go_and_loses_nobody(
     aggregator, honest, hostile, background
 ):
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=30))
     for _ in range(4):
         request = hostile.request()
@@ -485,7 +485,7 @@ def test_a_worker_that_always_lacks_the_conversation_is_let_go_and_loses_nobody(
 
 
 def test_a_row_may_only_be_given_up_by_its_worker(aggregator, honest, hostile, background):
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
     request = hostile.request()
     for row in (0, 1):
@@ -500,7 +500,7 @@ def test_what_a_worker_says_of_itself_and_of_its_rows_prints(aggregator, honest,
     said = "\x1b[2J\u202e\u2028" * 1000
     hostile = Hostile(aggregator.address, device=said)
     hostile.join()
-    aggregator.wait_for(set(COHORT), 5)
+    aggregator.wait_for(set(COHORT), 30)
     (device,) = [worker.device for worker in aggregator.workers() if worker.name == "hostile"]
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
     request = hostile.request()

@@ -512,7 +512,7 @@ def test_who_is_revoked_is_put_out_though_somebody_else_was_refused_since(
 def test_a_stream_ends_with_its_certificate(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     aggregator = federation.start()
     with monkeypatch.context() as patch:
-        patch.setattr(certificates, "_now", lambda: datetime.now(UTC) - timedelta(hours=23, minutes=59, seconds=57))
+        patch.setattr(certificates, "_now", lambda: datetime.now(UTC) - timedelta(hours=23, minutes=59, seconds=55))
         credentials = federation.member("north", days=1)
     worker = federation.worker(credentials, reconnect_s=0.5)
     aggregator.wait_for(CLIENTS, 10)

@@ -324,7 +324,7 @@ def expected(calls, row) -> Tensor:
     return answer.x
 
 
-def until(condition, timeout_s=5.0) -> None:
+def until(condition, timeout_s=30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
