@@ -10,7 +10,7 @@ from summaries import Evaluation, Runs, last, spread, table
 
 COLUMNS = (
     "validation", "seen", "seen_mean", "seen_worst", "unseen_mean", "global", "global_mean", "global_worst",
-    "global_seen_mean", "global_unseen_mean", "seen_masked", "unseen_masked",
+    "global_seen_mean", "global_unseen_mean", "seen_masked", "unseen_masked", "seen_masked_worst", "global_masked",
 )  # fmt: skip
 SEARCHES = ("*/search/*/*",)
 
@@ -140,17 +140,23 @@ def _means_and_worst(runs: Runs, regime: str, beside: str) -> Iterator[str]:
         return
     rows = []
     other = of_seeds(runs, regime, "test", beside)
+    masked = {"seen_masked": "masked: mean", "seen_masked_worst": "worst client"} if _masked(other) else {}
     for name in REGIMES[regime].methods:
         lines = of_seeds(runs, regime, "test", name)
-        cells = [spread([line[of] for line in lines]) for of in ("seen_mean", "seen_worst")]
+        cells = [spread([line[of] for line in lines]) for of in ("seen_mean", "seen_worst", *masked)]
         shared = "global_mean" in lines[0].values
         cells.append(spread([line["global_mean"] for line in lines]) if shared else "–")
         gains = [interval(lines, other, of) if name != beside else "" for of in ("seen_mean", "seen_worst")]
         rows.append((title(regime, name), _values(setting_of(runs, regime, name)), *cells, *gains))
     less = f"less {title(regime, beside)}"
-    header = ("method", "setting", "mean", "worst client", "shared model, mean", f"mean, {less}", f"worst, {less}")
-    yield table(header, rows, left=2)
+    header = ("method", "setting", "mean", "worst client", *masked.values(), "shared model, mean")
+    yield table((*header, f"mean, {less}", f"worst, {less}"), rows, left=2)
     yield _search(runs, regime)
+
+
+def _masked(lines: Sequence[Evaluation]) -> bool:
+    """Whether clients lack classes, so that it matters which they may choose from."""
+    return all("seen_masked" in line.values for line in lines)
 
 
 def interval(lines: Sequence[Evaluation], other: Sequence[Evaluation], of: str) -> str:
@@ -164,17 +170,22 @@ def _table_1(runs: Runs) -> Iterator[str]:
     tests = [test for test in REGIMES["table-1"].tests if whole(runs, "table-1", test)]
     for test in tests:
         rows = []
+        columns = {"seen": "PM", "global": "GM"}
+        if _masked(of_seeds(runs, "table-1", test, "fedavg")):
+            columns |= {"seen_masked": "masked: PM", "global_masked": "GM"}
         for name in REGIMES["table-1"].methods:
-            paper = PAPER[test].get(name, (None, None))
+            paper = [_paper(value) for value in PAPER[test].get(name, (None, None))]
             if (test, name) in NOT_RUN:
-                rows.append((TITLES[name], "not run", *(_paper(value) for value in paper), "–", "–"))
+                rows.append((TITLES[name], "not run", *paper, *("–" for _ in columns)))
                 continue
             lines = of_seeds(runs, "table-1", test, name)
-            own = "–" if name in GLOBAL_ALONE else spread([line["seen"] for line in lines])
-            shared = spread([line["global"] for line in lines]) if "global" in lines[0].values else "–"
-            setting = _values(setting_of(runs, "table-1", name))
-            rows.append((TITLES[name], setting, *(_paper(value) for value in paper), own, shared))
-        yield table(("method", "setting", "paper, PM", "GM", "PM", "GM"), rows, left=2)
+            own = {"seen", "seen_masked"} if name in GLOBAL_ALONE else set()
+            there = [of in lines[0].values and of not in own for of in columns]
+            cells = [
+                spread([line[of] for line in lines]) if has else "–" for of, has in zip(columns, there, strict=True)
+            ]
+            rows.append((TITLES[name], _values(setting_of(runs, "table-1", name)), *paper, *cells))
+        yield table(("method", "setting", "paper, PM", "GM", *columns.values()), rows, left=2)
     if tests:
         yield _search(runs, "table-1")
 

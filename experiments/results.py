@@ -108,7 +108,7 @@ def main() -> None:
             parser.error(f"found no folder {given.runs}; allowed: fold PAGE RUNS, with the folder of finished runs")
         before = read(file) if file.exists() else Runs()
         if page.folded is None:
-            found = fold(given.runs, whole=page.whole, searches=page.searches, more=page.more)
+            found = fold(given.runs, whole=page.whole, searches=page.searches, more=page.more, before=before)
         else:
             found = page.folded(given.runs)
         file.write_text(written(Runs(before | found), page.columns), encoding="utf-8")

@@ -90,7 +90,9 @@ def measured(line: Mapping[str, Any]) -> dict[str, float]:
         for short in ("mean", "std", "worst", "worst_decile"):
             found[f"{group}_{short}"] = _percent(about.get(f"accuracy_{short}"))
         found[f"{group}_loss"] = about.get("loss_mean")
-        found[f"{group}_masked"] = _percent((about.get("masked") or {}).get("accuracy_pooled"))
+        masked = about.get("masked") or {}
+        found[f"{group}_masked"] = _percent(masked.get("accuracy_pooled"))
+        found[f"{group}_masked_worst"] = _percent(masked.get("accuracy_worst"))
         for part in ("seen", "unseen"):  # of the global model
             of = about.get(part) or {}
             found[f"{group}_{part}_mean"] = _percent(of.get("accuracy_mean"))
@@ -159,6 +161,7 @@ def fold(
     whole: Sequence[str] = (),
     searches: Sequence[str] = (),
     more: Callable[[Path], dict[str, float]] | None = None,
+    before: Mapping[str, Run] | None = None,
 ) -> Runs:
     """Read all finished runs under a folder, and evaluations of other clients in ``*.json`` files beside them.
 
@@ -171,6 +174,8 @@ def fold(
         data is nobody's business.
     more
         Measures more about a finished run's folder, for its last line.
+    before
+        What the compact file has: a run that is there keeps the keys of its settings, in which it differed from others.
     """
     found: dict[str, tuple[dict[str, str], Run]] = {}
     for path in sorted(folder.rglob(EXPERIMENT)):
@@ -190,7 +195,8 @@ def fold(
             alone = {key: value for key, value in run[-1].values.items() if key == "validation"}
             runs[name] = (replace(run[-1], values=alone, clients={}),)
             continue
-        kept = {key: value for key, value in settings.items() if key in varied[settings["algorithm.name"]]}
+        keys = varied[settings["algorithm.name"]].union(*(line.settings for line in (before or {}).get(name, ())))
+        kept = {key: value for key, value in settings.items() if key in keys}
         runs[name] = tuple(replace(line, settings=kept) for line in run)
     for path in sorted(folder.glob("*.json")):  # of `fedloom evaluate`
         about = json.loads(path.read_text(encoding="utf-8"))
