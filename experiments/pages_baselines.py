@@ -185,11 +185,8 @@ def _table_1(runs: Runs) -> Iterator[str]:
                 rows.append((TITLES[name], "not run", *paper, *("–" for _ in columns)))
                 continue
             lines = of_seeds(runs, "table-1", test, name)
-            own = {"seen", "seen_masked"} if name in GLOBAL_ALONE else set()
-            there = [of in lines[0].values and of not in own for of in columns]
-            cells = [
-                spread([line[of] for line in lines]) if has else "–" for of, has in zip(columns, there, strict=True)
-            ]
+            there = set(lines[0].values) - ({"seen", "seen_masked"} if name in GLOBAL_ALONE else set())
+            cells = [spread([line[of] for line in lines]) if of in there else "–" for of in columns]
             rows.append((TITLES[name], _values(setting_of(runs, "table-1", name)), *paper, *cells))
         yield table(("method", "setting", "paper, PM", "GM", *columns.values()), rows, left=2)
     if tests:

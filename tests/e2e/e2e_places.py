@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
@@ -183,14 +182,16 @@ class Place:
         return int(json.loads(run.read(records[-1]))["round"]) if records else -1
 
     def fetch(self, prefix: str, folder: Path) -> Path:
-        """Bring a folder of the store here."""
+        """Bring a folder of the store here; a run may still remove what it no longer needs."""
         part = self.store.under(prefix)
-        while True:
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(Absent):  # a run may still remove what it no longer needs
-                for entry in part.entries():
-                    part.download(entry.name, folder / entry.name)
-                return folder
+        for entry in part.entries():
+            try:
+                part.download(entry.name, folder / entry.name)
+            except Absent:
+                if entry in part.entries():
+                    raise
+                return self.fetch(prefix, folder)
+        return folder
 
     def clear(self) -> None:
         """Remove every pod of ours, and everything of ours from the store."""
