@@ -1,7 +1,7 @@
 """The papers' methods beside their rivals: equally many settings for each method, one chosen, that one tested.
 
     .venv/bin/python experiments/baselines.py robust          papers/002, Experiment 1: two ways of dealing classes
-    .venv/bin/python experiments/baselines.py adapt           papers/002, Experiment 2
+    .venv/bin/python experiments/baselines.py adapt           papers/002, Experiment 2, both data sets
     .venv/bin/python experiments/baselines.py table-1         papers/003, Table 1; --tests takes some of it
     .venv/bin/python experiments/baselines.py vowel           eighteen methods, speakers as clients
     .venv/bin/python experiments/baselines.py qmnist          the rows of papers/001, writers of digits as clients
@@ -287,6 +287,13 @@ REGIMES = {
         {"test": ("evaluation.every=10",)},
         (2, 3, 4),
     ),
+    "adapt-mnist": Regime(
+        "comfedl-damaml",
+        ADAPT,
+        ("data.dataset=mnist", "federation.rounds=25", "evaluation.every=25"),
+        {"test": ("data.dataset=mnist", "evaluation.every=10")},
+        (2, 3, 4),
+    ),
     "table-1": Regime(
         "pfedbayes-fashion-mnist",
         TABLE_1,
@@ -308,7 +315,7 @@ REGIMES = {
         (1,),
     ),
 }
-PARTS = {"robust": ("robust-two-classes", "robust-iid"), "adapt": ("adapt",)}
+PARTS = {"robust": ("robust-two-classes", "robust-iid"), "adapt": ("adapt", "adapt-mnist")}
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@
 #   experiments/comfedl-damaml.sh                      Fashion-MNIST, all parts: methods | seeds | rho | tau | gamma
 #   experiments/comfedl-damaml.sh fashion-mnist rho    one of them
 #   experiments/comfedl-damaml.sh cifar10              CIFAR-10: search (20 rounds, as many settings for each method), then
-#                                                      table (what it chose; 15 minutes a run on a free core, FedAvg 3)
+#                                                      table (what it chose; 15 minutes a run on a free core, FedAvg 3),
+#                                                      all (ComFedL-DAMAML again, a client's factor by the loss of all
+#                                                      of its data)
 #
 set -eu
 cd "$(dirname "$0")/.."
@@ -18,7 +20,7 @@ case $dataset in
         experiment=experiments/comfedl-damaml.yaml sizes=", train_per_client: 500, test_per_client: 500"
         parts=${2:-methods seeds rho tau gamma}
         ;;
-    cifar10) experiment=experiments/comfedl-cifar10.yaml sizes= parts=${2:-search table} ;;
+    cifar10) experiment=experiments/comfedl-cifar10.yaml sizes= parts=${2:-search table all} ;;
     *)
         echo "data set: found $dataset; allowed: fashion-mnist, cifar10" >&2
         exit 2
@@ -41,13 +43,17 @@ sweep() { # folder, method, options...; runs that leave the finite range are res
 }
 
 chosen() { # method
-    .venv/bin/python experiments/results.py chosen "$runs/methods/$1"
+    chosen_at "methods/$1" algorithm.local.lr
 }
 
+chosen_at() { # folder, key
+    .venv/bin/python experiments/results.py chosen "$runs/$1" "$2"
+}
+
+short="--seeds 1 --set federation.rounds=20 --set evaluation.every=20"
 for part in $parts; do
     case $part in
         search)
-            short="--seeds 1 --set federation.rounds=20 --set evaluation.every=20"
             for method in fedmaml comfedl; do
                 sweep "search/$method" "$method" $short --grid algorithm.inner_lr=0.01,0.03 --grid algorithm.local.lr=0.02,0.05,0.1
             done
@@ -57,6 +63,13 @@ for part in $parts; do
             for method in $methods; do # all three got 0.05, and 0.01 for the inner step
                 sweep "chosen/$method" "$method" --seeds "${SEEDS:-1,2}" --set algorithm.local.lr=0.05
             done
+            ;;
+        all) # FedMAML has no factor, and stays as it is
+            sweep all/search comfedl --set algorithm.losses_on=all $short \
+                --grid algorithm.inner_lr=0.01,0.03 --grid algorithm.local.lr=0.02,0.05,0.1
+            sweep all/chosen comfedl --set algorithm.losses_on=all --seeds "${SEEDS:-1,2}" \
+                --set "algorithm.local.lr=$(chosen_at all/search algorithm.local.lr)" \
+                --set "algorithm.inner_lr=$(chosen_at all/search algorithm.inner_lr)"
             ;;
         methods) # Figure 4: the grid
             for method in $methods damaml-first-order; do

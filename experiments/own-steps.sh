@@ -2,11 +2,13 @@
 # What its own steps are worth to a client that comes after training: PeFLL, FedAvg and Local (docs/results/own-steps.md).
 # Interrupted, it goes on where it was.
 #
-#   experiments/own-steps.sh                 vowel and fashion-mnist; or name one of them
+#   experiments/own-steps.sh                 vowel, fashion-mnist, and fashion-mnist-lenet and cifar10, whose clients
+#                                            train a LeNet; or name some of them
+#   experiments/own-steps.sh lambda          the grid of papers/001, Table 8, on fashion-mnist, after it
 #
 # Training's step size is the one of highest validation accuracy of seen clients, of the model that is handed over, on
 # seed 1 (vowel: seeds 1 to 3); equally many are tried for PeFLL and FedAvg. The step sizes of a new client's own steps:
-# own_steps.py. FEDLOOM_RUNS: where the runs lie.
+# own_steps.py. FEDLOOM_RUNS: where the runs lie. RATE: for lambda, where the search's runs are gone.
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/own-steps}
@@ -43,15 +45,21 @@ measured() { # data set, seeds of the search, seeds, step sizes of training, of 
     new=
     if [ "$file" = own-steps ]; then
         new="--partition $runs/$data/new"
-        [ -e "$runs/$data/new" ] || .venv/bin/fedloom partition "experiments/$file.yaml" --out "$runs/$data/new" "$@" \
-            --set seed=1000 --set data.partition.clients=40 --set data.partition.reserve.deal=true
+        dealt_new "$data" "$@"
     fi
     # shellcheck disable=SC2086
     "$python" experiments/own_steps.py "$runs/$data"/*/seed=* \
         $new --rates "$own" --out "$runs/$data/own-steps"
 }
 
-for data in ${*:-vowel fashion-mnist}; do
+dealt_new() { # data set, more options: forty clients of the examples that were kept back
+    out="$runs/$1/new"
+    shift
+    [ -e "$out" ] || .venv/bin/fedloom partition "experiments/$file.yaml" --out "$out" "$@" \
+        --set seed=1000 --set data.partition.clients=40 --set data.partition.reserve.deal=true
+}
+
+for data in ${*:-vowel fashion-mnist fashion-mnist-lenet cifar10}; do
     server="descriptor: {evaluate: all, standardize: first}, server: {rule: adam, lr: 0.001, clip: 50.0}"
     case $data in
         fashion-mnist)
@@ -59,13 +67,34 @@ for data in ${*:-vowel fashion-mnist}; do
             steps="steps: 20, $alone" pefll=$server
             measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03,0.1" "0.001,0.003,0.01,0.03,0.1"
             ;;
+        fashion-mnist-lenet | cifar10)
+            file=own-steps rounds=150 alone="batch_size: 16, clip: 50.0"
+            steps="steps: 20, $alone" pefll=$server
+            measured "$data" 1 2-4 "0.0003,0.001,0.003,0.01,0.03" "0.001,0.003,0.01,0.03,0.1" \
+                --set "model={name: lenet}" --set "data.dataset=${data%-lenet}"
+            ;;
         vowel)
             file=vowel rounds=150 alone="batch_size: 8, momentum: 0.0"
             steps="epochs: 2, $alone" pefll="embedding: {network: mlp}, $server"
             measured "$data" 1-3 4-9 "0.03,0.1,0.3,0.6,1.2" "0.03,0.1,0.3,0.6,1.2,2.4"
             ;;
+        lambda) # of the server's adam with L2; the step size as it was chosen without
+            file=own-steps rate=${RATE:-$("$python" experiments/results.py chosen "$runs/fashion-mnist/search/pefll")}
+            dealt_new fashion-mnist
+            for networks in 0 1e-5 1e-3; do
+                cells="fashion-mnist/lambda/networks=$networks"
+                run "$cells" --seeds 2-4 --set evaluation.every=150 --set "algorithm.local.lr=$rate" \
+                    --set algorithm.server.decay=l2 --set algorithm.lambda_h=$networks --set algorithm.lambda_v=$networks \
+                    --grid algorithm.local.lambda_theta=0,5e-5,5e-3,5e-1
+                for cell in "$runs/$cells"/*,seed=2; do
+                    cell=${cell%,seed=2}
+                    [ -e "$cell.new" ] || "$python" experiments/own_steps.py "$cell",seed=* --out "$cell.new" \
+                        --partition "$runs/fashion-mnist/new" --steps 0
+                done
+            done
+            ;;
         *)
-            echo "data set: found $data; allowed: fashion-mnist, vowel" >&2
+            echo "data set: found $data; allowed: vowel, fashion-mnist, fashion-mnist-lenet, cifar10, lambda" >&2
             exit 2
             ;;
     esac

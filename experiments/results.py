@@ -3,7 +3,7 @@
     python experiments/results.py fold PAGE RUNS      docs/results/PAGE.csv from the folder that PAGE's script fills
     python experiments/results.py tables PAGE         the page's tables, in Markdown
     python experiments/results.py figures PAGE        its figures, docs/results/PAGE-*.svg
-    python experiments/results.py chosen FOLDER       the step size that validation chooses in a sweep
+    python experiments/results.py chosen FOLDER [KEY] the step size, or another key, that validation chooses in a sweep
 
 PAGE is one of docs/results. ``fold`` keeps lines of runs that are not in RUNS, so that a page can be made in parts.
 tests/unit/test_results_pages.py makes every table anew and looks for it in the page.
@@ -26,7 +26,7 @@ import pages_private
 import pages_quickstart
 import pages_small
 from matplotlib.figure import Figure
-from summaries import Runs, chosen_rate, fold, read, written
+from summaries import Runs, chosen_value, fold, read, written
 
 from fedloom.reporting.drawing import as_svg
 
@@ -95,22 +95,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("fold", "tables", "figures", "chosen"))
     parser.add_argument("page", help=f"{', '.join(PAGES)}; for chosen, a folder")
-    parser.add_argument("runs", nargs="?", type=Path, help="for fold: the folder of the finished runs")
+    parser.add_argument("runs", nargs="?", help="for fold: the folder of the finished runs; for chosen: the key")
     given = parser.parse_args()
     if given.what == "chosen":
-        print(chosen_rate(Path(given.page)))
+        print(chosen_value(Path(given.page), given.runs or "algorithm.local.lr"))
         return
     if given.page not in PAGES:
         parser.error(f"found page {given.page}; allowed: {', '.join(PAGES)}")
     page, file = PAGES[given.page], RESULTS / f"{given.page}.csv"
     if given.what == "fold":
-        if given.runs is None or not given.runs.is_dir():
+        folder = Path(given.runs or "")
+        if given.runs is None or not folder.is_dir():
             parser.error(f"found no folder {given.runs}; allowed: fold PAGE RUNS, with the folder of finished runs")
         before = read(file) if file.exists() else Runs()
         if page.folded is None:
-            found = fold(given.runs, whole=page.whole, searches=page.searches, more=page.more, before=before)
+            found = fold(folder, whole=page.whole, searches=page.searches, more=page.more, before=before)
         else:
-            found = page.folded(given.runs)
+            found = page.folded(folder)
         file.write_text(written(Runs(before | found), page.columns), encoding="utf-8")
     elif given.what == "tables":
         print("\n\n".join(page.tables(read(file))))

@@ -276,18 +276,20 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{shown} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else shown
 
 
-def chosen_rate(folder: Path) -> str:
-    """The step size of a sweep whose mean validation accuracy over seeds, in the last round, is highest.
+def chosen_value(folder: Path, key: str = "algorithm.local.lr") -> str:
+    """What ``key`` is at the point of a sweep whose mean validation accuracy over seeds, in the last round, is highest.
 
-    One that left the finite range on any seed is none.
+    A point is what its runs' overrides have in common but for the seed. One that left the finite range on any seed is
+    none.
     """
-    by_rate: dict[str, list[Evaluation]] = {}
+    points: dict[tuple[tuple[str, str], ...], list[Evaluation]] = {}
     for path in sorted(folder.glob(f"*/{EXPERIMENT}")):
         settings, run = evaluations(path.parent, path.parent.name)
         if run:
-            by_rate.setdefault(settings["algorithm.local.lr"], []).append(run[-1])
-    seeds = set.intersection(*({line.seed for line in lines} for lines in by_rate.values()))
-    return max(
-        (rate for rate, lines in sorted(by_rate.items()) if all(line.left is None for line in lines)),
-        key=lambda rate: statistics.fmean(line["validation"] for line in by_rate[rate] if line.seed in seeds),
+            points.setdefault(tuple(sorted((k, v) for k, v in settings.items() if k != "seed")), []).append(run[-1])
+    seeds = set.intersection(*({line.seed for line in lines} for lines in points.values()))
+    best = max(
+        (point for point, lines in sorted(points.items()) if all(line.left is None for line in lines)),
+        key=lambda point: statistics.fmean(line["validation"] for line in points[point] if line.seed in seeds),
     )
+    return dict(best)[key]

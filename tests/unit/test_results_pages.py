@@ -113,7 +113,7 @@ def test_a_compact_file_has_all_that_was_folded(tmp_path: Path) -> None:
 
 def test_the_chosen_step_size_is_the_best_on_validation_that_stayed_finite(tmp_path: Path) -> None:
     runs_of_a_search(tmp_path)
-    assert summaries.chosen_rate(tmp_path / "search") == "0.1"
+    assert summaries.chosen_value(tmp_path / "search") == "0.1"
 
 
 @pytest.mark.parametrize("page", [page for page, about in results.PAGES.items() if about.figures])
