@@ -8,6 +8,7 @@ Nothing heavy is imported before it is used.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from fedloom.api.run import Comparison, Run, Sweep
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
     from fedloom.runner.personal_model import PersonalModel
+
+# PyTorch reads this when it allocates memory first: tensors of 2 MiB and more in huge pages, with far fewer page faults.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 __version__ = "0.1.0"
 
