@@ -15,7 +15,14 @@ from fedloom.federation.folder import EXPERIMENT
 from fedloom.reporting.drawing import HALF
 from fedloom.reporting.significance import t_interval
 
-DATA = {"fashion-mnist": "Fashion-MNIST, two classes", "vowel": "Vowel, speakers"}
+DATA = {
+    "fashion-mnist": "Fashion-MNIST, two classes",
+    "fashion-mnist-lenet": "Fashion-MNIST, LeNet",
+    "cifar10": "CIFAR-10, LeNet",
+    "vowel": "Vowel, speakers",
+}
+THETA, NETWORKS = ("0", "5e-05", "0.005", "0.5"), ("0", "1e-05", "0.001")
+"""The grid of papers/001, Table 8: λ_θ, and λ_h = λ_v."""
 COLUMNS = ("validation", *(f"after_{t}" for t in STEPS), "masked_0")
 METHODS = {"pefll": "PeFLL", "fedavg": "FedAvg", "local": "Local"}
 COLOURS = {"pefll": "#0072b2", "fedavg": "#d55e00", "local": "#009e73"}
@@ -26,7 +33,8 @@ def folded(folder: Path) -> Runs:
 
     DATA/search/METHOD/RATE has validation accuracy of seen clients (mean over seeds), DATA/own/METHOD/RATE that of new
     clients after each number of steps (mean over seeds), DATA/test/METHOD/seed=N their test accuracy, each at the step
-    size that validation chose, and after no step also with their own classes alone to choose from (``masked_0``).
+    size that validation chose, and after no step also with their own classes alone to choose from (``masked_0``);
+    DATA/lambda/NETWORKS/THETA/seed=N validation accuracy of seen clients and, after no step, of new ones.
     """
     runs = Runs()
 
@@ -41,8 +49,17 @@ def folded(folder: Path) -> Runs:
                 found.setdefault(float(settings["algorithm.local.lr"]), []).append(last(run)["validation"])
             for rate, values in sorted(found.items()):
                 keep(f"{data}/search/{method}/{rate:g}", {"validation": statistics.fmean(values)})
-        with (folder / data / "own-steps" / "own-steps.csv").open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+        for path in sorted((folder / data / "lambda").glob("networks=*/*.new/own-steps.csv")):
+            for row in _rows(path):
+                cell = path.parent.with_suffix("")
+                settings, run = evaluations(cell.with_name(f"{cell.name},seed={row['seed']}"), "")
+                weights = (float(settings[f"algorithm.{key}"]) for key in ("lambda_h", "local.lambda_theta"))
+                name = "/".join((data, "lambda", *(f"{weight:g}" for weight in weights), f"seed={row['seed']}"))
+                values = {"validation": last(run)["validation"], "after_0": 100 * float(row["validation"])}
+                keep(name, values, row["seed"])
+        if not (folder / data / "own-steps").exists():
+            continue
+        rows = _rows(folder / data / "own-steps" / "own-steps.csv")
         for method in METHODS:
             of = [row for row in rows if row["method"] == method]
             for rate in sorted({float(row["rate"]) for row in of}):
@@ -60,6 +77,11 @@ def folded(folder: Path) -> Runs:
                 tested |= {f"masked_{r['steps']}": 100 * float(r["masked"]) for r in chosen if r["masked"]}
                 keep(f"{data}/test/{method}/seed={seed}", tested, seed)
     return runs
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def over_seeds(runs: Runs, data: str, method: str) -> dict[int, list[float]]:
@@ -95,6 +117,18 @@ def tables(runs: Runs) -> Iterator[str]:
                     cells.append(_bold(line[t], best) if t in line.values else "")
                 rows.append((name, f"{rate:g}", *cells))
         yield table(("own steps", "of size", *header[1:]), rows, left=2)
+        if runs.under(f"{data}/lambda/*/*"):
+            yield from _regularized(runs, data)
+
+
+def _regularized(runs: Runs, data: str) -> Iterator[str]:
+    """Validation accuracy of seen and of new clients, by λ."""
+    for of in ("validation", "after_0"):
+        rows = []
+        for theta in THETA:
+            cells = [runs.under(f"{data}/lambda/{networks}/{theta}") for networks in NETWORKS]
+            rows.append((theta, *(_spread([last(run)[of] for run in cell]) for cell in cells)))
+        yield table(("λ_θ", *(f"λ_h = λ_v = {networks}" for networks in NETWORKS)), rows)
 
 
 def _by_rate(runs: Runs, folder: str) -> dict[float, Evaluation]:
