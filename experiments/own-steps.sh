@@ -5,6 +5,7 @@
 #   experiments/own-steps.sh                 vowel, fashion-mnist, and fashion-mnist-lenet and cifar10, whose clients
 #                                            train a LeNet; or name some of them
 #   experiments/own-steps.sh lambda          the grid of papers/001, Table 8, on fashion-mnist, after it
+#   experiments/own-steps.sh networks        papers/001, Tables 7 and 9, there: other hypernetworks and embedding networks
 #
 # Training's step size is the one of highest validation accuracy of seen clients, of the model that is handed over, on
 # seed 1 (vowel: seeds 1 to 3); equally many are tried for PeFLL and FedAvg. The step sizes of a new client's own steps:
@@ -70,13 +71,27 @@ for data in ${*:-vowel fashion-mnist fashion-mnist-lenet cifar10}; do
         fashion-mnist-lenet | cifar10)
             file=own-steps rounds=150 alone="batch_size: 16, clip: 50.0"
             steps="steps: 20, $alone" pefll=$server
-            measured "$data" 1 2-4 "0.0003,0.001,0.003,0.01,0.03" "0.001,0.003,0.01,0.03,0.1" \
+            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03" "0.001,0.003,0.01,0.03,0.1" \
                 --set "model={name: lenet}" --set "data.dataset=${data%-lenet}"
             ;;
         vowel)
             file=vowel rounds=150 alone="batch_size: 8, momentum: 0.0"
             steps="epochs: 2, $alone" pefll="embedding: {network: mlp}, $server"
             measured "$data" 1-3 4-9 "0.03,0.1,0.3,0.6,1.2" "0.03,0.1,0.3,0.6,1.2,2.4"
+            ;;
+        networks)
+            file=own-steps
+            dealt_new fashion-mnist
+            for cell in hypernetwork.size=S hypernetwork.size=L hypernetwork.output_relu=false embedding.network=mlp; do
+                cells="fashion-mnist/networks/$cell"
+                run "$cells/search" --seeds 1 --set evaluation.every=150 --set "algorithm.$cell" \
+                    --grid algorithm.local.lr=0.0001,0.0003,0.001,0.003,0.01,0.03,0.1
+                rate=$("$python" experiments/results.py chosen "$runs/$cells/search")
+                run "$cells/chosen" --seeds 2-4 --set evaluation.every=150 --set "algorithm.$cell" \
+                    --set "algorithm.local.lr=$rate"
+                "$python" experiments/own_steps.py "$runs/$cells/chosen"/seed=* --out "$runs/$cells/new" \
+                    --partition "$runs/fashion-mnist/new" --steps 0
+            done
             ;;
         lambda) # of the server's adam with L2; the step size as it was chosen without
             file=own-steps rate=${RATE:-$("$python" experiments/results.py chosen "$runs/fashion-mnist/search/pefll")}
@@ -94,7 +109,7 @@ for data in ${*:-vowel fashion-mnist fashion-mnist-lenet cifar10}; do
             done
             ;;
         *)
-            echo "data set: found $data; allowed: vowel, fashion-mnist, fashion-mnist-lenet, cifar10, lambda" >&2
+            echo "data set: found $data; allowed: vowel, fashion-mnist, fashion-mnist-lenet, cifar10, lambda, networks" >&2
             exit 2
             ;;
     esac

@@ -23,6 +23,12 @@ DATA = {
 }
 THETA, NETWORKS = ("0", "5e-05", "0.005", "0.5"), ("0", "1e-05", "0.001")
 """The grid of papers/001, Table 8: λ_θ, and λ_h = λ_v."""
+NETWORKS_OF = {
+    "hypernetwork.size=S": "S: one hidden layer (Table 7)",
+    "hypernetwork.size=L": "L: five (Table 7)",
+    "hypernetwork.output_relu=false": "no ReLU before the output (official code)",
+    "embedding.network=mlp": "an MLP as embedding network (Table 9)",
+}
 COLUMNS = ("validation", *(f"after_{t}" for t in STEPS), "masked_0")
 METHODS = {"pefll": "PeFLL", "fedavg": "FedAvg", "local": "Local"}
 COLOURS = {"pefll": "#0072b2", "fedavg": "#d55e00", "local": "#009e73"}
@@ -34,7 +40,8 @@ def folded(folder: Path) -> Runs:
     DATA/search/METHOD/RATE has validation accuracy of seen clients (mean over seeds), DATA/own/METHOD/RATE that of new
     clients after each number of steps (mean over seeds), DATA/test/METHOD/seed=N their test accuracy, each at the step
     size that validation chose, and after no step also with their own classes alone to choose from (``masked_0``);
-    DATA/lambda/NETWORKS/THETA/seed=N validation accuracy of seen clients and, after no step, of new ones.
+    DATA/lambda/NETWORKS/THETA/seed=N validation accuracy of seen clients and, after no step, of new ones;
+    DATA/networks/SETTING as DATA, of PeFLL with another network and without a step.
     """
     runs = Runs()
 
@@ -42,13 +49,17 @@ def folded(folder: Path) -> Runs:
         runs[name] = (Evaluation(name, seed, {}, 0, None, {k: float(f"{v:.6g}") for k, v in values.items()}, {}),)
 
     for data in sorted(path.name for path in folder.iterdir()):
-        for method in METHODS:
+        networks = [f"networks/{name}" for name in NETWORKS_OF]
+        for search in (*(f"search/{method}" for method in METHODS), *(f"{name}/search" for name in networks)):
             found: dict[float, list[float]] = {}
-            for path in sorted((folder / data / "search" / method).glob(f"*/{EXPERIMENT}")):
+            for path in sorted((folder / data / search).glob(f"*/{EXPERIMENT}")):
                 settings, run = evaluations(path.parent, "")
                 found.setdefault(float(settings["algorithm.local.lr"]), []).append(last(run)["validation"])
             for rate, values in sorted(found.items()):
-                keep(f"{data}/search/{method}/{rate:g}", {"validation": statistics.fmean(values)})
+                keep(f"{data}/{search}/{rate:g}", {"validation": statistics.fmean(values)})
+        for name in networks:
+            for row in _rows(folder / data / name / "new" / "own-steps.csv"):
+                keep(f"{data}/{name}/seed={row['seed']}", {"after_0": 100 * float(row["mean"])}, row["seed"])
         for path in sorted((folder / data / "lambda").glob("networks=*/*.new/own-steps.csv")):
             for row in _rows(path):
                 cell = path.parent.with_suffix("")
@@ -57,8 +68,6 @@ def folded(folder: Path) -> Runs:
                 name = "/".join((data, "lambda", *(f"{weight:g}" for weight in weights), f"seed={row['seed']}"))
                 values = {"validation": last(run)["validation"], "after_0": 100 * float(row["validation"])}
                 keep(name, values, row["seed"])
-        if not (folder / data / "own-steps").exists():
-            continue
         rows = _rows(folder / data / "own-steps" / "own-steps.csv")
         for method in METHODS:
             of = [row for row in rows if row["method"] == method]
@@ -80,6 +89,9 @@ def folded(folder: Path) -> Runs:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
+    """The lines of a file; none if it was not made."""
+    if not path.exists():
+        return []
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -119,6 +131,27 @@ def tables(runs: Runs) -> Iterator[str]:
         yield table(("own steps", "of size", *header[1:]), rows, left=2)
         if runs.under(f"{data}/lambda/*/*"):
             yield from _regularized(runs, data)
+        if runs.under(f"{data}/networks/*"):
+            yield _other_networks(runs, data)
+
+
+def _other_networks(runs: Runs, data: str) -> str:
+    """PeFLL with another hypernetwork or embedding network: the search, and new clients without a step."""
+    as_is = "M: three hidden layers, a LeNet"
+    searches = {as_is: f"{data}/search/pefll"}
+    tests = {as_is: f"{data}/test/pefll"}
+    for name, title in NETWORKS_OF.items():
+        searches[title], tests[title] = f"{data}/networks/{name}/search", f"{data}/networks/{name}"
+    found = {title: [last(run)["after_0"] for run in runs.under(folder)] for title, folder in tests.items()}
+    rates = sorted(_by_rate(runs, searches[as_is]))
+    rows = []
+    for title, folder in searches.items():
+        lines = _by_rate(runs, folder)
+        best = max(line["validation"] for line in lines.values())
+        cells = [_bold(lines[rate]["validation"], best) for rate in rates]
+        less = "" if title == as_is else _difference(found[title], found[as_is])
+        rows.append((title, *cells, _spread(found[title]), less))
+    return table(("step size", *(f"{rate:g}" for rate in rates), "new clients, test", "less M"), rows)
 
 
 def _regularized(runs: Runs, data: str) -> Iterator[str]:
