@@ -83,9 +83,10 @@ for data in ${*:-vowel fashion-mnist fashion-mnist-lenet cifar10}; do
             file=own-steps
             dealt_new fashion-mnist
             for cell in hypernetwork.size=S hypernetwork.size=L hypernetwork.output_relu=false embedding.network=mlp; do
-                cells="fashion-mnist/networks/$cell"
+                cells="fashion-mnist/networks/$cell" rates=0.0001,0.0003,0.001,0.003,0.01,0.03,0.1
+                [ "$cell" != embedding.network=mlp ] || rates=0.00003,$rates # 0.0001, the edge, was best
                 run "$cells/search" --seeds 1 --set evaluation.every=150 --set "algorithm.$cell" \
-                    --grid algorithm.local.lr=0.0001,0.0003,0.001,0.003,0.01,0.03,0.1
+                    --grid "algorithm.local.lr=$rates"
                 rate=$("$python" experiments/results.py chosen "$runs/$cells/search")
                 run "$cells/chosen" --seeds 2-4 --set evaluation.every=150 --set "algorithm.$cell" \
                     --set "algorithm.local.lr=$rate"

@@ -143,12 +143,12 @@ def _other_networks(runs: Runs, data: str) -> str:
     for name, title in NETWORKS_OF.items():
         searches[title], tests[title] = f"{data}/networks/{name}/search", f"{data}/networks/{name}"
     found = {title: [last(run)["after_0"] for run in runs.under(folder)] for title, folder in tests.items()}
-    rates = sorted(_by_rate(runs, searches[as_is]))
+    rates = sorted({rate for search in searches.values() for rate in _by_rate(runs, search)})
     rows = []
     for title, folder in searches.items():
         lines = _by_rate(runs, folder)
         best = max(line["validation"] for line in lines.values())
-        cells = [_bold(lines[rate]["validation"], best) for rate in rates]
+        cells = [_bold(lines[rate]["validation"], best) if rate in lines else "" for rate in rates]
         less = "" if title == as_is else _difference(found[title], found[as_is])
         rows.append((title, *cells, _spread(found[title]), less))
     return table(("step size", *(f"{rate:g}" for rate in rates), "new clients, test", "less M"), rows)
