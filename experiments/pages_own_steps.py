@@ -188,8 +188,10 @@ def _difference(of: Sequence[float], less: Sequence[float] | None) -> str:
 def curves(runs: Runs) -> Figure:
     """Test accuracy over a new client's own steps: a line is the mean over seeds, a dot a seed."""
     shown = {data: title for data, title in DATA.items() if runs.under(f"{data}/test/*")}
-    figure = Figure(figsize=(HALF * len(shown), 3.2), layout="constrained")
-    for axes, (data, title) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+    rows = 1 if len(shown) < 4 else 2
+    figure = Figure(figsize=(HALF * len(shown) / rows, 3.2 * rows), layout="constrained")
+    places = figure.subplots(rows, len(shown) // rows, squeeze=False).flat
+    for axes, (data, title) in zip(places, shown.items(), strict=True):
         for method, name in METHODS.items():
             found = over_seeds(runs, data, method)
             axes.plot(list(found), [statistics.fmean(v) for v in found.values()], color=COLOURS[method], label=name)

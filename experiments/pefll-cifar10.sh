@@ -90,6 +90,7 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
         base) run ablation/base $short --set "$classes" ;;
         float32) run ablation/float32 $short --set "$classes" --set model.precision=float32 ;;
         relu) run ablation/relu $short --set "$classes" --set algorithm.hypernetwork.output_relu=true ;;
+        small) run ablation/small $short --set "$classes" --set algorithm.hypernetwork.size=S ;; # one hidden layer
         raw) run ablation/raw $short --set "$classes" --set algorithm.descriptor.standardize=none ;;
         official) # its rate, weight decay 5e-5, and nothing on the server
             run ablation/official $short --set "$classes" --set algorithm.local.lr=0.002 --set algorithm.local.lambda_theta=0.000025 \
@@ -108,7 +109,7 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
             unscaled
             run ablation/fedavg-pixels --seeds "$seeds" --set federation.rounds=3000 --partition "$runs/unscaled" --set "$flbench"
             ;;
-        *) unknown ablation "$1" "base, float32, relu, raw, official, unlabelled, fedavg, fedavg-epoch, fedavg-pixels" ;;
+        *) unknown ablation "$1" "base, float32, relu, small, raw, official, unlabelled, fedavg, fedavg-epoch, fedavg-pixels" ;;
     esac
 }
 
@@ -144,7 +145,7 @@ extrapolation() { # 20 new clients of each mix, from the reserve
 for part in ${1:-search table}; do
     case $part in
         search | table) for method in ${2:-pefll fedavg local}; do "$part" "$method"; done ;;
-        ablation) for one in ${2:-base float32 relu raw official unlabelled fedavg fedavg-epoch fedavg-pixels}; do ablation "$one"; done ;;
+        ablation) for one in ${2:-base float32 relu small raw official unlabelled fedavg fedavg-epoch fedavg-pixels}; do ablation "$one"; done ;;
         extrapolation | pairs) "$part" ;;
         unlabelled) run unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false --set algorithm.local.lr=0.0005 ;;
         dirichlet) run dirichlet --seeds "$seeds" --set "$dirichlet" ;;
