@@ -168,25 +168,24 @@ def _damaml(runs: Runs) -> Iterator[str]:
 def _cifar10(runs: Runs) -> Iterator[str]:
     rates, inner = ("0.02", "0.05", "0.1"), ("0.01", "0.03")
     found: dict[str, dict[str, str]] = {}
-    for method in ("fedmaml", "comfedl"):
+    for method in ("search/fedmaml", "search/comfedl", "all/search"):
         sweep = {
-            f"{i}/{rate}": _seeds(runs, f"cifar10/search/{method}/inner_lr={i},lr={rate}")
-            for i in inner
-            for rate in rates
+            f"{i}/{rate}": _seeds(runs, f"cifar10/{method}/inner_lr={i},lr={rate}") for i in inner for rate in rates
         }
         found[method] = _cells(sweep, "validation")
     rows = [(i, *(found[method][f"{i}/{rate}"] for method in found for rate in rates)) for i in inner]
     header = ("inner step", "FedMAML, step size 0.02", "0.05", "0.1", "ComFedL-DAMAML, 0.02", "0.05", "0.1")
+    header += ("`losses_on: all`, 0.02", "0.05", "0.1")  # type: ignore[assignment]
     yield table(header, rows, left=0)
     rates = ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5")  # type: ignore[assignment]
     cells = _cells({rate: _seeds(runs, f"cifar10/search/fedavg/lr={rate}") for rate in rates}, "validation")
     yield table(("", *rates), [("FedAvg", *cells.values())])
     rows = []
-    for method in ("fedavg", "fedmaml", "comfedl"):
-        lines = _seeds(runs, f"cifar10/chosen/{method}")
-        rows.append(
-            (ADAPTING[method][0], *(_cell(lines, quantity) for quantity in ("seen_mean", "seen_worst", "global_mean")))
-        )
+    names = {f"chosen/{method}": ADAPTING[method][0] for method in ("fedavg", "fedmaml", "comfedl")}
+    names["all/chosen"] = "ComFedL-DAMAML, `losses_on: all`, seed 1"
+    for folder, name in names.items():
+        lines = _seeds(runs, f"cifar10/{folder}")
+        rows.append((name, *(_cell(lines, quantity) for quantity in ("seen_mean", "seen_worst", "global_mean"))))
     yield table(("method", "mean", "worst client", "shared model, mean"), rows)
 
 
