@@ -200,6 +200,7 @@ def curves(runs: Runs) -> Figure:
         axes.set_xscale("symlog", linthresh=1)
         axes.set_xticks(STEPS, [str(t) for t in STEPS])
         axes.set(title=title, xlabel="steps of a new client's own")
-    figure.axes[0].set_ylabel("test accuracy, %")
+    for axes in figure.axes[:: len(shown) // rows]:
+        axes.set_ylabel("test accuracy, %")
     figure.axes[0].legend()
     return figure
