@@ -54,7 +54,7 @@ def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, l
             )
         counts = evaluation.counts[:, evaluation.predictors.index("personal"), SPLITS.index(split)]  # [n, readings, 3]
         for client, both in zip(evaluation.clients, counts[..., CORRECT] / counts[..., TOTAL], strict=True):
-            found[min(known[held[client]], MOST)].append(tuple(100 * both.double()))
+            found[min(known[held[client]], MOST)].append(tuple((100 * both.double()).tolist()))
     return dict(sorted(found.items()))
 
 
