@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
     from fedloom.runner.personal_model import PersonalModel
 
-# PyTorch reads this when it allocates memory first: tensors of 2 MiB and more in huge pages, with far fewer page faults.
+# PyTorch reads this when it allocates first: tensors of 2 MiB and more in huge pages, with far fewer page faults.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 __version__ = "0.1.0"
