@@ -66,8 +66,8 @@ def folded(folder: Path) -> Runs:
                 settings, run = evaluations(cell.with_name(f"{cell.name},seed={row['seed']}"), "")
                 weights = (float(settings[f"algorithm.{key}"]) for key in ("lambda_h", "local.lambda_theta"))
                 name = "/".join((data, "lambda", *(f"{weight:g}" for weight in weights), f"seed={row['seed']}"))
-                values = {"validation": last(run)["validation"], "after_0": 100 * float(row["validation"])}
-                keep(name, values, row["seed"])
+                measured = {"validation": last(run)["validation"], "after_0": 100 * float(row["validation"])}
+                keep(name, measured, row["seed"])
         rows = _rows(folder / data / "own-steps" / "own-steps.csv")
         for method in METHODS:
             of = [row for row in rows if row["method"] == method]
