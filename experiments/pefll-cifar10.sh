@@ -5,8 +5,9 @@
 # Settings are chosen on validation data; what came out is docs/results/pefll-cifar10.md.
 #
 #   experiments/pefll-cifar10.sh                 search, then table: long (on two cores, hours a run); interrupted, it goes on
-#   experiments/pefll-cifar10.sh unlabelled      one part: search | table | unlabelled | dirichlet | extrapolation | ablation | pairs
-#   experiments/pefll-cifar10.sh table fedavg    one method of search or table, one run of ablation
+#   experiments/pefll-cifar10.sh unlabelled      one part: search | table | unlabelled | dirichlet | extrapolation | ablation |
+#                                                regularized | pairs
+#   experiments/pefll-cifar10.sh table fedavg    one method of search or table, one run of ablation or regularized
 #   experiments/pefll-cifar10.sh search unlabelled                   also fedavg-pixels (see ablation)
 #
 # FEDLOOM_RUNS: where the runs lie (default runs/pefll-cifar10). SEEDS: default 1. ALPHAS: of extrapolation, default 0.1 to
@@ -113,6 +114,18 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
     esac
 }
 
+regularized() { # a fifth of the rounds: the weights of papers/001 (Table 8's best) as L2 inside Adam, and as the table's runs
+    fifth="--seeds $seeds --set federation.rounds=1000"
+    weights="--set algorithm.server.decay=l2 --set algorithm.local.lambda_theta=5e-5"
+    # shellcheck disable=SC2086
+    case $1 in
+        decoupled) run regularized/decoupled $fifth --set "$classes" ;;
+        l2) run regularized/l2 $fifth --set "$classes" $weights ;;
+        l2-relu) run regularized/l2-relu $fifth --set "$classes" $weights --set algorithm.hypernetwork.output_relu=true ;;
+        *) unknown regularized "$1" "decoupled, l2, l2-relu" ;;
+    esac
+}
+
 pairs() { # 450 new clients of two classes, from the reserve, by how many seen clients have the same two
     run pairs/pefll --seeds 1 --set "$classes"
     news=
@@ -126,7 +139,7 @@ pairs() { # 450 new clients of two classes, from the reserve, by how many seen c
     done
     # shellcheck disable=SC2086
     .venv/bin/python experiments/pefll_pairs.py "$runs/pairs/pefll/seed=1" $news
-    for found in "$runs"/ablation/*/seed=1/descriptors.json; do
+    for found in "$runs"/ablation/*/seed=1/descriptors.json "$runs"/regularized/*/seed=*/descriptors.json; do
         echo "${found%/descriptors.json}, validation images"
         # shellcheck disable=SC2086
         .venv/bin/python experiments/pefll_pairs.py "${found%/descriptors.json}" $news --split validation
@@ -146,9 +159,10 @@ for part in ${1:-search table}; do
     case $part in
         search | table) for method in ${2:-pefll fedavg local}; do "$part" "$method"; done ;;
         ablation) for one in ${2:-base float32 relu small raw official unlabelled fedavg fedavg-epoch fedavg-pixels}; do ablation "$one"; done ;;
+        regularized) for one in ${2:-decoupled l2 l2-relu}; do regularized "$one"; done ;;
         extrapolation | pairs) "$part" ;;
         unlabelled) run unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false --set algorithm.local.lr=0.0005 ;;
         dirichlet) run dirichlet --seeds "$seeds" --set "$dirichlet" ;;
-        *) unknown part "$part" "search, table, unlabelled, dirichlet, extrapolation, ablation, pairs" ;;
+        *) unknown part "$part" "search, table, unlabelled, dirichlet, extrapolation, ablation, regularized, pairs" ;;
     esac
 done
