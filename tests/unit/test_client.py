@@ -34,6 +34,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
+from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import predictors_of
 
@@ -476,3 +477,20 @@ def test_models_beside_a_client_s_own_are_laid_out_alike(method: str) -> None:
         s = ComFedLSettings.model_validate({"local": local, "objective": "damaml"})
         compositional_sgd(model, theta, there, s, torch.zeros(1, dtype=torch.float64))
     assert model.layouts == {Local(model, there).parameters(theta)["conv1.weight"].stride()}
+
+
+@pytest.mark.parametrize("g", [1, 2])
+def test_a_model_of_tokens_is_trained(g: int) -> None:
+    """Tokens are bytes, and a weight 1/b is none: rounded to one, nothing is trained."""
+    model = LSTM(CLASSES, embedding=2, hidden=4, layers=1)
+    x, y = torch.arange(40).remainder(CLASSES).to(torch.uint8).view(10, 4), torch.arange(10).remainder(CLASSES)
+    one = client("c", 10)
+    members = [dataclasses.replace(one, id=f"c{i}", train=Split(x, y)) for i in range(g)]
+    theta = torch.stack([model.init(torch.Generator().manual_seed(i)) for i in range(g)])
+    trained = train(model, group(members), theta, LocalSGD(steps=1, batch_size=10, lr=0.1))
+    for i in range(g):
+        leaves = model.layout.leaves(theta[i], requires_grad=True)
+        loss = F.cross_entropy(model.forward(leaves, x), y)
+        gradient = model.layout.join(dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
+        torch.testing.assert_close(trained.theta[i], theta[i] - 0.1 * gradient)
+        assert trained.loss[i].item() == pytest.approx(loss.item(), rel=1e-5)

@@ -257,7 +257,9 @@ class Local:
         return Batch(batch.x[chosen], None if batch.y is None else batch.y[chosen], weight[chosen])
 
     def _weight(self, b: int, each: float) -> Tensor:
-        return torch.full((b,), each, dtype=self._x.dtype, device=self._x.device)
+        # Tokens are integers, of which 1/b is none.
+        dtype = self._x.dtype if self._x.is_floating_point() else torch.get_default_dtype()
+        return torch.full((b,), each, dtype=dtype, device=self._x.device)
 
     def _padded(self, tables: Sequence[Tensor], each: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Indices into all clients' examples ``[g, t, b]``, and weights ``[g, b]``, 0 for what fills up."""
