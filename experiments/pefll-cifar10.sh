@@ -140,6 +140,7 @@ pairs() { # 450 new clients of two classes, from the reserve, by how many seen c
     # shellcheck disable=SC2086
     .venv/bin/python experiments/pefll_pairs.py "$runs/pairs/pefll/seed=1" $news
     for found in "$runs"/ablation/*/seed=1/descriptors.json "$runs"/regularized/*/seed=*/descriptors.json; do
+        [ -e "$found" ] || continue
         echo "${found%/descriptors.json}, validation images"
         # shellcheck disable=SC2086
         .venv/bin/python experiments/pefll_pairs.py "${found%/descriptors.json}" $news --split validation
