@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from every_method import METHODS, SIZES, ours, run
 from facts import tells
-from federations import clients, held_out_elsewhere, made_by
+from federations import CLASSES, clients, held_out_elsewhere, made_by
 
 from fedloom.algorithms.base import find
+from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load
+from fedloom.models.lstm import LSTM
 
 OWN = """\
 name: own
@@ -60,6 +63,31 @@ def test_nothing_held_out_reaches_a_model(tmp_path: Path, name: str) -> None:
     assert found.keys() == other.keys()
     assert any(key.startswith("c2.personal.") for key in found)
     assert all(torch.equal(tensor, other[key]) for key, tensor in found.items())
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"pfnm"}))  # which matches the neurons of MLPs alone
+def test_tokens_that_come_as_bytes_train_as_the_same_numbers_do(tmp_path: Path, name: str) -> None:
+    """Nothing that is computed has the type of what an LSTM reads."""
+
+    def read(dtype: torch.dtype) -> list[ClientData]:
+        found = []
+        for i, c in enumerate(clients(SIZES)):
+            random = torch.Generator().manual_seed(i)
+            splits = {
+                which: Split(torch.randint(CLASSES, (len(split), 4), generator=random).to(dtype), split.y)
+                for which, split in (("train", c.train), ("validation", c.validation), ("test", c.test))
+            }
+            found.append(replace(c, **splits))
+        return found
+
+    model = LSTM(CLASSES, embedding=2, hidden=4, layers=1)
+    tokens, numbers = (
+        made_by(run(tmp_path / str(dtype), name, model, read(dtype), unseen=["c2"]))
+        for dtype in (torch.uint8, torch.float64)
+    )
+    assert tokens.keys() == numbers.keys()
+    for key, tensor in tokens.items():
+        torch.testing.assert_close(tensor, numbers[key], atol=1e-6, rtol=0)
 
 
 NO_STEPS = {
