@@ -45,10 +45,69 @@ PAPER = {  # Table 1, percent
 }
 
 
-ZETA = {  # Table 2, percent: PM and GM
-    "0.5": ("97.13", "89.88"), "1": ("97.41", "91.24"), "5": ("97.38", "93.03"),
-    "10": ("97.18", "93.22"), "20": ("97.04", "92.77"),
-}  # fmt: skip
+TABLE_2 = (  # ρ, ζ, η₁, η₂; percent: PM and GM
+    ("-1", "10", "0.001", "0.001", "97.38", "91.61"),
+    ("-1", "10", "0.001", "0.005", "97.12", "90.32"),
+    ("-1", "10", "0.005", "0.001", "96.73", "91.34"),
+    ("-1", "10", "0.005", "0.005", "96.78", "91.10"),
+    ("-2", "10", "0.001", "0.001", "97.45", "92.40"),
+    ("-2", "10", "0.001", "0.005", "97.42", "91.35"),
+    ("-2", "10", "0.005", "0.001", "97.36", "91.27"),
+    ("-2", "10", "0.005", "0.005", "97.28", "90.01"),
+    ("-3", "10", "0.001", "0.001", "97.08", "92.16"),
+    ("-3", "10", "0.001", "0.005", "96.35", "90.47"),
+    ("-3", "10", "0.005", "0.001", "96.64", "87.34"),
+    ("-3", "10", "0.005", "0.005", "97.28", "90.22"),
+    ("-1.5", "10", "0.001", "0.001", "97.38", "92.31"),
+    ("-2.5", "0.5", "0.001", "0.001", "97.13", "89.88"),
+    ("-2.5", "1", "0.001", "0.001", "97.41", "91.24"),
+    ("-2.5", "5", "0.001", "0.001", "97.38", "93.03"),
+    ("-2.5", "10", "0.001", "0.001", "97.18", "93.22"),
+    ("-2.5", "20", "0.001", "0.001", "97.04", "92.77"),
+)
+TABLE_3 = (  # method, its folder, the settings that tell its runs apart, as shown: η₁, η₂, λ or α; percent: PM and GM
+    *(
+        ("pFedMe", f"pfedme/{one}", {}, (one, two, "15"), pm, gm)
+        for one, two, pm, gm in (
+            ("0.0005", "0.001", "83.22", "80.86"), ("0.001", "0.001", "89.35", "86.86"),
+            ("0.005", "0.005", "94.35", "89.17"), ("0.01", "0.01", "95.16", "89.31"), ("0.1", "0.1", "19.73", "9.90"),
+        )
+    ),
+    *(
+        ("HeurFedAMP", "heurfedamp", {"lr": rate, "self_weight": weight}, (rate, "–", weight), pm, "–")
+        for weight, found in (
+            ("0.1", ("89.73", "89.91", "89.41", "88.68", "10.03")),
+            ("0.5", ("93.32", "94.04", "94.90", "94.95", "93.29")),
+        )
+        for rate, pm in zip(("0.0005", "0.001", "0.005", "0.01", "0.1"), found, strict=True)
+    ),
+    *(
+        ("Per-FedAvg", f"per-fedavg/{rate}", {}, (rate, "–", "–"), pm, "–")
+        for rate, pm in (
+            ("0.0005", "94.71"), ("0.001", "94.95"), ("0.005", "95.31"), ("0.01", "95.35"), ("0.1", "19.94")
+        )
+    ),
+    *(
+        ("FedAvg", "fedavg", {"lr": rate}, ("–", rate, "–"), "–", gm)
+        for rate, gm in (("0.0005", "87.65"), ("0.001", "89.19"), ("0.005", "90.08"), ("0.01", "90.66"))
+    ),
+    *(
+        ("FedProx", "fedprox-mu", {"mu": mu}, ("–", "0.001", mu), "–", gm)
+        for mu, gm in (("0.01", "89.24"), ("0.1", "87.79"), ("1", "76.79"))
+    ),
+    *(
+        ("FedProx", "fedprox", {"lr": rate}, ("–", rate, "0.001"), "–", gm)
+        for rate, gm in (("0.0005", "87.64"), ("0.001", "89.26"), ("0.005", "89.84"), ("0.01", "90.70"))
+    ),
+    *(
+        ("BNFed (PFNM)", "bnfed", {"lr": rate}, ("–", rate, "–"), "–", gm)
+        for rate, gm in zip(
+            ("0.0005", "0.001", "0.005", "0.01", "0.1", "0.2", "0.5"),
+            ("9.90", "9.90", "9.90", "9.94", "55.98", "74.47", "80.31"),
+            strict=True,
+        )
+    ),
+)  # fmt: skip
 
 
 def measured_too(folder: Path) -> dict[str, float]:
@@ -77,21 +136,76 @@ def tables(runs: Runs) -> Iterator[str]:
     yield _table_1(runs, "mnist")
     yield from _search(runs)
     yield _choices(runs)
-    yield _zeta(runs)
+    yield _table_2(runs)
+    yield _still(runs)
+    yield _table_3(runs)
     yield _calibration(runs)
     yield _table_1(runs, "cifar10")
     yield from _search_vgg(runs)
 
 
-def _zeta(runs: Runs) -> str:
-    """Table 2's rows of ζ at ρ = −2.5 and η = 0.001, with Adam's moments kept."""
+def _alike(runs: Runs, folder: str, settings: Mapping[str, str]) -> list[Run]:
+    """The runs of a folder with these settings, of the keys' last parts: one for each seed."""
+
+    def has(line: Evaluation) -> bool:
+        found = {key.rpartition(".")[2]: value for key, value in line.settings.items()}
+        return all(key not in found or float(found[key]) == float(value) for key, value in settings.items())
+
+    return [run for run in runs.under(folder) if has(last(run))]
+
+
+def _cell(found: Sequence[Run], quantity: str) -> str:
+    """Mean ± deviation over seeds of the last round, or the round in which a run left the finite range."""
+    if left := [last(run).left for run in found if last(run).left is not None]:
+        return f"left in {left[0]}"
+    return spread([last(run)[quantity] for run in found], 2) if found else ""
+
+
+def _table_2(runs: Runs) -> str:
+    """pFedBayes with Adam's moments kept: the paper's settings one by one."""
     rows = []
-    for zeta, (pm, gm) in ZETA.items():
-        lines = [last(run) for run in runs.under("zeta") if run[0].settings["algorithm.zeta"] == str(float(zeta))]
-        rows.append(
-            (zeta, pm, spread([line["seen"] for line in lines], 2), gm, spread([line["global"] for line in lines], 2))
+    for rho, zeta, personal, shared, pm, gm in TABLE_2:
+        settings = {"rho": rho, "zeta": zeta, "lr_personal": personal, "lr_global": shared}
+        mnist, fashion = (
+            _alike(runs, f"table-2/{data}/{'zeta' if rho == '-2.5' else 'rho*'}", settings)
+            for data in ("mnist", "fashion-mnist")
         )
-    return table(("ζ", "PM, paper", "PM", "GM, paper", "GM"), rows)
+        shown = (pm, _cell(mnist, "seen"), gm, _cell(mnist, "global"), _cell(fashion, "seen"), _cell(fashion, "global"))
+        rows.append((rho.replace("-", "−"), zeta, personal, shared, *shown))
+    header = ("ρ", "ζ", "η₁", "η₂", "MNIST: PM, paper", "PM", "GM, paper", "GM", "Fashion-MNIST: PM", "GM")
+    return table(header, rows)
+
+
+def _still(runs: Runs) -> str:
+    """Table 2's rows of ρ at ζ = 10 and η = 0.001, with the noise of the paper and with that of public code."""
+    rows = []
+    for rho, _, _, _, pm, gm in sorted(
+        (row for row in TABLE_2 if row[1:4] == ("10", "0.001", "0.001")), key=lambda row: -float(row[0])
+    ):
+        settings = {"rho": rho, "zeta": "10", "lr_personal": "0.001", "lr_global": "0.001"}
+        drawn = _alike(runs, f"table-2/mnist/{'zeta' if rho == '-2.5' else 'rho*'}", settings)
+        still = _alike(runs, "table-2/mnist/still", settings)
+        cells = (_cell(found, of) for of in ("seen", "global") for found in (drawn, still))
+        own, own_still, shared, shared_still = cells
+        rows.append((rho.replace("-", "−"), pm, own, own_still, gm, shared, shared_still))
+    return table(("ρ", "PM, paper", "`noise: 1`", "`noise: 0.001`", "GM, paper", "`noise: 1`", "`noise: 0.001`"), rows)
+
+
+def _table_3(runs: Runs) -> str:
+    """Its rivals: likewise."""
+    rows = []
+    for name, folder, settings, shown, pm, gm in TABLE_3:
+        cells = []
+        for data in ("mnist", "fashion-mnist"):
+            found = _alike(runs, f"table-3/{data}/{folder}", settings)
+            if folder == "pfedme/0.1":  # λ times its step size is above 1
+                cells.append(["refused"] * 2)
+            else:
+                cells.append([_cell(found, "seen") if pm != "–" else "–", _cell(found, "global") if gm != "–" else "–"])
+        (own, shared), (fashion_own, fashion_shared) = cells
+        rows.append((name, *shown, pm, own, gm, shared, fashion_own, fashion_shared))
+    header = ("", "η₁", "η₂", "λ, α", "MNIST: PM, paper", "PM", "GM, paper", "GM", "Fashion-MNIST: PM", "GM")
+    return table(header, rows)
 
 
 def _by_seed(runs: Runs, folder: str) -> list[Run]:

@@ -202,7 +202,7 @@ def visit(
         likelihood = torch.zeros(()).double()
         for _ in range(s.samples):
             g = torch.empty_like(v[0]).normal_(generator=draws)
-            theta = q.v[0] + F.softplus(q.v[1]) * g
+            theta = q.v[0] + F.softplus(q.v[1]) * s.noise * g
             logits = problem.model.logits(theta, c.train.x[index])
             likelihood = likelihood + F.cross_entropy(logits, c.train.y[index], reduction="sum")
         omega = n / len(index) / s.samples * likelihood + s.zeta * divergence(q.v, w.v.detach())
@@ -225,6 +225,7 @@ GD = {"optimizer": "gd", "lr_personal": 1e-3, "lr_global": 2e-3, "zeta": 1.5}
         {"moments": "kept", "reset": True},
         GD,
         GD | {"objective": "mean", "samples": 2},
+        GD | {"noise": 0.25},
         GD | {"reset": True},
     ],
 )
@@ -396,6 +397,22 @@ def test_without_steps_a_new_client_predicts_with_the_global_distribution() -> N
     group = Group([client("c0", 5)], keyed("evaluate"), may_keep=False)
     (named,) = predictors(half, group, Prior(v.double()))
     assert torch.equal(named["personal"].tensors()["mu"], v[0].double())
+
+
+def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
+    v = some(task().model.layout.size, seed=3).float().double()  # as it travels
+    group = Group([client("c0", 5)], keyed("evaluate"), may_keep=False)
+
+    def drawn(noise: float) -> Tensor:
+        half = PFedBayesClient(made(noise=noise, personalize_steps=0), task())
+        (named,) = predictors(half, group, Prior(v))
+        predictor = named["personal"]
+        assert isinstance(predictor, Ensemble)
+        return torch.stack([torch.cat([leaf.flatten() for leaf in network.values()]) for network in predictor.networks])
+
+    mean = torch.cat([leaf.flatten() for leaf in task().model.layout.leaves(v[0]).values()])
+    assert bool((drawn(0.0) == mean).all())
+    assert torch.allclose(drawn(0.5) - mean, 0.5 * (drawn(1.0) - mean), rtol=1e-12, atol=1e-12)
 
 
 # Adam divides a gradient that is nothing but rounding (q = w, no data) by its ε = 1e-8, so that it shows.

@@ -127,8 +127,8 @@ class PFedBayesClient(base.ClientHalf):
         """The loop of ClientUpdate (Algorithm 1) for g members of a group; changes q and w ``[g, d]`` in place, and
         Adam's moments, which are fresh by default.
 
-        A step draws a batch and K samples of N(0, I), makes one step of q on Ω (eq. 27), then one of w on KL(q ‖ w)
-        (eq. 28) with the q just updated; w stays as it is unless the purpose is to ``train``.
+        A step draws a batch and K samples of N(0, I), times ``noise``, makes one step of q on Ω (eq. 27), then one of w
+        on KL(q ‖ w) (eq. 28) with the q just updated; w stays as it is unless the purpose is to ``train``.
 
         Returns
         -------
@@ -155,7 +155,7 @@ class PFedBayesClient(base.ClientHalf):
         losses = []
         totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
         for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
-            draws = [normals(q.mu, noises) for _ in range(s.samples)]
+            draws = [normals(q.mu, noises).mul_(s.noise) for _ in range(s.samples)]
             sampled = [local.gradient_at(q.sample(noise), batch) for noise in draws]
             d_mu = reduce(torch.add, [d_theta for d_theta, _ in sampled])
             d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
@@ -173,7 +173,7 @@ class PFedBayesClient(base.ClientHalf):
 
     def _predictor(self, v: Tensor, generator: torch.Generator) -> Ensemble:
         """The mean prediction of S networks drawn from N(μ, σ²); for S = 0, of the mean network alone."""
-        noise = torch.randn(self.settings.draws, v.shape[-1], generator=generator, dtype=v.dtype)
+        noise = self.settings.noise * torch.randn(self.settings.draws, v.shape[-1], generator=generator, dtype=v.dtype)
         thetas = MeanField(v).sample(noise.to(v.device)) if len(noise) else v[None, MU]
         return Ensemble(self.task.model, thetas, mu=v[MU], rho=v[RHO])
 
@@ -242,6 +242,12 @@ class PFedBayesSettings(Settings):
     samples: int = Field(default=1, ge=1, description="K, Monte Carlo samples of θ in a step (eq. 27)")
     zeta: float = Field(default=10.0, ge=0, description="ζ, weight of KL(q_i ‖ w) (eq. 5)")
     rho: float = Field(default=-2.5, description="ρ of every parameter at the start: σ = softplus(ρ)")
+    noise: float = Field(
+        default=1.0,
+        ge=0,
+        description="deviation of g in θ = μ + σ g (eq. 26), in training and in prediction; below 1, as in public code "
+        "(0.001), q is not what is drawn from",
+    )
     optimizer: Literal["gd", "adam"] = Field(
         default="gd", description="gradient descent, or Adam, whose moments are fresh at every visit unless kept"
     )

@@ -1,12 +1,14 @@
 #!/bin/sh
-# Table 1 of papers/003: pFedBayes, FedAvg and Local on the small, medium and large partitions, seeds 1 to 3; before it
-# the searches on MNIST medium and, for the VGG, on CIFAR-10 medium that the settings come from, and what each choice that
-# the paper leaves open is worth.
+# Tables 1 to 3 of papers/003. Table 1: pFedBayes, FedAvg and Local on the small, medium and large partitions, seeds 1 to 3;
+# before it the searches on MNIST medium and, for the VGG, on CIFAR-10 medium that the settings come from, and what each
+# choice that the paper leaves open is worth. Tables 2 and 3: the settings of pFedBayes and of its rivals that the paper
+# prints, one by one, on medium.
 #
-#   experiments/pfedbayes-table-1.sh                        all parts, CIFAR-10 excepted
-#   experiments/pfedbayes-table-1.sh tune                   one part: tune | choices | fashion-mnist | mnist |
-#                                                           tune-cifar10 | cifar10
-#   SIZES=large ROUNDS=800 experiments/pfedbayes-table-1.sh mnist
+#   experiments/pfedbayes.sh                        Table 1, CIFAR-10 excepted
+#   experiments/pfedbayes.sh tune                   one part: tune | choices | fashion-mnist | mnist | table-2 | table-3 |
+#                                                   tune-cifar10 | cifar10
+#   experiments/pfedbayes.sh table-2 mnist          one data set of table-2 or table-3
+#   SIZES=large ROUNDS=800 experiments/pfedbayes.sh mnist
 #
 # Interrupted, it goes on where it was; with larger ROUNDS, from where it ended. Tables and the figure are made by
 # `python experiments/results.py`. FEDLOOM_RUNS: where the runs lie (default runs/pfedbayes). WORKERS:
@@ -105,13 +107,56 @@ table() { # dataset
     done
 }
 
+table_2() { # dataset; of pFedBayes, with Adam's moments kept as in its code
+    kept="--set algorithm.moments=kept --set federation.rounds=150 --set evaluation.every=150 --seeds $seeds"
+    # shellcheck disable=SC2086
+    {
+        run "$1" medium "table-2/$1/rho" $kept --set algorithm.zeta=10 --grid algorithm.rho=-1,-2,-3 \
+            --grid algorithm.lr_personal=0.001,0.005 --grid algorithm.lr_global=0.001,0.005
+        kept="$kept --set algorithm.lr_personal=0.001 --set algorithm.lr_global=0.001"
+        run "$1" medium "table-2/$1/rho-between" $kept --set algorithm.zeta=10 --grid algorithm.rho=-1.5
+        run "$1" medium "table-2/$1/zeta" $kept --set algorithm.rho=-2.5 --grid algorithm.zeta=0.5,1,5,10,20
+        run "$1" medium "table-2/$1/still" $kept --set algorithm.zeta=10 --set algorithm.noise=0.001 \
+            --grid algorithm.rho=-1,-1.5,-2,-2.5,-3 # g with the deviation that it has in public code
+    }
+}
+
+rivals() { # dataset, rows of Table 3, algorithm, options...
+    dataset=$1 out=table-3/$1/$2 about=$3
+    shift 3
+    run "$dataset" medium "$out" --seeds "$seeds" --set federation.rounds=150 --set evaluation.every=150 \
+        --set "algorithm=$about" "$@"
+}
+
+table_3() { # dataset; one step size for both of a method's models where the paper gives one; its K, R and b are ours
+    sgd="steps: 10, batch_size: 50, momentum: 0.0"
+    rates="--grid algorithm.local.lr=0.0005,0.001,0.005,0.01"
+    pfedme="{name: pfedme, weighting: uniform, steps: 10, batch_size: 50, proximity: 15, personalize_epochs: 10"
+    # shellcheck disable=SC2086
+    {
+        rivals "$1" fedavg "{name: fedavg, weighting: uniform, local: {$sgd}}" $rates
+        rivals "$1" fedprox "{name: fedprox, weighting: uniform, mu: 0.001, local: {$sgd}}" $rates
+        rivals "$1" fedprox-mu "{name: fedprox, weighting: uniform, local: {$sgd, lr: 0.001}}" --grid algorithm.mu=0.01,0.1,1
+        for rate in 0.0005 0.001 0.005 0.01 0.1; do # η₁, and η₂, which is 0.001 in the first row
+            rivals "$1" per-fedavg/$rate \
+                "{name: per-fedavg, weighting: uniform, personalize_steps: 10, inner_lr: $rate, local: {$sgd, lr: $rate}}"
+            [ $rate = 0.0005 ] && shared=0.001 || shared=$rate
+            [ $rate = 0.1 ] || rivals "$1" pfedme/$rate "$pfedme, inner_lr: $rate, lr: $shared}" # 0.1 · λ overshoots: refused
+        done
+        rivals "$1" heurfedamp "{name: heurfedamp, local: {$sgd}}" $rates,0.1 --grid algorithm.self_weight=0.1,0.5
+        rivals "$1" bnfed "{name: pfnm, local: {$sgd}}" $rates,0.1,0.2,0.5
+    }
+}
+
 for part in ${1:-tune choices fashion-mnist mnist}; do
     case $part in
         tune | choices) "$part" ;;
         tune-cifar10) tune_cifar10 ;;
+        table-2) for data in ${2:-mnist fashion-mnist}; do table_2 "$data"; done ;;
+        table-3) for data in ${2:-mnist fashion-mnist}; do table_3 "$data"; done ;;
         fashion-mnist | mnist | cifar10) table "$part" ;;
         *)
-            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, tune-cifar10, cifar10" >&2
+            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, table-2, table-3, tune-cifar10, cifar10" >&2
             exit 2
             ;;
     esac
