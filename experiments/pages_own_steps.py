@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from own_steps import STEPS
-from summaries import Evaluation, Runs, evaluations, last, table
+from summaries import Evaluation, Runs, difference, evaluations, last, spread, table
 
 from fedloom.federation.folder import EXPERIMENT
 from fedloom.reporting.drawing import HALF
-from fedloom.reporting.significance import t_interval
 
 DATA = {
     "fashion-mnist": "Fashion-MNIST, two classes",
@@ -107,9 +106,13 @@ def tables(runs: Runs) -> Iterator[str]:
     header = ("after so many steps", *map(str, STEPS))
     for data in (data for data in DATA if runs.under(f"{data}/test/*")):
         found = {method: over_seeds(runs, data, method) for method in METHODS}
-        rows = [(name, *(_spread(found[method].get(t)) for t in STEPS)) for method, name in METHODS.items()]
+        rows = [
+            (name, *(spread(found[method][t]) if t in found[method] else "" for t in STEPS))
+            for method, name in METHODS.items()
+        ]
         for method in ("fedavg", "local"):
-            cells = [_difference(found["pefll"][t], found[method].get(t)) for t in STEPS]
+            there = found[method]
+            cells = [difference(found["pefll"][t], there[t]) if t in there else "" for t in STEPS]
             rows.append((f"PeFLL less {METHODS[method]}", *cells))
         yield table(header, rows)
         searched = {method: _by_rate(runs, f"{data}/search/{method}") for method in ("pefll", "fedavg")}
@@ -149,8 +152,8 @@ def _other_networks(runs: Runs, data: str) -> str:
         lines = _by_rate(runs, folder)
         best = max(line["validation"] for line in lines.values())
         cells = [_bold(lines[rate]["validation"], best) if rate in lines else "" for rate in rates]
-        less = "" if title == as_is else _difference(found[title], found[as_is])
-        rows.append((title, *cells, _spread(found[title]), less))
+        less = "" if title == as_is else difference(found[title], found[as_is])
+        rows.append((title, *cells, spread(found[title]), less))
     return table(("step size", *(f"{rate:g}" for rate in rates), "new clients, test", "less M"), rows)
 
 
@@ -160,7 +163,7 @@ def _regularized(runs: Runs, data: str) -> Iterator[str]:
         rows = []
         for theta in THETA:
             cells = [runs.under(f"{data}/lambda/{networks}/{theta}") for networks in NETWORKS]
-            rows.append((theta, *(_spread([last(run)[of] for run in cell]) for cell in cells)))
+            rows.append((theta, *(spread([last(run)[of] for run in cell]) for cell in cells)))
         yield table(("λ_θ", *(f"λ_h = λ_v = {networks}" for networks in NETWORKS)), rows)
 
 
@@ -171,18 +174,6 @@ def _by_rate(runs: Runs, folder: str) -> dict[float, Evaluation]:
 
 def _bold(value: float, best: float) -> str:
     return f"**{value:.1f}**" if value == best else f"{value:.1f}"
-
-
-def _spread(values: Sequence[float] | None) -> str:
-    return "" if values is None else f"{statistics.fmean(values):.1f} ± {statistics.stdev(values):.1f}"
-
-
-def _difference(of: Sequence[float], less: Sequence[float] | None) -> str:
-    if less is None:
-        return ""
-    each = [a - b for a, b in zip(of, less, strict=True)]
-    low, high = t_interval(each)
-    return f"{statistics.fmean(each):+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
 
 
 def curves(runs: Runs) -> Figure:

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Iterator, Mapping
 
 from matplotlib.figure import Figure
-from summaries import Evaluation, Run, Runs, after, chosen, last, table
+from summaries import Evaluation, Run, Runs, after, chosen, difference, last, spread, table
 
 from fedloom.reporting.drawing import FULL, HALF
 
 COLUMNS = (
     "validation", "seen", "seen_worst_decile", "seen_masked", "unseen", "unseen_worst_decile", "unseen_masked",
     "seen_ece", "unseen_ece", "seen_loss", "unseen_loss", "train_loss", "sent_gb", "spearman", "seconds",
-    "new_clients", "unseen_error", "unseen_masked_error",
+    "new_clients", "unseen_error", "unseen_masked_error", "class_sets",
 )  # fmt: skip
 COLOURS = {"PeFLL": "#0072b2", "FedAvg": "#d55e00", "Local": "#009e73"}
 RATES = ("0.0005", "0.001", "0.002", "0.005", "0.01", "0.02", "0.05", "0.1")
@@ -25,6 +25,10 @@ def tables(runs: Runs) -> Iterator[str]:
     """All of them, as the page has them."""
     pefll, fedavg, local = (runs.one(f"table/{method}") for method in ("pefll", "fedavg", "local"))
     yield _table_1(pefll, fedavg, local)
+    if all(runs.under(f"{folder}/seed=*/new-clients") for folder in WEIGHTS):
+        yield _regularized(runs)
+    if runs.under("many/fedavg"):
+        yield _many(runs)
     unlabelled = runs.one("unlabelled")
     yield _last_evaluations({"PeFLL": pefll, "FedAvg": fedavg, **_one_pass(runs), "PeFLL without labels": unlabelled})
     yield _fedavg(runs)
@@ -82,6 +86,47 @@ def _table_1(pefll: Run, fedavg: Run, local: Run) -> str:
             row("Local", "200 epochs", last(local), ("82.2", "81.6")),
         ],
     )
+
+
+WEIGHTS = {
+    "regularized/decoupled": "λ_h = λ_v = 10⁻³ beside Adam, λ_θ = 0 (as in Table 1)",
+    "regularized/l2": "L2 inside Adam: λ_h = λ_v = 10⁻³, λ_θ = 5·10⁻⁵",
+    "regularized/l2-relu": "the same, ReLU before the output",
+}
+
+
+def _regularized(runs: Runs) -> str:
+    """Last rounds over seeds, and new clients from the reserve by whether a seen client has their classes."""
+
+    def found(folder: str, which: str, of: str) -> list[float]:
+        names = [run[0].run for run in runs.under(folder)]
+        return [last(runs[f"{name}/new-clients/{which}"])[of] for name in names]
+
+    shown: dict[str, dict[str, list[float]]] = {}
+    for folder in WEIGHTS:
+        lines = [last(run) for run in runs.under(folder)]
+        shown[folder] = {of: [line[of] for line in lines] for of in ("validation", "seen", "unseen")}
+        shown[folder] |= {which: found(folder, which, "unseen") for which in ("all", "known", "0")}
+        shown[folder]["masked"] = found(folder, "all", "unseen_masked")
+    rows = [(name, *(spread(shown[folder][of]) for of in shown[folder])) for folder, name in WEIGHTS.items()]
+    base, relu = shown["regularized/l2"], shown["regularized/l2-relu"]
+    rows.append(("what the ReLU changes", *(difference(relu[of], base[of]) for of in base)))
+    header = ("1000 rounds", "validation", "seen", "ten unseen", "450 new", "known pair", "new pair", "450 new, masked")
+    return table(header, rows)
+
+
+def _many(runs: Runs) -> str:
+    """A thousand clients."""
+    rows = []
+    for method, name, paper in (
+        ("pefll", "PeFLL", ("87.8 ± 0.4", "88.5 ± 0.3")),
+        ("fedavg", "FedAvg", ("51.9 ± 0.7", "51.7 ± 0.7")),
+    ):
+        line = last(runs.one(f"many/{method}"))
+        seen, unseen, *masked = (f"{line[q]:.1f}" for q in ACCURACIES)
+        rows.append((name, f"{line['validation']:.1f}", seen, paper[0], unseen, paper[1], *masked))
+    header = ("n = 1000", "validation", "seen", "paper", "unseen", "paper", "seen, masked", "unseen, masked")
+    return table(header, rows)
 
 
 def _last_evaluations(named: Mapping[str, Run]) -> str:

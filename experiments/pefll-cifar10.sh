@@ -6,7 +6,7 @@
 #
 #   experiments/pefll-cifar10.sh                 search, then table: long (on two cores, hours a run); interrupted, it goes on
 #   experiments/pefll-cifar10.sh unlabelled      one part: search | table | unlabelled | dirichlet | extrapolation | ablation |
-#                                                regularized | pairs
+#                                                regularized | many | resnet | pairs (of ablation and regularized, after them)
 #   experiments/pefll-cifar10.sh table fedavg    one method of search or table, one run of ablation or regularized
 #   experiments/pefll-cifar10.sh search unlabelled                   also fedavg-pixels (see ablation)
 #
@@ -126,8 +126,32 @@ regularized() { # a fifth of the rounds: the weights of papers/001 (Table 8's be
     esac
 }
 
-pairs() { # 450 new clients of two classes, from the reserve, by how many seen clients have the same two
-    run pairs/pefll --seeds 1 --set "$classes"
+many() { # a thousand clients, a fifth of the rounds, with the settings chosen for a hundred
+    thousand="data.partition={scheme: classes, clients: 1000, classes_per_client: 2}"
+    fifth="--seeds $seeds --set federation.rounds=1000 --set evaluation.every=250"
+    # shellcheck disable=SC2086
+    case $1 in
+        pefll) run many/pefll $fifth --set "$thousand" ;;
+        fedavg) run many/fedavg $fifth --set "$thousand" --set "$fedavg" ;;
+        *) unknown many "$1" "pefll, fedavg" ;;
+    esac
+}
+
+resnet() { # ResNet20 without normalization (Figure 7), small: ten steps in place of fifty, 100 rounds
+    case $1 in
+        pefll) about="algorithm.local.steps=10" ;;
+        fedavg) about="algorithm={name: fedavg, local: {steps: 10, $sgd}}" ;;
+        *) unknown resnet "$1" "pefll, fedavg" ;;
+    esac
+    small="--set model.name=resnet20 --set evaluation.every=20"
+    # shellcheck disable=SC2086
+    run "resnet/search/$1" --seeds 1 $small --set "$about" --set federation.rounds=40 --grid algorithm.local.lr=0.003,0.01,0.03
+    rate=$(.venv/bin/python experiments/results.py chosen "$runs/resnet/search/$1")
+    # shellcheck disable=SC2086
+    run "resnet/test/$1" --seeds 2-4 $small --set "$about" --set federation.rounds=100 --set "algorithm.local.lr=$rate"
+}
+
+pairs() { # runs with a reserve on 450 new clients of two classes from it, by how many seen clients have the same two
     news=
     seed=1000
     while [ $seed -lt 1045 ]; do
@@ -137,13 +161,13 @@ pairs() { # 450 new clients of two classes, from the reserve, by how many seen c
         news="$news $clients"
         seed=$((seed + 1))
     done
-    # shellcheck disable=SC2086
-    .venv/bin/python experiments/pefll_pairs.py "$runs/pairs/pefll/seed=1" $news
     for found in "$runs"/ablation/*/seed=1/descriptors.json "$runs"/regularized/*/seed=*/descriptors.json; do
         [ -e "$found" ] || continue
-        echo "${found%/descriptors.json}, validation images"
+        split=test # of runs of which none is chosen
+        case $found in "$runs"/ablation/*) split=validation ;; esac
+        echo "${found%/descriptors.json}, $split images"
         # shellcheck disable=SC2086
-        .venv/bin/python experiments/pefll_pairs.py "${found%/descriptors.json}" $news --split validation
+        .venv/bin/python experiments/pefll_pairs.py "${found%/descriptors.json}" $news --split $split
     done
 }
 
@@ -161,9 +185,10 @@ for part in ${1:-search table}; do
         search | table) for method in ${2:-pefll fedavg local}; do "$part" "$method"; done ;;
         ablation) for one in ${2:-base float32 relu small raw official unlabelled fedavg fedavg-epoch fedavg-pixels}; do ablation "$one"; done ;;
         regularized) for one in ${2:-decoupled l2 l2-relu}; do regularized "$one"; done ;;
+        many | resnet) for method in ${2:-pefll fedavg}; do "$part" "$method"; done ;;
         extrapolation | pairs) "$part" ;;
         unlabelled) run unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false --set algorithm.local.lr=0.0005 ;;
         dirichlet) run dirichlet --seeds "$seeds" --set "$dirichlet" ;;
-        *) unknown part "$part" "search, table, unlabelled, dirichlet, extrapolation, ablation, regularized, pairs" ;;
+        *) unknown part "$part" "search, table, unlabelled, dirichlet, extrapolation, ablation, regularized, many, resnet, pairs" ;;
     esac
 done

@@ -1,11 +1,11 @@
 """How a PeFLL run does on new clients whose classes no seen client has together, and on those whose some have.
 
-    python experiments/pefll_pairs.py runs/pefll-cifar10/pairs/pefll/seed=1 PARTITION... [--split validation]
+    python experiments/pefll_pairs.py runs/pefll-cifar10/regularized/l2/seed=1 PARTITION... [--split validation]
 
 The clients of the partitions (of the same data, dealt from what the run's partition keeps back: data.partition.reserve)
 are all new to the run, and so are their images, or it is refused. Written to RUN/new-clients.json, by how many seen
-clients have just their classes (``3``: three or more): the number of new clients, and their mean accuracy in percent
-with its standard error; `experiments/results.py fold` takes it from there.
+clients have just their classes (``3``: three or more): the number of new clients and of class sets among them, and the
+clients' mean accuracy in percent with its standard error; `experiments/results.py fold` takes it from there.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ def class_sets(manifest: Manifest) -> dict[str, frozenset[int]]:
     }
 
 
-def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, list[tuple[float, ...]]]:
-    """Unmasked and masked accuracy of each new client, by how many seen clients have its classes."""
+Client = tuple[frozenset[int], tuple[float, ...]]
+"""Its classes, and its unmasked and masked accuracy in percent."""
+
+
+def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, list[Client]]:
+    """Each new client, by how many seen clients have its classes."""
     trained = Manifest.from_json(RunFolder.open(run).text("partition.json"), where=str(run))
     own = class_sets(trained)
     known = Counter(own[entry.id] for entry in trained.clients if entry.seen)
-    found: dict[int, list[tuple[float, ...]]] = defaultdict(list)
+    found: dict[int, list[Client]] = defaultdict(list)
     for folder in partitions:
         held = class_sets(Manifest.from_json((folder / "partition.json").read_text(), where=str(folder)))
         measured = evaluate(run, partition=folder)
@@ -54,22 +58,24 @@ def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, l
             )
         counts = evaluation.counts[:, evaluation.predictors.index("personal"), SPLITS.index(split)]  # [n, readings, 3]
         for client, both in zip(evaluation.clients, counts[..., CORRECT] / counts[..., TOTAL], strict=True):
-            found[min(known[held[client]], MOST)].append(tuple((100 * both.double()).tolist()))
+            classes = held[client]
+            found[min(known[classes], MOST)].append((classes, tuple((100 * both.double()).tolist())))
     return dict(sorted(found.items()))
 
 
-def summary(found: Mapping[int, Sequence[tuple[float, ...]]]) -> dict[str, dict[str, float]]:
-    """Clients, mean accuracies and their standard errors, by number of seen clients; where there are any; of all."""
+def summary(found: Mapping[int, Sequence[Client]]) -> dict[str, dict[str, float]]:
+    """What is written down, by number of seen clients; of new clients whose classes some seen client has; of all."""
     groups = {str(n): list(clients) for n, clients in found.items()}
     groups["known"] = [client for n, clients in found.items() if n for client in clients]
     groups["all"] = [client for clients in found.values() for client in clients]
     return {name: described(clients) for name, clients in groups.items() if clients}
 
 
-def described(clients: Sequence[tuple[float, ...]]) -> dict[str, float]:
+def described(clients: Sequence[Client]) -> dict[str, float]:
     """One line of the page's compact file."""
-    found = {"new_clients": float(len(clients))}
-    for name, values in zip(("unseen", "unseen_masked"), zip(*clients, strict=True), strict=True):
+    found = {"new_clients": float(len(clients)), "class_sets": float(len({classes for classes, _ in clients}))}
+    both = zip(*(accuracies for _, accuracies in clients), strict=True)
+    for name, values in zip(("unseen", "unseen_masked"), both, strict=True):
         found[name] = round(statistics.fmean(values), 4)
         if len(values) > 1:
             found[f"{name}_error"] = round(statistics.stdev(values) / len(values) ** 0.5, 4)

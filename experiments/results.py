@@ -24,7 +24,8 @@ import pages_pefll
 import pages_pfedbayes
 import pages_private
 import pages_quickstart
-import pages_small
+import pages_vowel
+import pages_wga
 from matplotlib.figure import Figure
 from summaries import Runs, chosen_value, fold, read, written
 
@@ -77,8 +78,14 @@ PAGES = {
         searches=pages_quickstart.SEARCHES,
         more=pages_quickstart.measured_too,
     ),
-    "vowel": Page(pages_small.vowel, columns=pages_small.VOWEL_COLUMNS),
-    "wga": Page(pages_small.wga, {"losses": pages_small.losses}, pages_small.WGA_COLUMNS),
+    "vowel": Page(pages_vowel.tables, columns=pages_vowel.COLUMNS),
+    "wga": Page(
+        pages_wga.tables,
+        pages_wga.FIGURES,
+        pages_wga.COLUMNS,
+        ("quadratic/*",),
+        more=pages_wga.best_loss,
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from fedloom.federation.folder import EXPERIMENT, RunFolder
+from fedloom.reporting.significance import t_interval
 
 FEW_CLIENTS = 20
 """Up to so many clients, the last evaluation has each one's accuracy."""
@@ -101,6 +102,8 @@ def measured(line: Mapping[str, Any]) -> dict[str, float]:
         for short in ("ece", "entropy", "mutual_information"):
             found[f"{group}_{short}"] = uncertainty.get(short)
     found["train_loss"] = (line.get("train") or {}).get("loss")
+    if users := (line.get("wga") or {}).get("users"):
+        found["user_loss"] = users["loss_mean"]
     sent = line.get("communication")
     if sent:
         found["sent_gb"] = (sent["payload_up"] + sent["payload_down"]) / 1e9
@@ -274,6 +277,13 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     """Mean, ± the sample standard deviation where there are several."""
     shown = f"{statistics.fmean(values):.{digits}f}"
     return f"{shown} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else shown
+
+
+def difference(of: Sequence[float], less: Sequence[float]) -> str:
+    """Mean of the differences of the same seed, and the 95 % interval of Student's t over seeds."""
+    each = [a - b for a, b in zip(of, less, strict=True)]
+    low, high = t_interval(each)
+    return f"{statistics.fmean(each):+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
 
 
 def chosen_value(folder: Path, key: str = "algorithm.local.lr") -> str:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from pages_small import WGA_COLUMNS
-from summaries import Evaluation, Run, Runs, written
+from pages_wga import COLUMNS
+from summaries import Evaluation, Run, Runs, read, written
 from torch import Tensor
 
 from fedloom.theory import collaboration
@@ -209,7 +209,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/results/wga.csv"))
     out = parser.parse_args().out
-    out.write_text(written(Runs({run[0].run: run for run in curves()}), WGA_COLUMNS), encoding="utf-8")
+    before = read(out) if out.exists() else Runs()
+    out.write_text(written(Runs(before | {run[0].run: run for run in curves()}), COLUMNS), encoding="utf-8")
     print(f"Best η, α, β for T = {Setting().steps} steps, worst of ζ = 0 and 2:\n{best_unknowing()}")
 
 
