@@ -17,17 +17,18 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with FedLoom and everything its tests need
 
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml images/constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "make setup: $(PYTHON) is $$($(PYTHON) --version 2>&1 || true); allowed: Python 3.11 or newer." >&2; \
 		echo "  Name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@if $(BIN)/uv --version >/dev/null 2>&1 || $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement images/uv.txt; then \
 		echo "setup: installing FedLoom with uv"; \
-		$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'; \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints images/constraints.txt -e '.[dev]'; \
 	else \
 		echo "setup: uv cannot be had, installing FedLoom with pip (slower)"; \
-		$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'; \
+		sed -n 's/^\([^ ]*==[^ ]*\) .*/\1/p' images/constraints.txt >$(VENV)/versions.txt; : "pip takes no hashes beside -e"; \
+		$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/versions.txt -e '.[dev]'; \
 	fi
 	@touch $@
 	@echo "setup: done"
