@@ -92,6 +92,21 @@ tune_cifar10() { # one seed; 13 settings for each method: a grid, and what lies 
     search_vgg local 0 --set "$local_vgg" --grid algorithm.local.steps=1000
 }
 
+batch_norm() { # CIFAR-10 with a VGG that normalizes by the batch: a search as above, then small as in the paper: R = 20, all train
+    norm="--set model.norm=batch"
+    half="{name: fedavg, weighting: uniform, local: {steps: 10, batch_size: 25, lr: 0.05, momentum: 0.5}}"
+    # shellcheck disable=SC2086
+    {
+        search_vgg norm-pfedbayes 40 $norm --set algorithm.draws=5 --set algorithm.zeta=1 --grid algorithm.rho=-4,-2.5 \
+            --grid algorithm.lr_personal=0.001,0.003
+        search_vgg norm-pfedbayes 40 $norm --set algorithm.draws=5 --grid algorithm.rho=-4,-2.5 --grid algorithm.zeta=0.1,10
+        search_vgg norm-fedavg 40 $norm --set "algorithm=$half" --grid algorithm.local.lr=0.02,0.05,0.1,0.2 \
+            --grid algorithm.local.momentum=0.5,0.9
+        search_vgg norm-local 0 $norm --set "$local_vgg" --set algorithm.local.steps=300 \
+            --grid algorithm.local.lr=0.005,0.02,0.05,0.1 --grid algorithm.local.momentum=0.5,0.9
+    }
+}
+
 table() { # dataset
     if [ "$1" = cifar10 ]; then fedavg=$fedavg_vgg local=$local_vgg; fi
     for size in $sizes; do
@@ -152,11 +167,12 @@ for part in ${1:-tune choices fashion-mnist mnist}; do
     case $part in
         tune | choices) "$part" ;;
         tune-cifar10) tune_cifar10 ;;
+        batch-norm) batch_norm ;;
         table-2) for data in ${2:-mnist fashion-mnist}; do table_2 "$data"; done ;;
         table-3) for data in ${2:-mnist fashion-mnist}; do table_3 "$data"; done ;;
         fashion-mnist | mnist | cifar10) table "$part" ;;
         *)
-            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, table-2, table-3, tune-cifar10, cifar10" >&2
+            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, table-2, table-3, tune-cifar10, cifar10, batch-norm" >&2
             exit 2
             ;;
     esac

@@ -21,7 +21,7 @@ from torch.func import vmap
 
 from fedloom.algorithms.base import Group
 from fedloom.data.federated import ClientData, Split
-from fedloom.errors import DataError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, masked
 from fedloom.settings import Settings
 
@@ -149,6 +149,8 @@ class Local:
     ------
     DataError
         If a client has no examples, or none with the labels that the model needs.
+    ExperimentError
+        If there are several clients, whose batches are filled up to one length, and the model normalizes by the batch.
     """
 
     def __init__(
@@ -157,6 +159,11 @@ class Local:
         self.group = group
         self.members = tuple(range(len(group)) if members is None else members)
         self.stacked = len(self.members) > 1
+        if self.stacked and model.needs_whole_batches:
+            raise ExperimentError(
+                f"runtime.clients_at_once: found {len(self.members)} clients together, whose batches are filled up to "
+                "one length, with a model that normalizes by the batch; allowed: 1"
+            )
         clients = [group.clients[i] for i in self.members]
         splits = [examples(client, labelled=model.needs_labels) for client in clients]
         labels = [split.y for split in splits if split.y is not None]

@@ -111,6 +111,7 @@ FEDROD = shared_model(
     personalize=with_both_heads,
     steps=lambda s, examples: 0,
     needs_head=True,
+    by_batch=False,
     stateful=True,
     needs_classes=True,
     titles={"personal": "FedRoD", "global": "FedRoD, generic head"},

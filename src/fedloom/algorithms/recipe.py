@@ -234,6 +234,7 @@ def shared_model(
     needs_head: bool = False,
     needs_features: bool = False,
     own_loss: bool = True,
+    by_batch: bool = True,
     stateful: bool = False,
     needs_classes: bool = False,
     update: type[Update] = Update,
@@ -266,6 +267,9 @@ def shared_model(
         A model without a last layer that has features is refused.
     own_loss
         Whether the method trains with the model's loss. If not, a model that has one of its own is refused.
+    by_batch
+        Whether it trains by that loss alone. If not, a model that normalizes by the batch, of which only its loss
+        knows, is refused.
     stateful
         Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
     update
@@ -297,6 +301,10 @@ def shared_model(
             raise ExperimentError(
                 f"model.name: found a model with a loss of its own, with {name}, which trains with another; "
                 "allowed: a model without one"
+            )
+        if model.needs_whole_batches and not by_batch:
+            raise ExperimentError(
+                f"model.norm: found batch, with {name}, which trains on the features of single examples; allowed: none"
             )
 
     class Client(base.ClientHalf):

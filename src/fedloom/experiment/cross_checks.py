@@ -8,7 +8,7 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
 from fedloom.experiment.validation_errors import Mistake
 from fedloom.models.module import MEMORY
-from fedloom.models.registry import ModuleSettings
+from fedloom.models.registry import ModuleSettings, VGGSettings
 
 
 def impossible_combinations(experiment: Experiment) -> list[Mistake]:
@@ -101,4 +101,6 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
         refuse("runtime.workers", f"found {runtime.workers} with a module in memory; allowed: 0, or a model.factory")
     if runtime.device == "cpu" and runtime.clients_at_once > 1:
         refuse("runtime.clients_at_once", f"found {runtime.clients_at_once}; allowed: 1 with device: cpu")
+    if isinstance(experiment.model, VGGSettings) and experiment.model.norm == "batch" and runtime.clients_at_once > 1:
+        refuse("runtime.clients_at_once", f"found {runtime.clients_at_once}; allowed: 1 with model.norm: batch")
     return found

@@ -6,10 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.models.flat import FlatModel, Layout
+
+STATISTICS = ("mean", "log_variance")
+EPSILON = 1e-5  # torch.nn.BatchNorm2d's
 
 
 class ConvNet(FlatModel):
@@ -43,12 +47,16 @@ class ConvNet(FlatModel):
             raise ValueError(f"{len(channels)} poolings 2x2 need images from {least}x{least}, found {height}x{width}")
         entries: list[tuple[str, tuple[int, ...]]] = []
         for name, (before, after) in zip(self.convolutions, pairwise([depth, *channels]), strict=True):
-            entries += [(f"{name}.weight", (after, before, 3, 3)), (f"{name}.bias", (after,))]
+            entries += [(f"{name}.weight", (after, before, 3, 3)), *self.beside(name, after)]
         widths = [channels[-1] * pooled[0] * pooled[1], *hidden, classes]
         self.linears = [f"fc{i}" for i in range(1, len(widths))]
         for name, (before, after) in zip(self.linears, pairwise(widths), strict=True):
             entries += [(f"{name}.weight", (after, before)), (f"{name}.bias", (after,))]
         self.layout = Layout(tuple(entries))
+
+    def beside(self, name: str, channels: int) -> list[tuple[str, tuple[int, ...]]]:
+        """What a convolution has besides its kernel: its bias."""
+        return [(f"{name}.bias", (channels,))]
 
     def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:
         """Layers with ReLU as K. He et al., ICCV 2015, eq. 10 (uniform, biases zero); the last one as PyTorch's Linear.
@@ -61,7 +69,14 @@ class ConvNet(FlatModel):
         return math.sqrt(6 / fan_in) if name.endswith("weight") else 0.0
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, channels, height, width] -> [b, f]``, the input of the last linear layer.
+        """``[b, channels, height, width] -> [b, f]``, the input of the last linear layer."""
+        h = self.convolved(parameters, x).flatten(1)
+        for name in self.linears[:-1]:
+            h = F.relu(F.linear(h, parameters[f"{name}.weight"], parameters[f"{name}.bias"]))
+        return h
+
+    def convolved(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """What comes out of the blocks.
 
         ReLU comes after the pooling: both are monotone, so the function is the same, on a quarter of the pixels.
         """
@@ -69,12 +84,66 @@ class ConvNet(FlatModel):
         for name in self.convolutions:
             h = F.conv2d(h, parameters[f"{name}.weight"], parameters[f"{name}.bias"], padding=1)
             h = F.relu(F.max_pool2d(h, 2))
-        h = h.flatten(1)
-        for name in self.linears[:-1]:
-            h = F.relu(F.linear(h, parameters[f"{name}.weight"], parameters[f"{name}.bias"]))
         return h
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """``[b, channels, height, width] -> [b, C]`` logits."""
         last = self.linears[-1]
         return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
+
+
+class BatchNormConvNet(ConvNet):
+    """The same with batch normalization (Ioffe, Szegedy, ICML 2015, arXiv 1502.03167) between convolution and ReLU.
+
+    Training normalizes by the mean and variance of the batch. Prediction normalizes by statistics that are entries of
+    θ, so that they travel, are averaged and are kept like everything else in it. They are fitted as the rest of θ is:
+    the training loss has a term ½‖s - s_batch‖² for each, of which only the gradient to s counts, not the value. Under
+    SGD with step size η, s ← s - η (s - s_batch): a running average of rate η, with momentum m of η/(1 - m).
+
+    Entries of a block are its kernel, ``gain`` (the scale less 1) and ``shift``, and the statistics ``mean`` and
+    ``log_variance`` (biased, ε = 1e-5 inside the logarithm), all but the kernel zero at the start. There is no bias:
+    the mean would take it away.
+    """
+
+    needs_whole_batches = True
+
+    def beside(self, name: str, channels: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Gain, shift, mean and log-variance of each channel."""
+        return [(f"{name}.{entry}", (channels,)) for entry in ("gain", "shift", *STATISTICS)]
+
+    def convolved(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """What comes out of the blocks; normalized by the batch where the parameters have no statistics."""
+        h = x
+        for name in self.convolutions:
+            h = self._normalized(parameters, name, F.conv2d(h, parameters[f"{name}.weight"], padding=1))
+        return h
+
+    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        """Cross-entropy of each example of a batch, normalized by it, with the gradients of the statistics."""
+        others = {name: leaf for name, leaf in parameters.items() if name.rpartition(".")[2] not in STATISTICS}
+        batch = self.statistics(others, x)
+        pull = torch.stack([(parameters[name] - found).square().sum() / 2 for name, found in batch.items()]).sum()
+        return super().loss(others, x, y) + (pull - pull.detach())
+
+    @torch.no_grad()
+    def statistics(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        """Mean and log-variance of each convolution's channels over a batch, by the names of their entries."""
+        h, found = x, dict[str, Tensor]()
+        for name in self.convolutions:
+            h = F.conv2d(h, parameters[f"{name}.weight"], padding=1)
+            variance, mean = torch.var_mean(h, (0, 2, 3), correction=0)
+            found |= {f"{name}.mean": mean, f"{name}.log_variance": (variance + EPSILON).log()}
+            h = self._normalized(parameters, name, h)
+        return found
+
+    def _normalized(self, parameters: Mapping[str, Tensor], name: str, h: Tensor) -> Tensor:
+        """The rest of a block, behind its convolution."""
+        gain, shift = parameters[f"{name}.gain"], parameters[f"{name}.shift"]
+        mean, log_variance = (parameters.get(f"{name}.{entry}") for entry in STATISTICS)
+        h = h.to(gain.dtype)
+        if mean is None or log_variance is None:
+            h = F.batch_norm(h, None, None, 1 + gain, shift, training=True, eps=EPSILON)
+        else:
+            scale = (1 + gain) * (-log_variance / 2).exp()
+            h = h * scale[:, None, None] + (shift - mean * scale)[:, None, None]
+        return F.relu(F.max_pool2d(h, 2))

@@ -130,6 +130,9 @@ class FlatModel(FlatNetwork):
     has_features: bool = True
     """Whether there is a penultimate representation."""
 
+    needs_whole_batches: ClassVar[bool] = False
+    """Whether it normalizes by the batch in training: batches of clients together cannot be filled up to one length."""
+
     @abstractmethod
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Penultimate representation, ``[b, *input_shape] -> [b, f]``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from fedloom.errors import ExperimentError
-from fedloom.models.convnet import ConvNet
+from fedloom.models.convnet import BatchNormConvNet, ConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
@@ -146,11 +146,17 @@ class VGGSettings(ModelChoice):
     classifier: list[Width] = Field(
         default=[], description="widths of the linear layers between the convolutions and the last layer"
     )
+    norm: Literal["none", "batch"] = Field(
+        default="none",
+        description="batch: batch normalization after each convolution, whose statistics are part of θ, so that they "
+        "travel; clients then train one at a time (runtime.clients_at_once: 1)",
+    )
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
         """For images from 2^n x 2^n with n convolutions."""
-        return ConvNet(input_shape, self.channels, self.classifier, classes)
+        network = BatchNormConvNet if self.norm == "batch" else ConvNet
+        return network(input_shape, self.channels, self.classifier, classes)
 
 
 class LogisticSettings(ModelChoice):
