@@ -5,7 +5,7 @@
 # What came out, and the tables: docs/results/comfedl.md, experiments/results.py. Interrupted, it goes on where
 # it was.
 #
-#   experiments/comfedl-damaml.sh                      Fashion-MNIST, all parts: methods | seeds | rho | tau | gamma
+#   experiments/comfedl-damaml.sh                      Fashion-MNIST, all parts: methods | seeds | rho | tau | gamma | all
 #   experiments/comfedl-damaml.sh fashion-mnist rho    one of them
 #   experiments/comfedl-damaml.sh cifar10              CIFAR-10: search (20 rounds, as many settings for each method), then
 #                                                      table (what it chose; 15 minutes a run on a free core, FedAvg 3),
@@ -18,7 +18,7 @@ dataset=${1:-fashion-mnist}
 case $dataset in
     fashion-mnist)
         experiment=experiments/comfedl-damaml.yaml sizes=", train_per_client: 500, test_per_client: 500"
-        parts=${2:-methods seeds rho tau gamma}
+        parts=${2:-methods seeds rho tau gamma all}
         ;;
     cifar10) experiment=experiments/comfedl-cifar10.yaml sizes= parts=${2:-search table all} ;;
     *)
@@ -64,7 +64,14 @@ for part in $parts; do
                 sweep "chosen/$method" "$method" --seeds "${SEEDS:-1,2}" --set algorithm.local.lr=0.05
             done
             ;;
-        all) # FedMAML has no factor, and stays as it is
+        all) # a client's factor by the loss of all of its data; FedMAML has no factor, and stays as it is
+            if [ "$dataset" = fashion-mnist ]; then
+                sweep all/methods comfedl --set algorithm.losses_on=all --seeds 1 --grid "$rates"
+                lr="algorithm.local.lr=$(chosen_at all/methods algorithm.local.lr)"
+                sweep all/chosen comfedl --set algorithm.losses_on=all --seeds "$seeds" --set "$lr"
+                sweep all/gamma comfedl --set algorithm.losses_on=all --set "$lr" --grid algorithm.gamma=0.1,1,5
+                continue
+            fi
             sweep all/search comfedl --set algorithm.losses_on=all $short \
                 --grid algorithm.inner_lr=0.01,0.03 --grid algorithm.local.lr=0.02,0.05,0.1
             sweep all/chosen comfedl --set algorithm.losses_on=all --seeds "${SEEDS:-1,2}" \
@@ -97,7 +104,7 @@ for part in $parts; do
             sweep gamma comfedl --set "algorithm.local.lr=$(chosen comfedl)" --grid algorithm.gamma=0.1,1,5
             ;;
         *)
-            echo "part: found $part; allowed: methods, seeds, rho, tau, gamma; for cifar10 search, table" >&2
+            echo "part: found $part; allowed: methods, seeds, rho, tau, gamma, all; for cifar10 search, table, all" >&2
             exit 2
             ;;
     esac

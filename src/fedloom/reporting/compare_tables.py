@@ -132,7 +132,8 @@ def reach_note(comparison: Comparison) -> str:
             n = max(pair.clients for pair in tested)
             least = min(1.0, m * least_p(n))
             found.append(
-                f"{group} clients: {times} over {n} clients, so the least corrected p possible is {least:.2g}"
+                f"{group} clients of this one training: {times} over {n} clients, so the least corrected p possible is "
+                f"{least:.2g}"
                 + (", and no difference can be told" if least >= LEVEL else "")
             )
     return "; ".join(found)

@@ -8,10 +8,10 @@ With probability 1 - δ over n clients of m examples each, for all η_h and η_v
 
 where networks and models are drawn: η̄_h ~ N(η_h, α_h I), η̄_v ~ N(η_v, α_v I), f ~ N(h(v(S_i; η̄_v); η̄_h), α_θ I).
 
-Four things to know (docs/theory.md). The divergence of N(η, αI) from N(0, αI) is ‖η‖²/2α, as in eq. 3; the end of
+Three things to know (docs/theory.md). The divergence of N(η, αI) from N(0, αI) is ‖η‖²/2α, as in eq. 3; the end of
 appendix B says α‖η‖², which is wrong. Eq. 3 writes the loss of the mean model h(v), while Theorem B.1, from which it
 follows, has that of a model drawn from the client's Gaussian: so has this module. The loss must be bounded: it is the
-0-1 loss, M = 1. The logarithm has 4√n where eq. 3 prints 2√n: each of its two halves holds with probability 1 - δ/2.
+0-1 loss, M = 1.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def gaussian_divergence(mean: float | Tensor, variance: float) -> float:
 
 
 def meta_term(divergence: float, clients: int, delta: float) -> float:
-    """√((KL + log(4√n/δ)) / 2n) (papers/001, eq. 6, second term, M = 1; there 2√n)."""
+    """√((KL + log(4√n/δ)) / 2n) (papers/001, eq. 6, second term, M = 1)."""
     return math.sqrt((divergence + math.log(4 * math.sqrt(clients) / delta)) / (2 * clients))
 
 
