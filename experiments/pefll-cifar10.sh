@@ -45,6 +45,7 @@ search() { # six settings for each method; where the best lies at the grid's edg
         pefll)
             run search/pefll $short --grid algorithm.local.lr=0.002,0.005,0.01 --grid algorithm.hypernetwork.output_relu=true,false
             run search/pefll-lower $short --grid algorithm.local.lr=0.001,0.0005
+            run search/pefll-lower-relu $short --grid algorithm.local.lr=0.001,0.0005 --set algorithm.hypernetwork.output_relu=true
             ;;
         unlabelled) # PeFLL's rates
             run search/unlabelled $short --set algorithm.embedding.labels=false \
@@ -122,7 +123,11 @@ regularized() { # a fifth of the rounds: the weights of papers/001 (Table 8's be
         decoupled) run regularized/decoupled $fifth --set "$classes" ;;
         l2) run regularized/l2 $fifth --set "$classes" $weights ;;
         l2-relu) run regularized/l2-relu $fifth --set "$classes" $weights --set algorithm.hypernetwork.output_relu=true ;;
-        *) unknown regularized "$1" "decoupled, l2, l2-relu" ;;
+        official) # as the authors' code has it: its rate, λ_θ and precision, nothing on the server
+            run regularized/official $fifth --set "$classes" --set algorithm.local.lr=0.002 --set algorithm.local.lambda_theta=0.000025 \
+                --set algorithm.lambda_h=0 --set algorithm.lambda_v=0 --set model.precision=float32
+            ;;
+        *) unknown regularized "$1" "decoupled, l2, l2-relu, official" ;;
     esac
 }
 
@@ -137,7 +142,7 @@ many() { # a thousand clients, a fifth of the rounds, with the settings chosen f
     esac
 }
 
-resnet() { # ResNet20 without normalization (Figure 7), small: ten steps in place of fifty, 100 rounds
+resnet() { # ResNet20 without normalization (Figure 7), small: ten steps in place of fifty, 60 rounds
     case $1 in
         pefll) about="algorithm.local.steps=10" ;;
         fedavg) about="algorithm={name: fedavg, local: {steps: 10, $sgd}}" ;;
@@ -145,10 +150,10 @@ resnet() { # ResNet20 without normalization (Figure 7), small: ten steps in plac
     esac
     small="--set model.name=resnet20 --set evaluation.every=20"
     # shellcheck disable=SC2086
-    run "resnet/search/$1" --seeds 1 $small --set "$about" --set federation.rounds=40 --grid algorithm.local.lr=0.003,0.01,0.03
+    run "resnet/search/$1" --seeds 1 $small --set "$about" --set federation.rounds=30 --grid algorithm.local.lr=0.003,0.01,0.03
     rate=$(.venv/bin/python experiments/results.py chosen "$runs/resnet/search/$1")
     # shellcheck disable=SC2086
-    run "resnet/test/$1" --seeds 2-4 $small --set "$about" --set federation.rounds=100 --set "algorithm.local.lr=$rate"
+    run "resnet/test/$1" --seeds 2-4 $small --set "$about" --set federation.rounds=60 --set "algorithm.local.lr=$rate"
 }
 
 pairs() { # runs with a reserve on 450 new clients of two classes from it, by how many seen clients have the same two
@@ -184,7 +189,7 @@ for part in ${1:-search table}; do
     case $part in
         search | table) for method in ${2:-pefll fedavg local}; do "$part" "$method"; done ;;
         ablation) for one in ${2:-base float32 relu small raw official unlabelled fedavg fedavg-epoch fedavg-pixels}; do ablation "$one"; done ;;
-        regularized) for one in ${2:-decoupled l2 l2-relu}; do regularized "$one"; done ;;
+        regularized) for one in ${2:-decoupled l2 l2-relu official}; do regularized "$one"; done ;;
         many | resnet) for method in ${2:-pefll fedavg}; do "$part" "$method"; done ;;
         extrapolation | pairs) "$part" ;;
         unlabelled) run unlabelled --seeds "$seeds" --set algorithm.embedding.labels=false --set algorithm.local.lr=0.0005 ;;

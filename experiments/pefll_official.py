@@ -5,13 +5,15 @@
     OMP_NUM_THREADS=1 python experiments/pefll_official.py CHECKOUT RUN [--rounds 201] [--every 100] [--lr 0.002]
 
 Theirs are the training, the networks, the optimizers and the evaluation; ours only the partition, in place of the one
-it would draw. Prints its validation accuracy, unmasked, of seen and of unseen clients, in percent. About 2.5 s a round.
+it would draw. Prints its validation accuracy, unmasked, of seen and of unseen clients, in percent, and writes it to
+RUN/authors.json, from where `experiments/results.py fold` takes it. About 2.5 s a round.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,15 +53,18 @@ def main() -> None:
     train: Any = importlib.import_module("train")
     utils: Any = importlib.import_module("utils")
     evaluate = train.eval_model
-    evaluations = 0
+    lines: list[dict[str, float]] = []
+    groups = {"train_nodes": "seen", "test_nodes": "unseen"}
 
     def shown(*about: Any, **more: Any) -> Any:
-        nonlocal evaluations
         results = evaluate(*about, **more)
-        if more["split"] == "val":
-            groups = (f"{group} {100 * found['avg_acc']:.1f}" for group, found in results[0].items())
-            print(f"round {min(evaluations * given.every + 1, given.rounds)}: {', '.join(groups)}", flush=True)
-            evaluations += 1
+        found = {groups[name]: round(100 * of["avg_acc"], 4) for name, of in results[0].items()}
+        if more["split"] == "test":
+            lines.append({"round": min(len(lines) * given.every + 1, given.rounds), **found})
+        else:
+            lines[-1] |= {"validation": found["seen"], "validation_unseen": found["unseen"]}
+            (given.run / "authors.json").write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+            print(f"round {lines[-1]['round']}: seen {found['seen']:.1f}, unseen {found['unseen']:.1f}", flush=True)
         return results
 
     train.BaseNodes = lambda *_, batch_size, **__: nodes(dataset, batch_size)
