@@ -95,5 +95,6 @@ APFL = shared_model(
     personalize=own_mixture,
     limits=lambda s, examples: s.local.limits(examples) | {"steps": 2 * s.local.count(examples)},
     stateful=True,
+    by_batch=False,
     titles={"personal": "APFL", "global": "APFL, shared model"},
 )

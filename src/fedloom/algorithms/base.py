@@ -384,6 +384,18 @@ class Algorithm:
         return self.stepping is not None or "personalize_steps" in self.settings.model_fields
 
 
+def no_batch_norm(name: str) -> Callable[[Any, FlatModel], None]:
+    """A ``check_model`` for a method whose local steps are its own and measure no statistics of batches."""
+
+    def check_model(settings: Any, model: FlatModel) -> None:
+        if model.needs_whole_batches:
+            raise ExperimentError(
+                f"model.norm: found batch, with {name}, whose local steps keep no statistics of batches; allowed: none"
+            )
+
+    return check_model
+
+
 def available() -> tuple[str, ...]:
     """Names of the registered algorithms."""
     return tuple(point.name for point in entries("fedloom.algorithms"))

@@ -25,6 +25,9 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, masked
 from fedloom.settings import Settings
 
+TRACKING = 0.1
+"""How far a step moves running statistics towards those of its batch: torch's momentum of batch normalization."""
+
 PIECE = 512
 """Examples that are looked at together where a loss is that of all of a client's data."""
 
@@ -329,6 +332,17 @@ class Local:
 
     # Steps
 
+    def track(self, w: Parameters, batch: Batch, *kept: Parameters) -> None:
+        """Move statistics, in place, a tenth of the way to what w has on a batch, as torch's layers do.
+
+        It moves those of ``kept``, by default of w itself; it does nothing if the model has none.
+        """
+        if self._model.needs_whole_batches:
+            with torch.no_grad():
+                for name, found in self._model.statistics(w, batch.x).items():
+                    for parameters in kept or (w,):
+                        parameters[name].lerp_(found, TRACKING)
+
     def descend(self, w: list[Tensor], steps: list[Tensor], lr: float, active: Tensor | None = None) -> None:
         """w_i ← w_i - lr · step_i in place, for the clients that are active."""
         with torch.no_grad():
@@ -440,6 +454,8 @@ def train(
     for batch in local.batches(s.batch_size, counts, purpose):
         gradients, loss = local.gradient(w, batch, of=leaves)
         losses.append(loss)
+        if only != "head":
+            local.track(w, batch)
         with torch.no_grad():
             if correct is not None:
                 gradients = correct(gradients, leaves, start, given_leaves)

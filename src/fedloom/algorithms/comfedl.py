@@ -324,6 +324,7 @@ COMFEDL = base.Algorithm(
     settings=ComFedLSettings,
     server=ComFedLServer,
     client=ComFedLClient,
+    check_model=base.no_batch_norm("comfedl"),
     messages=(SharedModel, LossThere, Shift, CompositionalUpdate, MakeItYours),
     titles=lambda settings: {"personal": "ComFedL", "global": "ComFedL, shared model"},
 )

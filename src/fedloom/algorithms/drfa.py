@@ -159,6 +159,7 @@ DRFA = base.Algorithm(
     settings=DRFASettings,
     server=DRFAServer,
     client=DRFAClient,
+    check_model=base.no_batch_norm("drfa"),
     messages=(TrainAndNote, NotedUpdate, AskLoss, LossThere, MakeItYours),
     needs_classes=False,
     titles=lambda settings: {"personal": "DRFA + fine-tuning", "global": "DRFA"},

@@ -122,5 +122,6 @@ PER_FEDAVG = shared_model(
     local=meta_sgd,
     personalize=adapted,
     steps=lambda s, examples: 0 if s.adaptation is None else s.personalize_steps,
+    by_batch=False,
     titles={"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"},
 )

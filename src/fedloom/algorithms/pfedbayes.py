@@ -152,11 +152,13 @@ class PFedBayesClient(base.ClientHalf):
             descend_q, descend_w = by_adam(q, s.lr_personal, moments, 0), by_adam(w, s.lr_global, moments, 1)
         else:
             descend_q, descend_w = by_gradient(q, lr_q), by_gradient(w, torch.full_like(n, s.lr_global))
+        layout, by_batch = self.task.model.layout, self.task.model.needs_whole_batches
         losses = []
         totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
         for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
             draws = [normals(q.mu, noises).mul_(s.noise) for _ in range(s.samples)]
-            sampled = [local.gradient_at(q.sample(noise), batch) for noise in draws]
+            thetas = [q.sample(noise) for noise in draws]
+            sampled = [local.gradient_at(theta, batch) for theta in thetas]
             d_mu = reduce(torch.add, [d_theta for d_theta, _ in sampled])
             d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
             losses.append(reduce(torch.add, [loss for _, loss in sampled]))
@@ -164,6 +166,9 @@ class PFedBayesClient(base.ClientHalf):
             descend_q(d_mu, d_sigma.mul_(q.slope))
             if purpose == "train":
                 descend_w(*prior_gradient(q, w))
+            if by_batch:
+                means = [layout.split(of.mu[0]) for of in ((q, w) if purpose == "train" else (q,))]
+                local.track(layout.split(thetas[-1][0]), batch, *means)
         if adam and moments is not None:
             moments.steps.add_(steps)
         steep = s.objective == "total" and not adam

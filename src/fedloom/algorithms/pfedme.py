@@ -79,5 +79,6 @@ PFEDME = shared_model(
     personalize=proximal_model,
     steps=lambda s, examples: by_epochs(s).count(examples),
     limits=lambda s, examples: {"steps": s.steps * s.inner_steps},
+    by_batch=False,
     titles={"personal": "pFedMe", "global": "pFedMe, shared model"},
 )

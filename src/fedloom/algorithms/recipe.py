@@ -268,8 +268,8 @@ def shared_model(
     own_loss
         Whether the method trains with the model's loss. If not, a model that has one of its own is refused.
     by_batch
-        Whether it trains by that loss alone. If not, a model that normalizes by the batch, of which only its loss
-        knows, is refused.
+        Whether it trains by :func:`train`, which keeps the statistics of a model that normalizes by the batch. If not,
+        such a model is refused.
     stateful
         Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
     update
@@ -302,10 +302,8 @@ def shared_model(
                 f"model.name: found a model with a loss of its own, with {name}, which trains with another; "
                 "allowed: a model without one"
             )
-        if model.needs_whole_batches and not by_batch:
-            raise ExperimentError(
-                f"model.norm: found batch, with {name}, which trains on the features of single examples; allowed: none"
-            )
+        if not by_batch:
+            base.no_batch_norm(name)(settings, model)
 
     class Client(base.ClientHalf):
         def __init__(self, settings: Any, task: Task) -> None:

@@ -135,6 +135,7 @@ SCAFFOLD = base.Algorithm(
     settings=ScaffoldSettings,
     server=ScaffoldServer,
     client=ScaffoldClient,
+    check_model=base.no_batch_norm("scaffold"),
     messages=(ModelAndControl, ControlledUpdate, MakeItYours),
     needs_classes=False,
     titles=lambda settings: {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"},

@@ -43,6 +43,7 @@ TR_MAML = shared_model(
     personalize=adapted,
     steps=lambda s, examples: 0 if s.adaptation is None else s.personalize_steps,
     server=WeightedServer,
+    by_batch=False,
     titles={"personal": "TR-MAML", "global": "TR-MAML, shared model"},
     closed=lambda settings: CLIENTS_BEFOREHAND,
 )

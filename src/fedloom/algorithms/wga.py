@@ -415,6 +415,7 @@ WGA = base.Algorithm(
     settings=WGASettings,
     server=WGAServer,
     client=WGAClient,
+    check_model=base.no_batch_norm("wga"),
     messages=(SharedStates, TrueGradients, Gradients, OwnModel),
     needs_classes=False,
     needs_each_update=lambda settings: True,  # a user's own gradient and its helpers' are weighed apart

@@ -92,13 +92,16 @@ class ConvNet(FlatModel):
         return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
 
 
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in STATISTICS
+
+
 class BatchNormConvNet(ConvNet):
     """The same with batch normalization (Ioffe, Szegedy, ICML 2015, arXiv 1502.03167) between convolution and ReLU.
 
     Training normalizes by the mean and variance of the batch. Prediction normalizes by statistics that are entries of
-    θ, so that they travel, are averaged and are kept like everything else in it. They are fitted as the rest of θ is:
-    the training loss has a term ½‖s - s_batch‖² for each, of which only the gradient to s counts, not the value. Under
-    SGD with step size η, s ← s - η (s - s_batch): a running average of rate η, with momentum m of η/(1 - m).
+    θ, so that they travel, are averaged and are kept like everything else in it. Local training moves them towards the
+    batch's at every step (:meth:`Local.track`), as torch does; their gradient is zero.
 
     Entries of a block are its kernel, ``gain`` (the scale less 1) and ``shift``, and the statistics ``mean`` and
     ``log_variance`` (biased, ε = 1e-5 inside the logarithm), all but the kernel zero at the start. There is no bias:
@@ -119,21 +122,21 @@ class BatchNormConvNet(ConvNet):
         return h
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Cross-entropy of each example of a batch, normalized by it, with the gradients of the statistics."""
-        others = {name: leaf for name, leaf in parameters.items() if name.rpartition(".")[2] not in STATISTICS}
-        batch = self.statistics(others, x)
-        pull = torch.stack([(parameters[name] - found).square().sum() / 2 for name, found in batch.items()]).sum()
-        return super().loss(others, x, y) + (pull - pull.detach())
+        """Cross-entropy of each example of a batch, normalized by it."""
+        trained = {name: leaf for name, leaf in parameters.items() if not _is_statistic(name)}
+        idle = torch.stack([(0 * leaf).sum() for name, leaf in parameters.items() if name not in trained]).sum()
+        return super().loss(trained, x, y) + idle
 
     @torch.no_grad()
     def statistics(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
         """Mean and log-variance of each convolution's channels over a batch, by the names of their entries."""
+        trained = {name: leaf for name, leaf in parameters.items() if not _is_statistic(name)}
         h, found = x, dict[str, Tensor]()
         for name in self.convolutions:
-            h = F.conv2d(h, parameters[f"{name}.weight"], padding=1)
+            h = F.conv2d(h, trained[f"{name}.weight"], padding=1)
             variance, mean = torch.var_mean(h, (0, 2, 3), correction=0)
             found |= {f"{name}.mean": mean, f"{name}.log_variance": (variance + EPSILON).log()}
-            h = self._normalized(parameters, name, h)
+            h = self._normalized(trained, name, h)
         return found
 
     def _normalized(self, parameters: Mapping[str, Tensor], name: str, h: Tensor) -> Tensor:

@@ -145,6 +145,11 @@ class FlatModel(FlatNetwork):
         """Logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
         return self.forward(self.layout.split(theta), x)
 
+    def statistics(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        """Entries of θ that are measured and not trained, as they are over a batch, by name: here none."""
+        del parameters, x
+        return {}
+
     @property
     def own_loss(self) -> bool:
         """Whether it has a loss of its own, other than the cross-entropy."""

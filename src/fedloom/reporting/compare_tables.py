@@ -133,8 +133,7 @@ def reach_note(comparison: Comparison) -> str:
             least = min(1.0, m * least_p(n))
             found.append(
                 f"{group} clients of this one training: {times} over {n} clients, so the least corrected p possible is "
-                f"{least:.2g}"
-                + (", and no difference can be told" if least >= LEVEL else "")
+                f"{least:.2g}" + (", and no difference can be told" if least >= LEVEL else "")
             )
     return "; ".join(found)
 
