@@ -54,6 +54,7 @@ def tables(runs: Runs) -> Iterator[str]:
     yield _both_sweeps(runs)
     yield _literal(runs, "mnist")
     yield from _damaml(runs)
+    yield from _losses_on(runs)
     yield from _cifar10(runs)
 
 
@@ -163,6 +164,38 @@ def _damaml(runs: Runs) -> Iterator[str]:
         shown = [_cell(lines, quantity) for quantity in ("seen_mean", "seen_worst", "global_mean")]
         rows.append((name, *(shown if lines[0].left is None else (shown[0], "", ""))))
     yield table(("", "mean", "worst client", "shared model, mean"), rows)
+
+
+def _losses_on(runs: Runs) -> Iterator[str]:
+    """ComFedL-DAMAML with a client's factor from the loss of one batch, and of all of its data."""
+    rates = ("0.05", "0.1", "0.2")
+    folders = {"batch": "fashion-mnist", "all": "fashion-mnist/all"}
+    methods = {"batch": "methods/comfedl", "all": "methods"}
+    chosen = {"batch": "chosen/comfedl", "all": "chosen"}
+    rows, own = [], {}
+    for losses_on, folder in folders.items():
+        sweep = {rate: _seeds(runs, f"{folder}/{methods[losses_on]}/lr={rate}") for rate in rates}
+        own[losses_on] = sweep[_best(sweep)]
+        lines = _seeds(runs, f"{folder}/{chosen[losses_on]}")
+        if not any("seen_mean_sd" in line.values for line in lines):
+            lines = [*own[losses_on], *lines]
+        cells = (_cell(lines, quantity) for quantity in ("seen_mean", "seen_worst", "global_mean"))
+        rows.append((f"`losses_on: {losses_on}`", *_cells(sweep, "validation").values(), *cells))
+    header = ("", "validation, seed 1: 0.05", "0.1", "0.2", "test: mean", "worst client", "shared model, mean")
+    yield table(header, rows)
+    rows = []
+    for losses_on, folder in folders.items():
+        over = {gamma: _seeds(runs, f"{folder}/gamma/gamma={gamma}") for gamma in ("0.1", "1", "5")}
+        kept = _seeds(runs, f"{folder}/rho/0.28/comfedl") or own[losses_on]
+        over = {"0.1": over["0.1"], "0.5": kept, "1": over["1"], "5": over["5"]}
+        shown = (
+            _cell(lines, "seen_mean")
+            if lines[0].left is not None
+            else f"{_mean(lines, 'seen_mean'):.1f} / {_mean(lines, 'seen_worst'):.1f}"
+            for lines in over.values()
+        )
+        rows.append((f"`losses_on: {losses_on}`", *shown))
+    yield table(("mean / worst client, seed 1: γ", "0.1", "0.5", "1", "5"), rows)
 
 
 def _cifar10(runs: Runs) -> Iterator[str]:
