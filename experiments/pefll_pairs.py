@@ -4,8 +4,9 @@
 
 The clients of the partitions (of the same data, dealt from what the run's partition keeps back: data.partition.reserve)
 are all new to the run, and so are their images, or it is refused. Written to RUN/new-clients.json, by how many seen
-clients have just their classes (``3``: three or more): the number of new clients and of class sets among them, and the
-clients' mean accuracy in percent with its standard error; `experiments/results.py fold` takes it from there.
+clients have just their classes (``3``: three or more): the number of new clients and of class sets among them, the
+clients' mean accuracy in percent with its standard error, and the mean over class sets of their clients' mean, which
+counts every set alike; `experiments/results.py fold` takes it from there.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ def summary(found: Mapping[int, Sequence[Client]]) -> dict[str, dict[str, float]
 def described(clients: Sequence[Client]) -> dict[str, float]:
     """One line of the page's compact file."""
     found = {"new_clients": float(len(clients)), "class_sets": float(len({classes for classes, _ in clients}))}
+    of_sets: dict[frozenset[int], list[tuple[float, ...]]] = defaultdict(list)
+    for classes, accuracies in clients:
+        of_sets[classes].append(accuracies)
+    means = [statistics.fmean(unmasked for unmasked, _ in those) for those in of_sets.values()]
+    found["by_class_set"] = round(statistics.fmean(means), 4)
     both = zip(*(accuracies for _, accuracies in clients), strict=True)
     for name, values in zip(("unseen", "unseen_masked"), both, strict=True):
         found[name] = round(statistics.fmean(values), 4)

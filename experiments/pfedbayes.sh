@@ -7,7 +7,7 @@
 #   experiments/pfedbayes.sh                        Table 1, CIFAR-10 excepted
 #   experiments/pfedbayes.sh tune                   one part: tune | choices | fashion-mnist | mnist | table-2 | table-3 |
 #                                                   tune-cifar10 | cifar10
-#   experiments/pfedbayes.sh table-2 mnist          one data set of table-2 or table-3; of batch-norm, the search alone: search
+#   experiments/pfedbayes.sh table-2 mnist          one data set of table-2 or table-3; of batch-norm, pFedBayes's search alone: search
 #   SIZES=large ROUNDS=800 experiments/pfedbayes.sh mnist
 #
 # Interrupted, it goes on where it was; with larger ROUNDS, from where it ended. Tables and the figure are made by
@@ -100,11 +100,11 @@ batch_norm() { # CIFAR-10 with a VGG that normalizes by the batch: a search as a
         search_vgg norm-pfedbayes 40 $norm --set algorithm.draws=5 --set algorithm.zeta=1 --grid algorithm.rho=-4,-2.5 \
             --grid algorithm.lr_personal=0.001,0.003
         search_vgg norm-pfedbayes 40 $norm --set algorithm.draws=5 --grid algorithm.rho=-4,-2.5 --grid algorithm.zeta=0.1,10
+        [ "${1:-}" = search ] && return
         search_vgg norm-fedavg 40 $norm --set "algorithm=$half" --grid algorithm.local.lr=0.02,0.05,0.1,0.2 \
             --grid algorithm.local.momentum=0.5,0.9
         search_vgg norm-local 0 $norm --set "$local_vgg" --set algorithm.local.steps=300 \
             --grid algorithm.local.lr=0.005,0.02,0.05,0.1 --grid algorithm.local.momentum=0.5,0.9
-        [ "${1:-}" = search ] && return
         all="$norm --seeds 1 --set federation.rounds=100 --set federation.clients_per_round=20"
         run cifar10 small batch-norm/pfedbayes $all --set algorithm.steps=20 --set algorithm.averaged=10 \
             $(picked pfedbayes algorithm.rho) $(picked pfedbayes algorithm.zeta) $(picked pfedbayes algorithm.lr_personal)

@@ -204,6 +204,10 @@ def fold(
     for path in sorted(folder.glob("*.json")):  # of `fedloom evaluate`
         about = json.loads(path.read_text(encoding="utf-8"))
         runs[path.stem] = (Evaluation(path.stem, str(about["seed"]), {}, about["round"], None, measured(about), {}),)
+    for path in sorted(folder.rglob("authors.json")):  # of experiments/pefll_official.py
+        name = f"{path.parent.relative_to(folder).as_posix()}/authors"
+        lines = json.loads(path.read_text(encoding="utf-8"))
+        runs[name] = tuple(Evaluation(name, "", {}, line.pop("round"), None, line, {}) for line in lines)
     for path in sorted(folder.rglob("new-clients.json")):  # of experiments/pefll_pairs.py
         for known, values in json.loads(path.read_text(encoding="utf-8")).items():
             name = f"{path.parent.relative_to(folder).as_posix()}/new-clients/{known}"

@@ -21,7 +21,6 @@ RESULTS = ROOT / "docs" / "results"
 NOT_KEPT = {
     "natural": ["| seen | worst decile", "| seen | unseen"],
     "open-federation": ["what | how often", "what | how often"],
-    "pefll-cifar10": ["after | 1 round | 101 rounds"],
     "pefll-fashion-mnist": ["n | seed"],
     "quickstart": ["what a client gets | first machine"],
     "wga": ["rule | above", "rule | α", "rule | η = 0.03", "rule | η | seed"],
