@@ -141,7 +141,7 @@ def tables(runs: Runs) -> Iterator[str]:
     yield _table_3(runs)
     yield _calibration(runs)
     yield _table_1(runs, "cifar10")
-    yield from _batch_norm(runs)
+    yield _batch_norm(runs)
     yield from _search_vgg(runs)
 
 
@@ -382,42 +382,16 @@ def _search_vgg(runs: Runs) -> Iterator[str]:
     yield made.replace(f"| **{at_300['validation']:.1f}** |", cell, 1)
 
 
-def _batch_norm(runs: Runs) -> Iterator[str]:
-    """Searches of the VGG without and with batch normalization."""
-    none, batch = "tune-cifar10/pfedbayes", "tune-cifar10/norm-pfedbayes"
-    if not runs.under(batch):
-        return
-    named = {
-        ("−2.5", "1", "0.001"): (f"{none}/rho=-2.5,lr_personal=0.001", f"{batch}/rho=-2.5,lr_personal=0.001"),
-        ("−2.5", "1", "0.003"): (f"{none}/rho=-2.5,lr_personal=0.003", f"{batch}/rho=-2.5,lr_personal=0.003"),
-        ("−2.5", "0.1", "0.003"): ("", f"{batch}/rho=-2.5,zeta=0.1"),
-        ("−2.5", "10", "0.003"): ("", f"{batch}/rho=-2.5,zeta=10"),
-        ("−4", "1", "0.001"): (f"{none}/rho=-4,lr_personal=0.001", f"{batch}/rho=-4,lr_personal=0.001"),
-        ("−4", "1", "0.003"): (f"{none}/rho=-4,lr_personal=0.003", f"{batch}/rho=-4,lr_personal=0.003"),
-        ("−4", "0.1", "0.003"): (f"{none}/zeta=0.1", f"{batch}/rho=-4,zeta=0.1"),
-        ("−4", "10", "0.003"): (f"{none}/zeta=10", f"{batch}/rho=-4,zeta=10"),
-    }
+def _batch_norm(runs: Runs) -> str:
+    """The same four settings of the VGG without and with batch normalization."""
     rows = []
-    for setting, names in named.items():
-        lines = [last(runs[name]) if name in runs else None for name in names]
-        both = [f"{line[of]:.1f}" if line else "" for of in ("validation", "global_validation") for line in lines]
-        rows.append((*setting, *both))
-    header = ("ρ", "ζ", "η₁", "PM, no normalization", "PM, batch", "GM, no normalization", "GM, batch")
-    yield table(header, rows, left=0)
-    predictors = (("pfedbayes", "PM"), ("pfedbayes", "GM"), ("fedavg", "GM"), ("local", "PM"))
-    found = [(PREDICTORS[which], runs.under(f"batch-norm/{which[0]}")) for which in predictors]
-    rows = [
-        (name, PAPER.get(("cifar10", name), ("–",))[0], f"{last(those[0])[quantity]:.2f}")
-        for (name, quantity, *_), those in found
-        if those
-    ]
-    if rows:
-        yield table(("small, batch normalization, R = 20, all 20 train", "paper", "last round"), rows)
-    momenta = {0.5: "0.5", 0.9: "0.9"}
-    if not runs.under("tune-cifar10/norm-fedavg"):
-        return
-    yield _grid(runs, "tune-cifar10/norm-fedavg", "FedAvg, batch", (0.02, 0.05, 0.1, 0.2), "momentum", momenta)
-    yield _grid(runs, "tune-cifar10/norm-local", "Local, batch", (0.005, 0.02, 0.05, 0.1), "momentum", momenta)
+    for rho in ("-2.5", "-4"):
+        for rate in ("0.001", "0.003"):
+            names = (
+                f"tune-cifar10/{folder}/rho={rho},lr_personal={rate}" for folder in ("pfedbayes", "norm-pfedbayes")
+            )
+            rows.append((rho.replace("-", "−"), rate, *(f"{last(runs[name])['validation']:.1f}" for name in names)))
+    return table(("ρ", "η₁", "VGG as it is", "with batch normalization"), rows, left=0)
 
 
 def curves(runs: Runs) -> Figure:

@@ -7,7 +7,7 @@
 #   experiments/pfedbayes.sh                        Table 1, CIFAR-10 excepted
 #   experiments/pfedbayes.sh tune                   one part: tune | choices | fashion-mnist | mnist | table-2 | table-3 |
 #                                                   tune-cifar10 | cifar10
-#   experiments/pfedbayes.sh table-2 mnist          one data set of table-2 or table-3; of batch-norm, pFedBayes's search alone: search
+#   experiments/pfedbayes.sh table-2 mnist          one data set of table-2 or table-3
 #   SIZES=large ROUNDS=800 experiments/pfedbayes.sh mnist
 #
 # Interrupted, it goes on where it was; with larger ROUNDS, from where it ended. Tables and the figure are made by
@@ -92,31 +92,9 @@ tune_cifar10() { # one seed; 13 settings for each method: a grid, and what lies 
     search_vgg local 0 --set "$local_vgg" --grid algorithm.local.steps=1000
 }
 
-batch_norm() { # CIFAR-10 with a VGG that normalizes by the batch: a search as above, then small as in the paper: R = 20, all train
-    norm="--set model.norm=batch"
-    half="{name: fedavg, weighting: uniform, local: {steps: 10, batch_size: 25, lr: 0.05, momentum: 0.5}}"
-    # shellcheck disable=SC2086
-    {
-        search_vgg norm-pfedbayes 40 $norm --set algorithm.draws=5 --set algorithm.zeta=1 --grid algorithm.rho=-4,-2.5 \
-            --grid algorithm.lr_personal=0.001,0.003
-        search_vgg norm-pfedbayes 40 $norm --set algorithm.draws=5 --grid algorithm.rho=-4,-2.5 --grid algorithm.zeta=0.1,10
-        [ "${1:-}" = search ] && return
-        search_vgg norm-fedavg 40 $norm --set "algorithm=$half" --grid algorithm.local.lr=0.02,0.05,0.1,0.2 \
-            --grid algorithm.local.momentum=0.5,0.9
-        search_vgg norm-local 0 $norm --set "$local_vgg" --set algorithm.local.steps=300 \
-            --grid algorithm.local.lr=0.005,0.02,0.05,0.1 --grid algorithm.local.momentum=0.5,0.9
-        all="$norm --seeds 1 --set federation.rounds=100 --set federation.clients_per_round=20"
-        run cifar10 small batch-norm/pfedbayes $all --set algorithm.steps=20 --set algorithm.averaged=10 \
-            $(picked pfedbayes algorithm.rho) $(picked pfedbayes algorithm.zeta) $(picked pfedbayes algorithm.lr_personal)
-        run cifar10 small batch-norm/fedavg $all --set "algorithm=$half" --set algorithm.local.steps=20 \
-            $(picked fedavg algorithm.local.lr) $(picked fedavg algorithm.local.momentum)
-        run cifar10 small batch-norm/local $norm --seeds 1 --set federation.rounds=0 --set "$local_vgg" --set algorithm.local.steps=2000 \
-            $(picked local algorithm.local.lr) $(picked local algorithm.local.momentum)
-    }
-}
-
-picked() { # method, key: the option by which a run has what validation chose
-    echo "--set $2=$(.venv/bin/python experiments/results.py chosen "$runs/tune-cifar10/norm-$1" "$2")"
+batch_norm() { # the VGG with batch normalization, in four settings of the search on CIFAR-10
+    search_vgg norm-pfedbayes 40 --set model.norm=batch --set algorithm.draws=5 --set algorithm.zeta=1 \
+        --grid algorithm.rho=-4,-2.5 --grid algorithm.lr_personal=0.001,0.003
 }
 
 table() { # dataset
@@ -179,7 +157,7 @@ for part in ${1:-tune choices fashion-mnist mnist}; do
     case $part in
         tune | choices) "$part" ;;
         tune-cifar10) tune_cifar10 ;;
-        batch-norm) batch_norm "${2:-}" ;;
+        batch-norm) batch_norm ;;
         table-2) for data in ${2:-mnist fashion-mnist}; do table_2 "$data"; done ;;
         table-3) for data in ${2:-mnist fashion-mnist}; do table_3 "$data"; done ;;
         fashion-mnist | mnist | cifar10) table "$part" ;;

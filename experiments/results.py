@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pages_baselines
 import pages_comfedl
+import pages_natural
 import pages_own_steps
 import pages_pefll
 import pages_pfedbayes
@@ -56,6 +57,14 @@ class Page:
 PAGES = {
     "baselines": Page(pages_baselines.tables, columns=pages_baselines.COLUMNS, searches=pages_baselines.SEARCHES),
     "comfedl": Page(pages_comfedl.tables, pages_comfedl.FIGURES, pages_comfedl.COLUMNS, pages_comfedl.WHOLE),
+    "natural": Page(
+        pages_natural.tables,
+        pages_natural.FIGURES,
+        pages_natural.COLUMNS,
+        ("roles/test/*",),
+        ("roles/search/*",),
+        more=pages_quickstart.measured_too,
+    ),
     "own-steps": Page(
         pages_own_steps.tables,
         {"curves": pages_own_steps.curves},

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 
 NOT_KEPT = {
-    "natural": ["| seen | worst decile", "| seen | unseen"],
+    "natural": ["| seen | worst decile"],
     "open-federation": ["what | how often", "what | how often"],
     "pefll-fashion-mnist": ["n | seed"],
     "quickstart": ["what a client gets | first machine"],
