@@ -2,8 +2,8 @@
 # What its own steps are worth to a client that comes after training: PeFLL, FedAvg and Local (docs/results/own-steps.md).
 # Interrupted, it goes on where it was.
 #
-#   experiments/own-steps.sh                 vowel, fashion-mnist, and fashion-mnist-lenet and cifar10, whose clients
-#                                            train a LeNet; or name some of them
+#   experiments/own-steps.sh                 vowel, fashion-mnist, mnist, and fashion-mnist-lenet, cifar10 and writers (of
+#                                            QMNIST), whose clients train a LeNet; or name some of them
 #   experiments/own-steps.sh lambda          the grid of papers/001, Table 8, on fashion-mnist, after it
 #   experiments/own-steps.sh networks        papers/001, Tables 7 and 9, there: other hypernetworks and embedding networks
 #
@@ -44,7 +44,7 @@ measured() { # data set, seeds of the search, seeds, step sizes of training, of 
     run "$data/local" "$@" --seeds "$seeds" --set federation.rounds=0 \
         --set "algorithm={name: local, local: {$alone, steps: 1, lr: 0.01}}"
     new=
-    if [ "$file" = own-steps ]; then
+    if [ "$file" = own-steps ]; then # speakers and writers are new by the partition itself
         new="--partition $runs/$data/new"
         dealt_new "$data" "$@"
     fi
@@ -60,24 +60,30 @@ dealt_new() { # data set, more options: forty clients of the examples that were 
         --set seed=1000 --set data.partition.clients=40 --set data.partition.reserve.deal=true
 }
 
-for data in ${*:-vowel fashion-mnist fashion-mnist-lenet cifar10}; do
+own=0.0003,0.001,0.003,0.01,0.03,0.1,0.3
+for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers}; do
     server="descriptor: {evaluate: all, standardize: first}, server: {rule: adam, lr: 0.001, clip: 50.0}"
     case $data in
-        fashion-mnist)
+        fashion-mnist | mnist)
             file=own-steps rounds=150 alone="batch_size: 16, clip: 50.0"
             steps="steps: 20, $alone" pefll=$server
-            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03,0.1" "0.001,0.003,0.01,0.03,0.1"
+            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03,0.1" $own --set "data.dataset=$data"
             ;;
         fashion-mnist-lenet | cifar10)
             file=own-steps rounds=150 alone="batch_size: 16, clip: 50.0"
             steps="steps: 20, $alone" pefll=$server
-            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03" "0.001,0.003,0.01,0.03,0.1" \
+            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03" $own \
                 --set "model={name: lenet}" --set "data.dataset=${data%-lenet}"
             ;;
         vowel)
             file=vowel rounds=150 alone="batch_size: 8, momentum: 0.0"
             steps="epochs: 2, $alone" pefll="embedding: {network: mlp}, $server"
             measured "$data" 1-3 4-9 "0.03,0.1,0.3,0.6,1.2" "0.03,0.1,0.3,0.6,1.2,2.4"
+            ;;
+        writers)
+            file=qmnist-writers rounds=60 alone="batch_size: 16, clip: 50.0"
+            steps="steps: 20, $alone" pefll=$server
+            measured writers 1 2-4 "0.001,0.003,0.01,0.03,0.1" $own --set runtime.workers=0
             ;;
         networks)
             file=own-steps
@@ -110,7 +116,7 @@ for data in ${*:-vowel fashion-mnist fashion-mnist-lenet cifar10}; do
             done
             ;;
         *)
-            echo "data set: found $data; allowed: vowel, fashion-mnist, fashion-mnist-lenet, cifar10, lambda, networks" >&2
+            echo "data set: found $data; allowed: vowel, fashion-mnist, mnist, fashion-mnist-lenet, cifar10, writers, lambda, networks" >&2
             exit 2
             ;;
     esac

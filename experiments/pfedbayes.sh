@@ -92,9 +92,31 @@ tune_cifar10() { # one seed; 13 settings for each method: a grid, and what lies 
     search_vgg local 0 --set "$local_vgg" --grid algorithm.local.steps=1000
 }
 
-batch_norm() { # the VGG with batch normalization, in four settings of the search on CIFAR-10
-    search_vgg norm-pfedbayes 40 --set model.norm=batch --set algorithm.draws=5 --set algorithm.zeta=1 \
-        --grid algorithm.rho=-4,-2.5 --grid algorithm.lr_personal=0.001,0.003
+batch_norm() { # the VGG with batch normalization: six settings for each method, and the small size as the paper trains it
+    norm="--set model.norm=batch"
+    draws="--set algorithm.draws=5"
+    # shellcheck disable=SC2086
+    {
+        search_vgg norm-pfedbayes 40 $norm $draws --set algorithm.zeta=1 --grid algorithm.rho=-4,-2.5 --grid algorithm.lr_personal=0.001,0.003
+        search_vgg norm-pfedbayes 40 $norm $draws --grid algorithm.rho=-4 --grid algorithm.lr_personal=0.001,0.003 --grid algorithm.zeta=0.1
+        search_vgg norm-fedavg 40 $norm --set "$fedavg_vgg" --grid algorithm.local.lr=0.03,0.05,0.1 --grid algorithm.local.momentum=0.5,0.9
+        search_vgg norm-local 0 $norm --set "$local_vgg" --set algorithm.local.steps=300 \
+            --grid algorithm.local.lr=0.005,0.01,0.02 --grid algorithm.local.momentum=0.5,0.9
+        all="$norm --seeds 1 --set federation.rounds=60 --set federation.clients_per_round=20 --set evaluation.every=30"
+        run cifar10 small norm-small/pfedbayes $all --set algorithm.steps=20 --set algorithm.averaged=10 \
+            $(best pfedbayes zeta rho lr_personal)
+        run cifar10 small norm-small/fedavg $all --set "$fedavg_vgg" --set algorithm.local.steps=20 $(best fedavg local.lr local.momentum)
+        run cifar10 small norm-small/local $all --set "$local_vgg" --set federation.rounds=0 --set algorithm.local.steps=1200 \
+            $(best local local.lr local.momentum)
+    }
+}
+
+best() { # method, keys: what the search with batch normalization chose
+    searched=$runs/tune-cifar10/norm-$1
+    shift
+    for key in "$@"; do
+        echo "--set algorithm.$key=$(.venv/bin/python experiments/results.py chosen "$searched" "algorithm.$key")"
+    done
 }
 
 table() { # dataset
