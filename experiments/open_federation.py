@@ -7,7 +7,8 @@ CSV, Parquet. ``vowels``: twelve speakers, from CSV and Parquet. These are two f
 data. Everything is done as an operator and the members would do it, by the ``fedloom`` command, over mutual TLS with a
 table of identities. What happens in which round is drawn from the seed: members leave (asked to, or killed) and come
 back, the aggregator is killed and resumed, all certificates are rotated, then those of a new authority, and a member is
-revoked. At the end the run is compared with the replay of its journal, and a table says what happened.
+revoked. At the end the run is compared with the replay of its journal, and a table says what happened, made from
+DIR/NAME/found.json, which ``results.py fold open-federation DIR`` reads.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import numpy as np
 import safetensors.numpy
 import yaml
 from numpy.typing import NDArray
+from pages_open_federation import FOUND, of_one
 
 from fedloom.data import sources
 from fedloom.data.sources import Official
@@ -477,9 +479,8 @@ def same(run: Path, replay: Path) -> dict[str, bool]:
     mine, other = (list(RunFolder(folder).objects("metrics.jsonl")) for folder in (run, replay))
     keys = ("round", "seen", "unseen", "global", "validation_pooled")
     return {
-        "last checkpoint": final(run) == final(replay),
-        "metrics of every evaluation": [[a.get(k) for k in keys] for a in mine]
-        == [[a.get(k) for k in keys] for a in other],
+        "checkpoint": final(run) == final(replay),
+        "metrics": [[a.get(k) for k in keys] for a in mine] == [[a.get(k) for k in keys] for a in other],
     }
 
 
@@ -488,14 +489,13 @@ def lost_rows(lines: Sequence[dict[str, Any]]) -> int:
     return sum(len(conversation["lost"]) for line in lines for conversation in line["conversations"])
 
 
-def judged(shown: Demonstration, replay: Path) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """The rows of the table, and what did not hold."""
+def judged(shown: Demonstration, replay: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """What was found, by row of the table, and what did not hold."""
     found, lines = shown.found, shown.lines()
     cohorts = [(line["round"], c["clients"]) for line in lines for c in line["conversations"]]
     done = [line["round"] for line in lines if line["outcome"] == "done"]
-    failed = sum(line["outcome"] not in ("done", "evaluated") for line in lines)
     joined, left = (sum(len(line.get(what, ())) for line in lines) for what in ("joined", "left"))
-    kills, rotations, (revoked,) = found.of("kill"), found.of("rotate"), found.of("revoke")
+    kills, (revoked,) = found.of("kill"), found.of("revoke")
     lost = sum(upto(lines, durable) != before for durable, before in found.durable)
     gone = shown.of(revoked["member"])
     later = sum(gone in clients and round > revoked["at"] + 1 for round, clients in cohorts)
@@ -512,34 +512,38 @@ def judged(shown: Demonstration, replay: Path) -> tuple[list[tuple[str, str, str
         if not holds
     ]
     seconds, again = [kill["seconds"] for kill in kills], [kill["again"] for kill in kills]
-    asked, seen = (
-        sum(len(clients) for _, clients in cohorts),
-        json.loads((shown.run / "summary.json").read_text())["seen"],
-    )
-    rows = [
-        ("rounds", len(done), f"{failed} attempts failed; of {asked:,} rows {lost_rows(lines)} were lost"),
-        (
-            "aggregator killed and resumed",
-            len(kills),
-            f"next round {statistics.median(seconds):.1f} s later (at most {max(seconds):.1f}); {sum(again)} rounds "
-            f"ran again (at most {max(again)}); durable rounds lost: {lost}",
-        ),
-        ("workers told to leave", len(found.of("leave")), "rounds went on with the others"),
-        ("workers killed", len(found.of("crash")), "likewise"),
-        ("workers that came, or came back", len(found.of("come")), f"to the roster: {joined} joined, {left} left"),
-    ]
-    for rotation, what in zip(rotations, ("certificates", "certificates and the authority"), strict=True):
-        came = f"{rotation['members']} members were back with new ones after {rotation['seconds']:.1f} s"
-        rows.append((f"all {what} rotated", 1, f"{came}; rows lost: {rotation['rows_lost']}"))
-    out = f"out after {revoked['seconds']:.1f} s, exit code {revoked['exit_code']}; asked later: {later} times"
-    equals = "; ".join(f"{what}: {'equal' if is_equal else 'NOT EQUAL'}" for what, is_equal in equal.items())
-    accuracy = f"{100 * seen['accuracy_mean']:.1f} % (worst {100 * seen['accuracy_worst']:.1f} %)"
-    rows += [
-        ("members revoked", 1, out),
-        ("replays of the journal", 1, equals),
-        ("members at the end", seen["clients"], f"test accuracy {accuracy}"),
-    ]
-    return [(what, str(often), came) for what, often, came in rows], failures
+    seen = json.loads((shown.run / "summary.json").read_text(encoding="utf-8"))["seen"]
+    rotations = {
+        name: {"count": 1, "members": one["members"], "seconds": one["seconds"], "lost": one["rows_lost"]}
+        for name, one in zip(("certificates", "authority"), found.of("rotate"), strict=True)
+    }
+    return {
+        "rounds": {
+            "count": len(done),
+            "failed": sum(line["outcome"] not in ("done", "evaluated") for line in lines),
+            "rows": sum(len(clients) for _, clients in cohorts),
+            "lost": lost_rows(lines),
+        },
+        "killed": {
+            "count": len(kills),
+            "seconds": statistics.median(seconds),
+            "seconds_most": max(seconds),
+            "again": sum(again),
+            "again_most": max(again),
+            "lost": lost,
+        },
+        "leave": {"count": len(found.of("leave"))},
+        "crash": {"count": len(found.of("crash"))},
+        "come": {"count": len(found.of("come")), "joined": joined, "gone": left},
+        **rotations,
+        "revoked": {"count": 1, "seconds": revoked["seconds"], "exit_code": revoked["exit_code"], "later": later},
+        "replay": {"count": 1, **equal},
+        "end": {
+            "count": seen["clients"],
+            "mean": 100 * seen["accuracy_mean"],
+            "worst": 100 * seen["accuracy_worst"],
+        },
+    }, failures
 
 
 def main() -> None:
@@ -562,11 +566,11 @@ def main() -> None:
         began = time.monotonic()
         shown.carry_out(script(options.seed, options.rounds, options.kills))
         took = time.monotonic() - began
-        rows, failures = judged(shown, shown.replay())
+        found, failures = judged(shown, shown.replay())
+    found["rounds"]["seconds"] = took
+    (folder / FOUND).write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(f"\n{options.rounds} rounds in {took:.0f} s, {time.monotonic() - started:.0f} s with packing and replay\n")
-    print("| what | how often | what came of it |\n|---|---:|---|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+    print(of_one(found))
     if failures:
         raise SystemExit("\n".join(("DID NOT HOLD:", *failures)))
 

@@ -45,7 +45,7 @@ search() { # six settings for each method; where the best lies at the grid's edg
         pefll)
             run search/pefll $short --grid algorithm.local.lr=0.002,0.005,0.01 --grid algorithm.hypernetwork.output_relu=true,false
             run search/pefll-lower $short --grid algorithm.local.lr=0.001,0.0005
-            run search/pefll-lower-relu $short --grid algorithm.local.lr=0.001,0.0005 --set algorithm.hypernetwork.output_relu=true
+            run search/pefll-lower-relu $short --grid algorithm.local.lr=0.001,0.0005 --grid algorithm.hypernetwork.output_relu=true
             ;;
         unlabelled) # PeFLL's rates
             run search/unlabelled $short --set algorithm.embedding.labels=false \

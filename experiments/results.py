@@ -20,8 +20,10 @@ from pathlib import Path
 import pages_baselines
 import pages_comfedl
 import pages_natural
+import pages_open_federation
 import pages_own_steps
 import pages_pefll
+import pages_pefll_fashion
 import pages_pfedbayes
 import pages_private
 import pages_quickstart
@@ -65,6 +67,7 @@ PAGES = {
         ("roles/search/*",),
         more=pages_quickstart.measured_too,
     ),
+    "open-federation": Page(pages_open_federation.tables, folded=pages_open_federation.folded),
     "own-steps": Page(
         pages_own_steps.tables,
         {"curves": pages_own_steps.curves},
@@ -72,6 +75,7 @@ PAGES = {
         folded=pages_own_steps.folded,
     ),
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
+    "pefll-fashion-mnist": Page(pages_pefll_fashion.tables, columns=pages_pefll_fashion.COLUMNS, whole=("n=*",)),
     "pfedbayes": Page(
         pages_pfedbayes.tables,
         pages_pfedbayes.FIGURES,
