@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from fedloom.reporting.drawing import HALF
 
 DATA = {
     "fashion-mnist": "Fashion-MNIST, two classes",
+    "mnist": "MNIST, two classes",
     "fashion-mnist-lenet": "Fashion-MNIST, LeNet",
     "cifar10": "CIFAR-10, LeNet",
     "vowel": "Vowel, speakers",
+    "writers": "QMNIST, writers",
 }
 THETA, NETWORKS = ("0", "5e-05", "0.005", "0.5"), ("0", "1e-05", "0.001")
 """The grid of papers/001, Table 8: λ_θ, and λ_h = λ_v."""
@@ -180,8 +183,9 @@ def curves(runs: Runs) -> Figure:
     """Test accuracy over a new client's own steps: a line is the mean over seeds, a dot a seed."""
     shown = {data: title for data, title in DATA.items() if runs.under(f"{data}/test/*")}
     rows = 1 if len(shown) < 4 else 2
-    figure = Figure(figsize=(HALF * len(shown) / rows, 3.2 * rows), layout="constrained")
-    places = figure.subplots(rows, len(shown) // rows, squeeze=False).flat
+    columns = math.ceil(len(shown) / rows)
+    figure = Figure(figsize=(HALF * columns, 3.2 * rows), layout="constrained")
+    places = [figure.add_subplot(rows, columns, i + 1) for i in range(len(shown))]
     for axes, (data, title) in zip(places, shown.items(), strict=True):
         for method, name in METHODS.items():
             found = over_seeds(runs, data, method)
@@ -191,7 +195,7 @@ def curves(runs: Runs) -> Figure:
         axes.set_xscale("symlog", linthresh=1)
         axes.set_xticks(STEPS, [str(t) for t in STEPS])
         axes.set(title=title, xlabel="steps of a new client's own")
-    for axes in figure.axes[:: len(shown) // rows]:
+    for axes in figure.axes[::columns]:
         axes.set_ylabel("test accuracy, %")
     figure.axes[0].legend()
     return figure

@@ -29,6 +29,8 @@ def tables(runs: Runs) -> Iterator[str]:
     yield _authors(runs)
     if runs.under("many/fedavg"):
         yield _many(runs)
+    if runs.under("resnet/test/fedavg"):
+        yield from _resnet(runs)
     unlabelled = runs.one("unlabelled")
     yield _last_evaluations({"PeFLL": pefll, "FedAvg": fedavg, **_one_pass(runs), "PeFLL without labels": unlabelled})
     yield _fedavg(runs)
@@ -146,6 +148,28 @@ def _many(runs: Runs) -> str:
         rows.append((name, f"{line['validation']:.1f}", seen, paper[0], unseen, paper[1], *masked))
     header = ("n = 1000", "validation", "seen", "paper", "unseen", "paper", "seen, masked", "unseen, masked")
     return table(header, rows)
+
+
+def _resnet(runs: Runs) -> Iterator[str]:
+    """A ResNet20 over rounds, mean ± deviation over seeds, and its search."""
+    methods = {"pefll": "PeFLL", "fedavg": "FedAvg"}
+    of = {method: runs.under(f"resnet/test/{method}") for method in methods}
+    rounds = [line.round for line in of["pefll"][0] if line.round]
+    rows = []
+    for group in ("seen", "unseen"):
+        over = {method: [[_at(run, round)[group] for run in those] for round in rounds] for method, those in of.items()}
+        rows += [(f"{name}, {group}", *map(spread, over[method])) for method, name in methods.items()]
+        rows.append((f"PeFLL less FedAvg, {group}", *map(difference, over["pefll"], over["fedavg"])))
+    yield table(("ResNet20, after so many rounds", *map(str, rounds)), rows)
+    rates = ("0.003", "0.01", "0.03")
+    rows = []
+    for method, name in methods.items():
+        found = {
+            last(run).settings["algorithm.local.lr"]: last(run)["validation"]
+            for run in runs.under(f"resnet/search/{method}")
+        }
+        rows.append((name, *(_bold(found, rate) for rate in rates)))
+    yield table(("ResNet20, rate", *rates), rows)
 
 
 def _last_evaluations(named: Mapping[str, Run]) -> str:

@@ -24,7 +24,7 @@ COLUMNS = (
     "validation", "global_validation", *(f"{of}{kind}" for of in ("seen", "global") for kind in _OF_TABLE),
     "round_seconds", "chosen",
 )  # fmt: skip
-WHOLE = ("fashion-mnist/*", "mnist/*", "cifar10/*")
+WHOLE = ("fashion-mnist/*", "mnist/*", "cifar10/*", "norm-small/*")
 SIZES = ("small", "medium", "large")
 PREDICTORS = {  # method and predictor: its name, its quantity, colour and dash
     ("pfedbayes", "PM"): ("pFedBayes, PM", "seen", "#0072b2", "-"),
@@ -141,7 +141,7 @@ def tables(runs: Runs) -> Iterator[str]:
     yield _table_3(runs)
     yield _calibration(runs)
     yield _table_1(runs, "cifar10")
-    yield _batch_norm(runs)
+    yield from _batch_norm(runs)
     yield from _search_vgg(runs)
 
 
@@ -382,16 +382,33 @@ def _search_vgg(runs: Runs) -> Iterator[str]:
     yield made.replace(f"| **{at_300['validation']:.1f}** |", cell, 1)
 
 
-def _batch_norm(runs: Runs) -> str:
-    """The same four settings of the VGG without and with batch normalization."""
+def _batch_norm(runs: Runs) -> Iterator[str]:
+    """The VGG with batch normalization: the search, and the small size with every client training."""
     rows = []
-    for rho in ("-2.5", "-4"):
-        for rate in ("0.001", "0.003"):
-            names = (
-                f"tune-cifar10/{folder}/rho={rho},lr_personal={rate}" for folder in ("pfedbayes", "norm-pfedbayes")
+    for zeta, rho in ((1.0, -2.5), (1.0, -4.0), (0.1, -4.0)):
+        for rate in (0.001, 0.003):
+            both = (
+                _tried(runs, f"tune-cifar10/{folder}", zeta=zeta, rho=rho, lr_personal=rate)
+                for folder in ("pfedbayes", "norm-pfedbayes")
             )
-            rows.append((rho.replace("-", "−"), rate, *(f"{last(runs[name])['validation']:.1f}" for name in names)))
-    return table(("ρ", "η₁", "VGG as it is", "with batch normalization"), rows, left=0)
+            cells = (f"{line['validation']:.1f}" if line else "" for line in both)
+            rows.append((f"{zeta:g}", f"{rho:g}".replace("-", "−"), f"{rate}", *cells))
+    yield table(("ζ", "ρ", "η₁", "VGG as it is", "with batch normalization"), rows, left=0)
+    if not runs.under("norm-small/local"):
+        return
+    momenta = {value: name for value, name in MOMENTA.items() if value}
+    fedavg = "FedAvg, batch normalization"
+    yield _grid(runs, "tune-cifar10/norm-fedavg", fedavg, (0.03, 0.05, 0.1), "momentum", momenta)
+    local = "Local, batch normalization"
+    yield _grid(runs, "tune-cifar10/norm-local", local, (0.005, 0.01, 0.02), "momentum", momenta)
+    rows = []
+    for (method, _), (name, quantity, *_) in PREDICTORS.items():
+        paper = PAPER.get(("cifar10", name), ("–",))[0]
+        as_is = _over_seeds(runs, f"cifar10/small/{method}", quantity, "")
+        with_it = (_over_seeds(runs, f"norm-small/{method}", quantity, kind) for kind in ("_validated", ""))
+        rows.append((name, paper, as_is, *with_it))
+    header = ("small", "paper", "as in the table above, last round", "round picked on validation", "last round")
+    yield table(header, rows)
 
 
 def curves(runs: Runs) -> Figure:
