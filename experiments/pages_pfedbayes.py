@@ -174,7 +174,7 @@ def _table_2(runs: Runs) -> str:
         shown = (pm, _cell(mnist, "seen"), gm, _cell(mnist, "global"), _cell(fashion, "seen"), _cell(fashion, "global"))
         rows.append((rho.replace("-", "−"), zeta, personal, shared, *shown))
     header = ("ρ", "ζ", "η₁", "η₂", "MNIST: PM, paper", "PM", "GM, paper", "GM", "Fashion-MNIST: PM", "GM")
-    return _measured(header, rows)
+    return table(header, rows)
 
 
 def _still(runs: Runs) -> str:
@@ -184,12 +184,27 @@ def _still(runs: Runs) -> str:
         (row for row in TABLE_2 if row[1:4] == ("10", "0.001", "0.001")), key=lambda row: -float(row[0])
     ):
         settings = {"rho": rho, "zeta": "10", "lr_personal": "0.001", "lr_global": "0.001"}
-        drawn = _alike(runs, f"table-2/mnist/{'zeta' if rho == '-2.5' else 'rho*'}", settings)
-        still = _alike(runs, "table-2/mnist/still", settings)
-        cells = (_cell(found, of) for of in ("seen", "global") for found in (drawn, still))
-        own, own_still, shared, shared_still = cells
-        rows.append((rho.replace("-", "−"), pm, own, own_still, gm, shared, shared_still))
-    return table(("ρ", "PM, paper", "`noise: 1`", "`noise: 0.001`", "GM, paper", "`noise: 1`", "`noise: 0.001`"), rows)
+        cells = []
+        for data, papers in (("mnist", (pm, gm)), ("fashion-mnist", ("", ""))):
+            drawn = _alike(runs, f"table-2/{data}/{'zeta' if rho == '-2.5' else 'rho*'}", settings)
+            still = _alike(runs, f"table-2/{data}/still", settings)
+            for of, paper in zip(("seen", "global"), papers, strict=True):
+                cells += [paper] if paper else []
+                cells += [_cell(found, of) for found in (drawn, still)]
+        rows.append((rho.replace("-", "−"), *cells))
+    both = ("`noise: 1`", "`noise: 0.001`")
+    header = (
+        "ρ",
+        "MNIST: PM, paper",
+        *both,
+        "GM, paper",
+        *both,
+        "Fashion-MNIST: PM, `noise: 1`",
+        both[1],
+        "GM, `noise: 1`",
+        both[1],
+    )
+    return table(header, rows)
 
 
 def _table_3(runs: Runs) -> str:
@@ -206,13 +221,6 @@ def _table_3(runs: Runs) -> str:
         (own, shared), (fashion_own, fashion_shared) = cells
         rows.append((name, *shown, pm, own, gm, shared, fashion_own, fashion_shared))
     header = ("", "η₁", "η₂", "λ, α", "MNIST: PM, paper", "PM", "GM, paper", "GM", "Fashion-MNIST: PM", "GM")
-    return _measured(header, rows)
-
-
-def _measured(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table, without the two columns of Fashion-MNIST where nothing was run on it."""
-    if not any(character.isdigit() for row in rows for cell in row[-2:] for character in cell):
-        header, rows = header[:-2], [row[:-2] for row in rows]
     return table(header, rows)
 
 
