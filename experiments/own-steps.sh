@@ -44,7 +44,7 @@ measured() { # data set, seeds of the search, seeds, step sizes of training, of 
     run "$data/local" "$@" --seeds "$seeds" --set federation.rounds=0 \
         --set "algorithm={name: local, local: {$alone, steps: 1, lr: 0.01}}"
     new=
-    if [ "$file" = own-steps ]; then # speakers and writers are new by the partition itself
+    if [ "$file" != vowel ]; then # speakers are new by the partition itself
         new="--partition $runs/$data/new"
         dealt_new "$data" "$@"
     fi
@@ -83,7 +83,8 @@ for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers};
         writers)
             file=qmnist-writers rounds=60 alone="batch_size: 16, clip: 50.0"
             steps="steps: 20, $alone" pefll=$server
-            measured writers 1 2-4 "0.001,0.003,0.01,0.03,0.1" $own --set runtime.workers=0
+            measured writers 1 2-4 "0.001,0.003,0.01,0.03,0.1" $own --set runtime.workers=0 \
+                --set "data.partition={scheme: natural, clients: 200, min_examples: 60, reserve: {count: 40}}"
             ;;
         networks)
             file=own-steps
