@@ -84,7 +84,7 @@ for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers};
             file=qmnist-writers rounds=60 alone="batch_size: 16, clip: 50.0"
             steps="steps: 20, $alone" pefll=$server
             measured writers 1 2-4 "0.001,0.003,0.01,0.03,0.1" $own --set runtime.workers=0 \
-                --set "data.partition={scheme: natural, clients: 200, min_examples: 60, reserve: {count: 40}}"
+                --set "data.partition={scheme: natural, clients: 200, min_examples: 60, reserve: {count: 60}}"
             ;;
         networks)
             file=own-steps
