@@ -20,10 +20,8 @@ RESULTS = ROOT / "docs" / "results"
 
 NOT_KEPT = {
     "natural": ["| seen | worst decile"],
-    "open-federation": ["what | how often", "what | how often"],
-    "pefll-fashion-mnist": ["n | seed"],
     "quickstart": ["what a client gets | first machine"],
-    "wga": ["rule | above", "rule | α", "rule | η = 0.03", "rule | η | seed"],
+    "wga": ["rule | above", "rule | α"],
 }
 """Tables by the start of their header: the runs behind them, or their raw figures, are in no compact file."""
 
