@@ -1,23 +1,23 @@
 #!/bin/sh
-# Clients that are people: writers of digits (QMNIST), and roles of Shakespeare's plays, PeFLL beside FedAvg (papers/001,
-# A.3, Figures 5 and 6), small: 40 roles, eight of them unseen, an LSTM with 64 units as the clients' model and as PeFLL's
-# embedding network. Interrupted, it goes on where it was; what came out is docs/results/natural.md.
+# Roles of Shakespeare's plays as clients, PeFLL beside FedAvg (papers/001, A.3, Figures 5 and 6), small: 40 roles, eight of
+# them unseen, an LSTM with 64 units as the clients' model and as PeFLL's embedding network. Interrupted, it goes on where
+# it was; what came out is docs/results/natural.md. Writers of digits: own-steps.sh.
 #
-#   experiments/natural.sh                   both; fedloom data fetch qmnist, and shakespeare, before
-#   experiments/natural.sh roles pefll       one of writers | roles, one method of roles
+#   experiments/natural.sh             both methods; fedloom data fetch shakespeare before
+#   experiments/natural.sh pefll       one of pefll | fedavg
 #
-# Roles: the step size is chosen on validation data of seen roles, on seed 1, which is not among the tested. FEDLOOM_RUNS:
+# The step size is chosen on validation data of seen roles, on seed 1, which is not among the tested. FEDLOOM_RUNS:
 # where the runs lie (default runs/natural). OPTIONS: more options of every run, as "--set runtime.workers=0".
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/natural}
 sgd="steps: 10, batch_size: 32, clip: 5.0, momentum: 0.0"
 
-run() { # experiment, folder, options...
-    file=experiments/$1.yaml out="$runs/$2"
-    shift 2
+run() { # folder, options...
+    out="$runs/$1"
+    shift
     # shellcheck disable=SC2086
-    .venv/bin/fedloom run "$file" --out "$out" --resume --no-report ${OPTIONS:-} "$@" ||
+    .venv/bin/fedloom run experiments/shakespeare-roles.yaml --out "$out" --resume --no-report ${OPTIONS:-} "$@" ||
         [ $? -eq 5 ] # a step size that is too large is a result, too
 }
 
@@ -37,19 +37,10 @@ roles() { # method
             exit 2
             ;;
     esac
-    run shakespeare-roles "roles/search/$1" --seeds 1 --set "algorithm={$about}" --set federation.rounds=30 \
+    run "roles/search/$1" --seeds 1 --set "algorithm={$about}" --set federation.rounds=30 \
         --set evaluation.every=30 --set evaluation.own_steps=null --grid "algorithm.local.lr=0.3,1,3,10$edge"
     rate=$(.venv/bin/python experiments/results.py chosen "$runs/roles/search/$1")
-    run shakespeare-roles "roles/test/$1" --seeds 2-4 --set "algorithm={$about}" --set "algorithm.local.lr=$rate"
+    run "roles/test/$1" --seeds 2-4 --set "algorithm={$about}" --set "algorithm.local.lr=$rate"
 }
 
-for part in ${1:-writers roles}; do
-    case $part in
-        writers) run qmnist-writers writers --seeds 1-3 ;;
-        roles) for method in ${2:-pefll fedavg}; do roles "$method"; done ;;
-        *)
-            echo "part: found $part; allowed: writers, roles" >&2
-            exit 2
-            ;;
-    esac
-done
+for method in ${1:-pefll fedavg}; do roles "$method"; done

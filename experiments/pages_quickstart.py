@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from summaries import Evaluation, Runs, last, spread, table
+from summaries import Evaluation, Runs, difference, last, spread, table
 
 from fedloom.reporting.compare_figures import COLOURS, MARKERS
 
@@ -64,10 +64,8 @@ def tables(runs: Runs) -> Iterator[str]:
             rows.append((processor, seed, *(f"{value:.1f}" for value in values)))
     header = ("processor", "seed", "PeFLL, 0 steps", "5 steps", "FedAvg, 0 steps", "5 steps", "its best")
     yield table(header, rows, left=2)
-    few = (0, 5, 20)
-    coded = {method: _lines(runs, "label-codes", method) for method in METHODS}
-    rows = [(METHODS[m], *(_mean(of, f"after_{k}") for k in few)) for m, of in coded.items() if of]
-    yield table(("four label codes: own steps", *map(str, few)), rows)
+    for folder, title in (("five-classes", "five classes"), ("label-codes", "four label codes")):
+        yield _more_classes(runs, folder, title)
     rows = []
     for method, name in METHODS.items():
         found = {rate: _validation(runs, f"search/{method}-{rate}") for rate in RATES}
@@ -76,6 +74,19 @@ def tables(runs: Runs) -> Iterator[str]:
         cells = (f"**{shown[rate]}**" if shown.get(rate) == highest else shown.get(rate, "") for rate in RATES)
         rows.append((name.removesuffix(" + fine-tuning"), *cells))
     yield table(("local rate, validation", *RATES), rows)
+
+
+def _more_classes(runs: Runs, folder: str, title: str) -> str:
+    """A new client with five classes after steps of its own, and differences of the same seed."""
+    steps = (0, 1, 5, 20, 50, 100)
+    of = {method: _lines(runs, folder, method) for method in METHODS}
+    rows = [(METHODS[m], *(_mean(lines, f"after_{k}") for k in steps)) for m, lines in of.items()]
+    less = []
+    for k in steps[:-1]:
+        pefll, fedavg = ([line[f"after_{k}"] for line in of[method]] for method in ("pefll", "fedavg"))
+        less.append(difference(pefll, fedavg))
+    rows.append((f"PeFLL less {METHODS['fedavg']}", *less, ""))
+    return table((f"{title}: own steps", *map(str, steps)), rows)
 
 
 def _validation(runs: Runs, name: str) -> float | None:

@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 
 NOT_KEPT = {
-    "natural": ["| seen | worst decile"],
     "quickstart": ["what a client gets | first machine"],
     "wga": ["rule | above", "rule | α"],
 }
