@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -90,23 +90,33 @@ def _quadratic(runs: Runs) -> str:
 def _logistic(runs: Runs) -> str:
     """Every rule and α, no choice made."""
     rows = []
+    seeds = _seeds(runs, "fashion-mnist")
     for folder, name in RULES.items():
         lines = [last(run) for run in runs.under(f"fashion-mnist/{folder}")]
         for alpha in sorted({line.settings["algorithm.alpha"] for line in lines}):
             those = [line for line in lines if line.settings["algorithm.alpha"] == alpha]
-            each = [line["seen_mean"] for line in those]
-            more = (statistics.fmean(line[of] for line in those) for of in ("global_seen_mean", "seen_loss"))
-            shared, loss = more
+            each = [line["seen_mean"] for line in those if line.seed in seeds]
+            shared, loss = (_mean(those, seeds, of) for of in ("global_seen_mean", "seen_loss"))
             shown = (*(f"{value:.1f}" for value in each), spread(each), f"{shared:.1f}", f"{loss:.3f}")
             rows.append((name, "0" if folder == "alone" else alpha, *shown))
-    seeds = (f"seed {seed}" for seed in (1, 2, 3))
-    return table(("rule", "α", *seeds, "mean", "mean of all θ_i (`global`)", "loss"), rows, left=2)
+    header = ("rule", "α", *(f"seed {seed}" for seed in seeds), "mean", "mean of all θ_i (`global`)", "loss")
+    return table(header, rows, left=2)
+
+
+def _seeds(runs: Runs, part: str) -> list[str]:
+    return sorted({run[0].seed for rule in RULES for run in runs.under(f"{part}/{rule}") if run[0].seed.isdigit()})
+
+
+def _mean(lines: Sequence[Evaluation], seeds: Sequence[str], quantity: str) -> float:
+    """Over seeds, or, where that is what was kept, as printed."""
+    each = [line[quantity] for line in lines if line.seed in seeds and quantity in line.values]
+    return statistics.fmean(each or [line[quantity] for line in lines if quantity in line.values])
 
 
 def _lenet(runs: Runs) -> Iterator[str]:
     """Validation accuracy of each seed, and the chosen step size on test data."""
     tried, tested = [], []
-    seeds = sorted({run[0].seed for folder in RULES for run in runs.under(f"lenet/{folder}") if run[0].seed.isdigit()})
+    seeds = _seeds(runs, "lenet")
     for folder, name in RULES.items():
         by_rate = {
             rate: [last(run) for run in runs.under(f"lenet/{folder}") if last(run).settings["algorithm.lr"] == rate]
@@ -124,9 +134,7 @@ def _lenet(runs: Runs) -> Iterator[str]:
         each_seed = [line["seen_mean"] for line in by_seed[best]]
         shown = [f"{value:.1f}" for value in each_seed] + [spread(each_seed)]
         for of, digits in (("seen_worst_decile", 1), ("global_seen_mean", 1), ("seen_loss", 2), ("train_loss", 2)):
-            each_of = [line[of] for line in by_seed[best] if of in line.values]
-            there = each_of or [line[of] for line in by_rate[best] if of in line.values]  # a mean, as printed
-            shown.append(f"{statistics.fmean(there):.{digits}f}")
+            shown.append(f"{_mean(by_rate[best], seeds, of):.{digits}f}")
         tested.append((name, best, *shown))
     yield table(("rule", *(f"η = {rate}" for rate in RATES)), tried)
     of_tests = ("mean", "worst decile", "mean of all θ_i (`global`)", "test loss", "train loss")
