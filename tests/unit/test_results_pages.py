@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 
 NOT_KEPT = {
-    "quickstart": ["what a client gets | first machine"],
     "wga": ["rule | above", "rule | α"],
 }
 """Tables by the start of their header: the runs behind them, or their raw figures, are in no compact file."""
