@@ -27,10 +27,8 @@ def tables(runs: Runs) -> Iterator[str]:
     yield _table_1(pefll, fedavg, local)
     yield _regularized(runs)
     yield _authors(runs)
-    if runs.under("many/fedavg"):
-        yield _many(runs)
-    if runs.under("resnet/test/fedavg"):
-        yield from _resnet(runs)
+    yield _many(runs)
+    yield from _resnet(runs)
     unlabelled = runs.one("unlabelled")
     yield _last_evaluations({"PeFLL": pefll, "FedAvg": fedavg, **_one_pass(runs), "PeFLL without labels": unlabelled})
     yield _fedavg(runs)

@@ -402,8 +402,6 @@ def _batch_norm(runs: Runs) -> Iterator[str]:
             cells = (f"{line['validation']:.1f}" if line else "" for line in both)
             rows.append((f"{zeta:g}", f"{rho:g}".replace("-", "−"), f"{rate}", *cells))
     yield table(("ζ", "ρ", "η₁", "VGG as it is", "with batch normalization"), rows, left=0)
-    if not runs.under("norm-small/local"):
-        return
     momenta = {value: name for value, name in MOMENTA.items() if value}
     fedavg = "FedAvg, batch normalization"
     yield _grid(runs, "tune-cifar10/norm-fedavg", fedavg, (0.03, 0.05, 0.1), "momentum", momenta)

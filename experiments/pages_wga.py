@@ -55,12 +55,9 @@ def tables(runs: Runs) -> Iterator[str]:
         for m, line in ends("noise")
     ]
     yield table(("M", "Alone", "WGA, ζ = 0", "BC, ζ = 0", "BC, ζ = 2", "gain of WGA", "by the bound"), rows)
-    if runs.under("quadratic/*"):
-        yield _quadratic(runs)
-    if runs.under("fashion-mnist/*"):
-        yield _logistic(runs)
-    if runs.under("lenet/*"):
-        yield from _lenet(runs)
+    yield _quadratic(runs)
+    yield _logistic(runs)
+    yield from _lenet(runs)
 
 
 def best_loss(folder: Path) -> dict[str, float]:

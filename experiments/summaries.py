@@ -146,7 +146,8 @@ def _clients(folder: Path) -> dict[str, float]:
     rows = RunFolder.open(folder).clients()
     if len(rows) > FEW_CLIENTS:
         return {}
-    return {row["id"]: 100 * float(row["personal_accuracy_unmasked"]) for row in rows}
+    key = "personal_accuracy_unmasked"  # empty where the model predicts no classes
+    return {row["id"]: 100 * float(row[key]) for row in rows if row[key]}
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
