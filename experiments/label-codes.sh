@@ -13,6 +13,13 @@ runs=${FEDLOOM_RUNS:-runs/quickstart}
 five="scheme: classes, clients: 200, classes_per_client: 5, train_per_client: 30, test_per_client: 50"
 local="batch_size: 10, clip: 50.0"
 
+run() { # method, options...
+    out="$runs/$part/$1"
+    shift
+    .venv/bin/fedloom run experiments/quickstart.yaml --out "$out" --resume --no-report --seeds 2-4 --set "$partition" \
+        --set "evaluation.own_steps=[0, 1, 5, 20, 50]" --set evaluation.every=60 "$@"
+}
+
 for part in ${1:-five-classes label-codes}; do
     case $part in
         five-classes) partition="data.partition={$five}" ;;
@@ -22,12 +29,6 @@ for part in ${1:-five-classes label-codes}; do
             exit 2
             ;;
     esac
-    run() { # method, options...
-        out="$runs/$part/$1"
-        shift
-        .venv/bin/fedloom run experiments/quickstart.yaml --out "$out" --resume --no-report --seeds 2-4 --set "$partition" \
-            --set "evaluation.own_steps=[0, 1, 5, 20, 50]" --set evaluation.every=60 "$@"
-    }
     run pefll --set federation.rounds=240
     run fedavg --set federation.rounds=60 --set "algorithm={name: fedavg, local: {$local, steps: 20, lr: 0.03}}"
     run local --set federation.rounds=0 --set "algorithm={name: local, local: {$local, steps: 100, lr: 0.01}}"

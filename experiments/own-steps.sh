@@ -60,19 +60,19 @@ dealt_new() { # data set, more options: forty clients of the examples that were 
         --set seed=1000 --set data.partition.clients=40 --set data.partition.reserve.deal=true
 }
 
-own=0.0003,0.001,0.003,0.01,0.03,0.1,0.3
+sizes=0.0003,0.001,0.003,0.01,0.03,0.1,0.3
 for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers}; do
     server="descriptor: {evaluate: all, standardize: first}, server: {rule: adam, lr: 0.001, clip: 50.0}"
     case $data in
         fashion-mnist | mnist)
             file=own-steps rounds=150 alone="batch_size: 16, clip: 50.0"
             steps="steps: 20, $alone" pefll=$server
-            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03,0.1" $own --set "data.dataset=$data"
+            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03,0.1" $sizes --set "data.dataset=$data"
             ;;
         fashion-mnist-lenet | cifar10)
             file=own-steps rounds=150 alone="batch_size: 16, clip: 50.0"
             steps="steps: 20, $alone" pefll=$server
-            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03" $own \
+            measured "$data" 1 2-4 "0.0001,0.0003,0.001,0.003,0.01,0.03" $sizes \
                 --set "model={name: lenet}" --set "data.dataset=${data%-lenet}"
             ;;
         vowel)
@@ -83,7 +83,7 @@ for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers};
         writers)
             file=qmnist-writers rounds=60 alone="batch_size: 16, clip: 50.0"
             steps="steps: 20, $alone" pefll=$server
-            measured writers 1 2-4 "0.001,0.003,0.01,0.03,0.1" $own --set runtime.workers=0 \
+            measured writers 1 2-4 "0.001,0.003,0.01,0.03,0.1" $sizes --set runtime.workers=0 \
                 --set "data.partition={scheme: natural, clients: 200, min_examples: 60, reserve: {count: 60}}"
             ;;
         networks)

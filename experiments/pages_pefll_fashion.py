@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from summaries import Runs, last, spread, table
 
 ACCURACIES = ("seen", "unseen", "seen_masked", "unseen_masked", "seen_worst_decile")
-COLUMNS = ("validation", *ACCURACIES, "spearman", "seconds")
+COLUMNS = ("validation", *ACCURACIES)
 
 
 def tables(runs: Runs) -> Iterator[str]:

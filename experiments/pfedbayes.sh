@@ -6,7 +6,7 @@
 #
 #   experiments/pfedbayes.sh                        Table 1, CIFAR-10 excepted
 #   experiments/pfedbayes.sh tune                   one part: tune | choices | fashion-mnist | mnist | table-2 | table-3 |
-#                                                   tune-cifar10 | cifar10
+#                                                   tune-cifar10 | cifar10 | batch-norm
 #   experiments/pfedbayes.sh table-2 mnist          one data set of table-2 or table-3
 #   SIZES=large ROUNDS=800 experiments/pfedbayes.sh mnist
 #

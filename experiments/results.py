@@ -75,7 +75,7 @@ PAGES = {
         folded=pages_own_steps.folded,
     ),
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
-    "pefll-fashion-mnist": Page(pages_pefll_fashion.tables, columns=pages_pefll_fashion.COLUMNS, whole=("n=*",)),
+    "pefll-fashion-mnist": Page(pages_pefll_fashion.tables, columns=pages_pefll_fashion.COLUMNS),
     "pfedbayes": Page(
         pages_pfedbayes.tables,
         pages_pfedbayes.FIGURES,
