@@ -142,6 +142,9 @@ ADAPT = {
     ),
 }
 
+WHOLE = ("model.filters=32", "data.partition.train_per_client=null", "data.partition.test_per_client=null")
+"""The paper's network and all images, in place of what is small enough for minutes."""
+
 # --- papers/003 -------------------------------------------------------------------------------------------------------
 
 TEN = "steps: 10, batch_size: 50, momentum: 0.0, lr: 0.1"
@@ -292,6 +295,13 @@ REGIMES = {
         ADAPT,
         ("data.dataset=mnist", "federation.rounds=25", "evaluation.every=25"),
         {"test": ("data.dataset=mnist", "evaluation.every=10")},
+        (2, 3, 4),
+    ),
+    "adapt-whole": Regime(
+        "comfedl-damaml",
+        ADAPT,
+        ("federation.rounds=25", "evaluation.every=25", *WHOLE),
+        {"test": ("evaluation.every=10", *WHOLE)},
         (2, 3, 4),
     ),
     "table-1": Regime(

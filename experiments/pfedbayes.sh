@@ -5,7 +5,7 @@
 # prints, one by one, on medium.
 #
 #   experiments/pfedbayes.sh                        Table 1, CIFAR-10 excepted
-#   experiments/pfedbayes.sh tune                   one part: tune | choices | fashion-mnist | mnist | table-2 | table-3 |
+#   experiments/pfedbayes.sh tune                   one part: tune | choices | fashion-mnist | mnist | kept | table-2 | table-3 |
 #                                                   tune-cifar10 | cifar10 | batch-norm
 #   experiments/pfedbayes.sh table-2 mnist          one data set of table-2 or table-3
 #   SIZES=large ROUNDS=800 experiments/pfedbayes.sh mnist
@@ -63,6 +63,23 @@ tune() { # one seed; 16 settings for each method: a grid of 12, and 4 beyond its
     search local 0 --set "$local" --grid algorithm.local.lr=0.5,1.0 --grid algorithm.local.steps=300,1000
 }
 
+kept() { # Table 1 with Adam's moments kept between visits, CIFAR-10 excepted: the same 16 settings, and what they chose
+    moments="--set algorithm.moments=kept"
+    # shellcheck disable=SC2086
+    {
+        search pfedbayes-kept 80 $moments --grid algorithm.lr_personal=0.001,0.003,0.01 \
+            --grid algorithm.lr_global=0.001,0.003 --grid algorithm.zeta=1,10
+        search pfedbayes-kept 80 $moments --grid algorithm.lr_personal=0.003,0.01 --grid algorithm.lr_global=0.01 \
+            --grid algorithm.zeta=1,10
+        for data in mnist fashion-mnist; do
+            for size in $sizes; do
+                run "$data" "$size" "kept/$data/$size" --seeds "$seeds" --set federation.rounds="$(rounds "$data-$size")" \
+                    $moments $(best tune/pfedbayes-kept lr_personal lr_global zeta)
+            done
+        done
+    }
+}
+
 choices() { # one thing changed at a time, short runs; the settings as used are among those of tune
     for change in algorithm.steps=5,20 algorithm.batch_size=20,100 algorithm.samples=2 algorithm.reset=true \
         algorithm.aggregation=moments algorithm.beta=0.5; do
@@ -104,32 +121,38 @@ batch_norm() { # the VGG with batch normalization: six settings for each method,
             --grid algorithm.local.lr=0.005,0.01,0.02 --grid algorithm.local.momentum=0.5,0.9
         all="$norm --seeds 1 --set federation.rounds=60 --set federation.clients_per_round=20 --set evaluation.every=30"
         run cifar10 small norm-small/pfedbayes $all --set algorithm.steps=20 --set algorithm.averaged=10 \
-            $(best pfedbayes zeta rho lr_personal)
-        run cifar10 small norm-small/fedavg $all --set "$fedavg_vgg" --set algorithm.local.steps=20 $(best fedavg local.lr local.momentum)
+            $(best tune-cifar10/norm-pfedbayes zeta rho lr_personal)
+        run cifar10 small norm-small/fedavg $all --set "$fedavg_vgg" --set algorithm.local.steps=20 $(best tune-cifar10/norm-fedavg local.lr local.momentum)
         run cifar10 small norm-small/local $all --set "$local_vgg" --set federation.rounds=0 --set algorithm.local.steps=1200 \
-            $(best local local.lr local.momentum)
+            $(best tune-cifar10/norm-local local.lr local.momentum)
     }
 }
 
-best() { # method, keys: what the search with batch normalization chose
-    searched=$runs/tune-cifar10/norm-$1
+best() { # search, keys: what it chose
+    searched=$runs/$1
     shift
     for key in "$@"; do
         echo "--set algorithm.$key=$(.venv/bin/python experiments/results.py chosen "$searched" "algorithm.$key")"
     done
 }
 
+rounds() { # dataset-size
+    case $1 in
+        fashion-mnist-medium | fashion-mnist-large) echo "${ROUNDS:-700}" ;;
+        cifar10-large) echo "${ROUNDS:-400}" ;;
+        cifar10-small) echo "${ROUNDS:-200}" ;;
+        *) echo "${ROUNDS:-300}" ;;
+    esac
+}
+
 table() { # dataset
     if [ "$1" = cifar10 ]; then fedavg=$fedavg_vgg local=$local_vgg; fi
     for size in $sizes; do
-        case $1-$size in
-            fashion-mnist-medium | fashion-mnist-large) rounds=${ROUNDS:-700} ;;
-            cifar10-large) rounds=${ROUNDS:-400} ;;
-            cifar10-small) rounds=${ROUNDS:-200} ;;
-            *) rounds=${ROUNDS:-300} ;;
-        esac
-        run "$1" $size "$1/$size/pfedbayes" --seeds "$seeds" --set federation.rounds="$rounds"
-        run "$1" $size "$1/$size/fedavg" --seeds "$seeds" --set federation.rounds="$rounds" --set "$fedavg"
+        length="--set federation.rounds=$(rounds "$1-$size")"
+        # shellcheck disable=SC2086
+        run "$1" $size "$1/$size/pfedbayes" --seeds "$seeds" $length
+        # shellcheck disable=SC2086
+        run "$1" $size "$1/$size/fedavg" --seeds "$seeds" $length --set "$fedavg"
         run "$1" $size "$1/$size/local" --seeds "$seeds" --set federation.rounds=0 --set "$local"
     done
 }
@@ -177,14 +200,14 @@ table_3() { # dataset; one step size for both of a method's models where the pap
 
 for part in ${1:-tune choices fashion-mnist mnist}; do
     case $part in
-        tune | choices) "$part" ;;
+        tune | choices | kept) "$part" ;;
         tune-cifar10) tune_cifar10 ;;
         batch-norm) batch_norm ;;
         table-2) for data in ${2:-mnist fashion-mnist}; do table_2 "$data"; done ;;
         table-3) for data in ${2:-mnist fashion-mnist}; do table_3 "$data"; done ;;
         fashion-mnist | mnist | cifar10) table "$part" ;;
         *)
-            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, table-2, table-3, tune-cifar10, cifar10, batch-norm" >&2
+            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, kept, table-2, table-3, tune-cifar10, cifar10, batch-norm" >&2
             exit 2
             ;;
     esac

@@ -28,10 +28,12 @@ from federations import (
 from pydantic import ValidationError
 from torch import Tensor
 
+from fedloom.algorithms import pfedgp
 from fedloom.algorithms.pfedgp import (
     PFEDGP,
     GPTree,
     PFedGPSettings,
+    few,
     gibbs,
     kernel,
     log_sides,
@@ -85,6 +87,24 @@ def test_the_posterior_is_the_textbooks() -> None:
             assert variance[chain, i].item() == pytest.approx((s.outputscale - row @ inverse @ row).item(), abs=1e-10)
     torch.testing.assert_close(k[1, 4], 8 * (-(u[1] - u[4]).square().sum() / 2).exp(), rtol=0, atol=1e-12)
     torch.testing.assert_close(k.diagonal(), torch.full((6,), 8.001, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cached", [1, 72, 2**18])
+def test_the_slopes_of_the_posterior_are_those_of_finite_differences(
+    monkeypatch: pytest.MonkeyPatch, cached: int
+) -> None:
+    """Whether chains are computed one by one, two by two or all at once; also of K alone, which is symmetric, and of cross alone."""
+    monkeypatch.setattr(pfedgp, "CACHED", cached)
+    s, u, at, kappa = made(), points(6), points(4, seed=1), sided(6)
+    omega = torch.rand(3, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.01
+    k, cross = prior(u, s), kernel(at, u, s)
+    assert [len(piece) for piece in few(omega, 6)] == {1: [1, 1, 1], 72: [2, 1], 2**18: [3]}[cached]
+    for slopes in itertools.product((True, False), repeat=2):
+        if any(slopes):
+            inputs = (k.clone().requires_grad_(slopes[0]), cross.clone().requires_grad_(slopes[1]))
+            assert torch.autograd.gradcheck(
+                lambda k, c: posterior((k + k.T) / 2, c, s.outputscale, kappa, omega), inputs
+            )
 
 
 def test_polya_gamma_draws_have_the_closed_moments() -> None:

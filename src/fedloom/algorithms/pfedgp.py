@@ -30,6 +30,9 @@ from fedloom.models.predictors import Predictors
 NODES, WEIGHTS = map(torch.from_numpy, np.polynomial.hermite.hermgauss(20))
 """Of Gauss-Hermite quadrature, by which the logistic function is averaged over a Gaussian."""
 
+CACHED = 2**18
+"""Float64 numbers of a piece: 2 MiB."""
+
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
@@ -107,12 +110,61 @@ def posterior(k: Tensor, cross: Tensor, own: float, kappa: Tensor, omega: Tensor
     kappa, omega
         ±1/2 for the sides of the examples, ``[n]``; ω of S chains, ``[S, n]``.
     """
-    root = omega.sqrt()
-    eye = torch.eye(len(k), dtype=k.dtype, device=k.device)
-    factor = torch.linalg.cholesky(eye + root[:, :, None] * k * root[:, None, :])
-    half = torch.linalg.solve_triangular(factor, root[:, :, None] * cross.T, upper=False)
-    told = torch.linalg.solve_triangular(factor, (kappa / root)[:, :, None], upper=False)
-    return (half * told).sum(1), (own - half.square().sum(1)).clamp(min=1e-12)
+    mean, variance = Posterior.apply(k, cross, own, kappa, omega)
+    return mean, variance.clamp(min=1e-12)
+
+
+class Posterior(torch.autograd.Function):
+    """``posterior`` with the gradient of its closed form, which costs a third of one through the Cholesky factor.
+
+    With A = K + Ω⁻¹, W = A⁻¹ crossᵀ and α = A⁻¹ κ/ω, the slopes of mean_i are α in the ith row of cross and -w_i αᵀ
+    in K, those of variance_i are -2 w_i and w_i w_iᵀ. κ and ω are constants to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, cross: Tensor, own: float, kappa: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance, not clamped."""
+        kept: list[tuple[Tensor, ...]] = []
+        means, variances = [], []
+        for root in few(omega.sqrt(), len(k)):
+            factor = cholesky_of(k, root)
+            half = torch.linalg.solve_triangular(factor, root[:, :, None] * cross.T, upper=False)
+            told = torch.linalg.solve_triangular(factor, (kappa / root)[:, :, None], upper=False)
+            means.append((half * told).sum(1))
+            variances.append(own - half.square().sum(1))
+            if any(ctx.needs_input_grad):
+                kept.append((root, factor, half, told))
+        ctx.kept = kept
+        return torch.cat(means), torch.cat(variances)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        """Slopes of K and cross from those of mean and variance, summed over the chains."""
+        of_k = of_cross = torch.zeros((), dtype=slopes[0].dtype, device=slopes[0].device)
+        first = 0
+        for root, factor, half, told in ctx.kept:
+            mean, variance = (slope[first : first + len(root), :, None] for slope in slopes)
+            first += len(root)
+            up = factor.mT
+            w = root[:, :, None] * torch.linalg.solve_triangular(up, half, upper=True)
+            alpha = root[:, :, None] * torch.linalg.solve_triangular(up, told, upper=True)
+            weighted, along = variance * w.mT, mean * alpha.mT
+            of_k = of_k + (w @ (weighted - along)).sum(0)
+            of_cross = of_cross + (along - 2 * weighted).sum(0)
+        return of_k, of_cross, None, None, None
+
+
+def few(chains: Tensor, n: int) -> tuple[Tensor, ...]:
+    """Chains ``[S, n]`` in pieces whose ``[n, n]`` matrices stay in a processor's cache together."""
+    return torch.split(chains, max(1, CACHED // n**2)) if chains.device.type == "cpu" else (chains,)
+
+
+def cholesky_of(k: Tensor, root: Tensor) -> Tensor:
+    """Factors ``[S, n, n]`` of I + Ω^½ K Ω^½."""
+    made = (root[:, :, None] * k).mul_(root[:, None, :])
+    made.diagonal(dim1=1, dim2=2).add_(1)
+    factor: Tensor = torch.linalg.cholesky(made)
+    return factor
 
 
 def log_sides(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,9 +198,11 @@ def gibbs(k: Tensor, kappa: Tensor, chains: int, steps: int, random: np.random.G
 
 def conditional_change(k: Tensor, residual: Tensor, omega: Tensor) -> Tensor:
     """K (K + Ω⁻¹)⁻¹ residual, ``[S, n]``."""
-    root = omega.sqrt()
-    factor = torch.linalg.cholesky(torch.eye(len(k), dtype=k.dtype) + root[:, :, None] * k * root[:, None, :])
-    return (root * torch.cholesky_solve((root * residual)[:, :, None], factor)[:, :, 0]) @ k
+    solved = [
+        root * torch.cholesky_solve((root * piece)[:, :, None], cholesky_of(k, root))[:, :, 0]
+        for root, piece in zip(few(omega.sqrt(), len(k)), few(residual, len(k)), strict=True)
+    ]
+    return torch.cat(solved) @ k
 
 
 def polya_gamma(f: Tensor, random: np.random.Generator) -> Tensor:
