@@ -50,6 +50,7 @@ TITLES = {
 OTHERWISE = {
     ("adapt", "comfedl"): "ComFedL-DAMAML",
     ("adapt-mnist", "comfedl"): "ComFedL-DAMAML",
+    ("adapt-whole", "comfedl"): "ComFedL-DAMAML",
     ("vowel", "fedprox"): "FedProx + fine-tuning",
 }
 """Titles that differ in a regime."""
@@ -93,7 +94,7 @@ def tables(runs: Runs) -> Iterator[str]:
     """All of them, as the page has them."""
     for mix in ("two-classes", "iid"):
         yield from _means_and_worst(runs, f"robust-{mix}", "fedavg-uniform")
-    for regime in ("adapt", "adapt-mnist"):
+    for regime in ("adapt", "adapt-mnist", "adapt-whole"):
         yield from _means_and_worst(runs, regime, "one-step")
     yield from _table_1(runs)
     for regime in ("vowel", "qmnist", "cifar10"):
