@@ -2,6 +2,7 @@
 
     .venv/bin/python experiments/baselines.py robust          papers/002, Experiment 1: two ways of dealing classes
     .venv/bin/python experiments/baselines.py adapt           papers/002, Experiment 2, both data sets
+    .venv/bin/python experiments/baselines.py adapt-whole     Fashion-MNIST with the paper's network and all images
     .venv/bin/python experiments/baselines.py table-1         papers/003, Table 1; --tests takes some of it
     .venv/bin/python experiments/baselines.py vowel           eighteen methods, speakers as clients
     .venv/bin/python experiments/baselines.py qmnist          the rows of papers/001, writers of digits as clients

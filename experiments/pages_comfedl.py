@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from matplotlib.figure import Figure
-from summaries import Evaluation, Run, Runs, after, last, spread, table
+from summaries import Evaluation, Run, Runs, after, difference, last, spread, table
 
 from fedloom.reporting.drawing import FULL
 
@@ -35,6 +35,7 @@ GAMMAS, TAUS = ("0.1", "0.2", "0.5", "1", "2", "5"), ("1", "2", "5", "10", "20")
 def tables(runs: Runs) -> Iterator[str]:
     """All of them, as the page has them."""
     yield _fresh(runs, "fashion-mnist")
+    yield _less_fedavg(runs, "fashion-mnist")
     for mix in reversed(MIXES):
         rows = []
         for method, (name, _) in METHODS.items():
@@ -51,6 +52,7 @@ def tables(runs: Runs) -> Iterator[str]:
         yield table((f"{symbol}, step size 0.01", *(f"{round} rounds" for round in rounds)), rows, left=0)
     yield _literal(runs, "fashion-mnist")
     yield _fresh(runs, "mnist")
+    yield _less_fedavg(runs, "mnist")
     yield _both_sweeps(runs)
     yield _literal(runs, "mnist")
     yield from _damaml(runs)
@@ -113,10 +115,30 @@ def _fresh(runs: Runs, data: str) -> str:
     for mix, about in MIXES.items():
         for method, (name, _) in METHODS.items():
             lines = _seeds(runs, f"{data}/{mix}-fresh/{method}")
-            rate = lines[0].settings["algorithm.local.lr"]
+            rate = f"{float(lines[0].settings['algorithm.local.lr']):g}"
             cells = (_cell(lines, quantity) for quantity in ("seen_mean", "seen_worst"))
             rows.append((about if method == "fedavg-examples" else "", name, rate, *cells))
     return table(("clients' classes", "method", "step size", "mean", "worst client"), rows, left=2)
+
+
+def _less_fedavg(runs: Runs, data: str) -> str:
+    """ComFedL, normalized, less FedAvg of the same seed, with the interval over the fresh seeds."""
+    rows = []
+    for mix, about in MIXES.items():
+        by_seed = {
+            method: sorted(_seeds(runs, f"{data}/{mix}-fresh/{method}"), key=lambda line: int(line.seed))
+            for method in ("comfedl-normalized", "fedavg-examples", "fedavg-uniform")
+        }
+        ours, *others = by_seed.values()
+        cells = (
+            difference([line[quantity] for line in ours], [line[quantity] for line in other])
+            for other in others
+            for quantity in ("seen_mean", "seen_worst")
+        )
+        rows.append((about, *cells))
+    return table(
+        ("ComFedL, normalized", "less FedAvg by n_i: mean", "worst", "less FedAvg uniform: mean", "worst"), rows
+    )
 
 
 def _literal(runs: Runs, data: str) -> str:

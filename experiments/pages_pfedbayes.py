@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from summaries import Evaluation, Run, Runs, chosen, last, spread, table
+from summaries import Evaluation, Run, Runs, chosen, difference, last, spread, table
 
 from fedloom import experiment as experiments
 from fedloom.federation.checkpoint import Checkpoints
@@ -111,7 +111,10 @@ TABLE_3 = (  # method, its folder, the settings that tell its runs apart, as sho
             strict=True,
         )
     ),
-    ("pFedGP", "pfedgp", {"lr": "0.05"}, ("0.05", "–", "–"), "92.14", "–"),
+    *(
+        ("pFedGP", f"pfedgp/{rate}", {}, (rate, "–", "–"), pm, "–")
+        for rate, pm in (("0.01", "90.52"), ("0.05", "92.14"), ("0.1", "91.23"))
+    ),
 )  # fmt: skip
 
 
@@ -140,6 +143,8 @@ def tables(runs: Runs) -> Iterator[str]:
     yield _table_1(runs, "fashion-mnist")
     yield _table_1(runs, "mnist")
     yield _masked(runs)
+    yield _less_fresh(runs)
+    yield _zeta(runs)
     yield from _search(runs)
     yield _choices(runs)
     yield _table_2(runs)
@@ -165,7 +170,7 @@ def _cell(found: Sequence[Run], quantity: str) -> str:
     """Mean ± deviation over seeds of the last round, or the round in which a run left the finite range."""
     if left := [last(run).left for run in found if last(run).left is not None]:
         return f"left in {left[0]}"
-    return spread([last(run)[quantity] for run in found], 2) if found else ""
+    return spread([last(run)[quantity] for run in found], 2) if found else "not run"
 
 
 def _table_2(runs: Runs) -> str:
@@ -282,6 +287,33 @@ def _masked(runs: Runs) -> str:
     return table(
         ("", "size", "PM: paper", "among all labels", "among its own", "GM: paper", "all", "own"), rows, left=2
     )
+
+
+def _less_fresh(runs: Runs) -> str:
+    """Moments kept, less fresh ones of the same seed; of fresh ones each seed's highest is what was kept."""
+    rows = []
+    for data in ("fashion-mnist", "mnist"):
+        for size in SIZES:
+            cells: list[str] = []
+            for _, quantity, *_ in KEPT.values():
+                kept, fresh = (
+                    [_of(run, quantity, "_highest") for run in _by_seed(runs, folder)]
+                    for folder in (f"kept/{data}/{size}", f"{data}/{size}/pfedbayes")
+                )
+                cells.append(difference(kept, fresh))
+            rows.append((data, size, *cells))
+    return table(("moments kept, less fresh", "size", "PM", "GM"), rows, left=2)
+
+
+def _zeta(runs: Runs) -> str:
+    """Validation accuracy on small after the last round, by ζ, seed 1."""
+    rows = []
+    for data in ("fashion-mnist", "mnist"):
+        lower = (last(runs[f"kept-zeta/{data}/zeta={zeta},seed=1"]) for zeta in ("2.5", "1"))
+        rows.append(
+            (data, *(f"{line['validation']:.1f}" for line in (last(runs[f"kept/{data}/small/seed=1"]), *lower)))
+        )
+    return table(("small, seed 1, PM on validation", "ζ = 10", "2.5", "1"), rows)
 
 
 def _tried(runs: Runs, folder: str, **settings: float) -> Evaluation | None:

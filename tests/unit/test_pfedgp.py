@@ -33,8 +33,8 @@ from fedloom.algorithms.pfedgp import (
     PFEDGP,
     GPTree,
     PFedGPSettings,
-    few,
     gibbs,
+    in_pieces,
     kernel,
     log_sides,
     polya_gamma,
@@ -98,7 +98,7 @@ def test_the_slopes_of_the_posterior_are_those_of_finite_differences(
     s, u, at, kappa = made(), points(6), points(4, seed=1), sided(6)
     omega = torch.rand(3, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.01
     k, cross = prior(u, s), kernel(at, u, s)
-    assert [len(piece) for piece in few(omega, 6)] == {1: [1, 1, 1], 72: [2, 1], 2**18: [3]}[cached]
+    assert [len(piece) for piece in in_pieces(omega, 6)] == {1: [1, 1, 1], 72: [2, 1], 2**18: [3]}[cached]
     for slopes in itertools.product((True, False), repeat=2):
         if any(slopes):
             inputs = (k.clone().requires_grad_(slopes[0]), cross.clone().requires_grad_(slopes[1]))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from polyagamma import random_polyagamma
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fedloom.algorithms.base import Group
 from fedloom.algorithms.client import PIECE, Local, LocalSGD, Trained, examples
@@ -31,7 +32,7 @@ NODES, WEIGHTS = map(torch.from_numpy, np.polynomial.hermite.hermgauss(20))
 """Of Gauss-Hermite quadrature, by which the logistic function is averaged over a Gaussian."""
 
 CACHED = 2**18
-"""Float64 numbers of a piece: 2 MiB."""
+"""So many float64 numbers, 2 MiB, stay in a processor's cache."""
 
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
@@ -117,8 +118,8 @@ def posterior(k: Tensor, cross: Tensor, own: float, kappa: Tensor, omega: Tensor
 class Posterior(torch.autograd.Function):
     """``posterior`` with the gradient of its closed form, which costs a third of one through the Cholesky factor.
 
-    With A = K + Ω⁻¹, W = A⁻¹ crossᵀ and α = A⁻¹ κ/ω, the slopes of mean_i are α in the ith row of cross and -w_i αᵀ
-    in K, those of variance_i are -2 w_i and w_i w_iᵀ. κ and ω are constants to it.
+    With A = K + Ω⁻¹, α = A⁻¹ κ/ω and w_i = A⁻¹ cross_iᵀ for point i, mean_i has the slopes α in cross_i and -w_i αᵀ in
+    K, and variance_i has -2 w_i and w_i w_iᵀ. κ and ω are constants to it. It cannot be derived twice.
     """
 
     @staticmethod
@@ -126,7 +127,7 @@ class Posterior(torch.autograd.Function):
         """Mean and variance, not clamped."""
         kept: list[tuple[Tensor, ...]] = []
         means, variances = [], []
-        for root in few(omega.sqrt(), len(k)):
+        for root in in_pieces(omega.sqrt(), len(k)):
             factor = cholesky_of(k, root)
             half = torch.linalg.solve_triangular(factor, root[:, :, None] * cross.T, upper=False)
             told = torch.linalg.solve_triangular(factor, (kappa / root)[:, :, None], upper=False)
@@ -138,6 +139,7 @@ class Posterior(torch.autograd.Function):
         return torch.cat(means), torch.cat(variances)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         """Slopes of K and cross from those of mean and variance, summed over the chains."""
         of_k = of_cross = torch.zeros((), dtype=slopes[0].dtype, device=slopes[0].device)
@@ -154,7 +156,7 @@ class Posterior(torch.autograd.Function):
         return of_k, of_cross, None, None, None
 
 
-def few(chains: Tensor, n: int) -> tuple[Tensor, ...]:
+def in_pieces(chains: Tensor, n: int) -> tuple[Tensor, ...]:
     """Chains ``[S, n]`` in pieces whose ``[n, n]`` matrices stay in a processor's cache together."""
     return torch.split(chains, max(1, CACHED // n**2)) if chains.device.type == "cpu" else (chains,)
 
@@ -200,7 +202,7 @@ def conditional_change(k: Tensor, residual: Tensor, omega: Tensor) -> Tensor:
     """K (K + Ω⁻¹)⁻¹ residual, ``[S, n]``."""
     solved = [
         root * torch.cholesky_solve((root * piece)[:, :, None], cholesky_of(k, root))[:, :, 0]
-        for root, piece in zip(few(omega.sqrt(), len(k)), few(residual, len(k)), strict=True)
+        for root, piece in zip(in_pieces(omega.sqrt(), len(k)), in_pieces(residual, len(k)), strict=True)
     ]
     return torch.cat(solved) @ k
 
