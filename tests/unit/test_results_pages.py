@@ -1,4 +1,4 @@
-"""Every table of docs/results is made from the page's compact file, or is listed here: its runs are not kept."""
+"""Every table of docs/results is made from the page's compact file."""
 
 from __future__ import annotations
 
