@@ -1,10 +1,11 @@
 #!/bin/sh
 # What `make run` does: the quickstart for PeFLL, FedAvg and Local, then one table of what each client would get, and a
 # figure of how far a new client's own steps take it. Interrupted, it goes on where it was.
-# `experiments/quickstart.sh 2-4` makes it for these seeds. Settings and how they were chosen: docs/results/quickstart.md
+# `experiments/quickstart.sh 2-4` makes it for these seeds, in a folder named after the vector instructions that torch is
+# told to use (ATEN_CPU_CAPABILITY; native: not told). Settings and how they were chosen: docs/results/quickstart.md
 set -eu
 cd "$(dirname "$0")/.."
-runs=${FEDLOOM_RUNS:-runs/quickstart}
+runs=${FEDLOOM_RUNS:-runs/quickstart}${1:+/${ATEN_CPU_CAPABILITY:-native}}
 local="batch_size: 10, clip: 50.0"
 
 run() {

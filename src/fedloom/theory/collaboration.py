@@ -84,8 +84,8 @@ def weighted_variance(alpha: float, noise: float, helpers: float, oracle: float 
 def relative_bias(p: Problem, step_size: float) -> float:
     """r = ζ²/(L η σ²), how much the bias weighs beside the noise in :func:`wga_floor`; infinite without noise.
 
-    With η = 1/(μT), the rate at which T steps get rid of the start up to logarithms, this is μ T ζ²/(L σ²): bias
-    accumulates over the rounds.
+    With η = 1/(μT), which is, but for a factor ln T, what T steps need to get rid of the start, this is μ T ζ²/(L σ²):
+    bias accumulates over the rounds.
     """
     if p.bias == 0:
         return 0.0
