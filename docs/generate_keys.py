@@ -86,8 +86,13 @@ def _leaving_table(
 
 
 def _title(key: str, branch: Schema) -> str:
-    picks = [f"`{name}: {node['const']}`" for name, node in branch["properties"].items() if "const" in node]
+    picks = [f"`{name}: {branch['properties'][name]['const']}`" for name in _picks(branch)]
     return f"`{key}` with {picks[0]}" if picks else f"`{key}`"
+
+
+def _picks(branch: Schema) -> list[str]:
+    """The key that picks a branch; other keys may have one allowed value, too."""
+    return [name for name in ("name", "scheme", "kind") if "const" in branch["properties"].get(name, {})]
 
 
 def _section(title: str, node: Schema, schema: Schema, depth: int = 9) -> list[str]:
@@ -102,7 +107,7 @@ def _rows(
 ) -> Iterator[str]:
     """Yield the rows of a section; those of sections inside it follow with dotted keys, up to a depth."""
     for key, child in node["properties"].items():
-        if "const" in child:
+        if key in _picks(node):
             continue  # it is in the title
         default = (defaults or {}).get(key, child.get("default"))
         inner = branches(child, schema)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,7 +32,7 @@ from fedloom.transport.personalization import Personalization
 from fedloom.transport.progress import follow
 from fedloom.transport.wire import control_pb2
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.trust import certificates
+from fedloom.trust import audit, certificates
 from fedloom.trust.audit import Audit
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.files import Reread
@@ -366,6 +367,50 @@ def test_what_looks_like_a_token_opens_nothing(by_role, metadata) -> None:
         call_join(channel, sent)
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert federation.running[0].workers() == ()
+
+
+@pytest.mark.parametrize("sent", [b"\xff" * 9, b"", None])
+def test_nothing_of_what_a_stranger_sends_is_parsed_or_waited_for(
+    federation: Federation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sent: bytes | None
+) -> None:
+    monkeypatch.setattr(audit, "REPEATED_S", 0.0)  # each refusal has its line
+    monitor = Monitor()
+    about = {"notices": Notices("run-1", 1, len(CLIENTS)), "monitor": monitor, "control": Control(monitor, list)}
+    about["models"] = Personalization(lambda digest: None, lazy=True)
+    federation.start(BY_ROLE, mutual=False, tokens=True, **about)
+    over = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        if sent is not None:
+            yield sent
+        over.wait(20)  # the caller's side stays open: who waits for its end, or for a message, answers too late
+
+    with dialled(federation) as channel:
+        for call in gate.ACTIONS:
+            with pytest.raises(grpc.RpcError) as refused:
+                next(channel.stream_stream(call)(messages(), timeout=10))
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, call
+        over.set()
+    assert [event["call"] for event in federation.events("refused")] == list(gate.ACTIONS)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("sent", [[b"\xff" * 9], []])
+def test_a_request_of_somebody_known_that_cannot_be_read(
+    by_role, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sent: list[bytes]
+) -> None:
+    monkeypatch.setattr(audit, "REPEATED_S", 0.0)
+    federation, _, tokens = by_role
+    before = len(federation.events("refused"))
+    metadata = (("authorization", f"Bearer {tokens['admin']}"),)
+    with dialled(federation) as channel:
+        for call in CONTROLLED:
+            with pytest.raises(grpc.RpcError) as refused:
+                next(channel.stream_stream(f"/{control.CONTROL}/{call}")(iter(sent), metadata=metadata, timeout=10))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, call
+    told = federation.events("refused")[before:]
+    assert [(line["kind"], line["identity"]) for line in told] == len(CONTROLLED) * [("request", "admin")]
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_call_that_nobody_knows(by_role) -> None:
@@ -862,8 +907,6 @@ def test_a_hostile_peer_with_an_identity_answers_for_its_own_clients_alone(feder
     )
     hostile.join()
     aggregator.wait_for(["a-1", "b-1"], 10)
-    import threading
-
     from transport_support import Sum
 
     answers: list = []

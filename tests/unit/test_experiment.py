@@ -378,6 +378,8 @@ def test_the_page_of_keys_is_up_to_date() -> None:
     docs = Path(__file__).parents[2] / "docs"
     made = runpy.run_path(str(docs / "generate_keys.py"))["page"]()
     assert (docs / "experiment-keys.md").read_text(encoding="utf-8") == made, "make docs"
+    titles = re.findall("^## `algorithm` with (.*)$", made, re.MULTILINE)
+    assert titles == [f"`name: {name}`" for name in available()]
     guide = (docs / "experiment.md").read_text(encoding="utf-8")
     for section in json_schema()["properties"]:
         assert f"`{section}`" in guide

@@ -68,6 +68,8 @@ def test_the_files_of_a_run_say_what_it_did(tmp_path: Path) -> None:
     assert (now.clients.cohort, now.clients.answered) == (2, 1)
     assert now.measured is not None
     assert (now.measured.round, now.measured.groups["seen"].clients) == (3, 2)
+    *_, line = folder.lines("metrics.jsonl")
+    assert now.measured.train_loss == line["train"]["loss"] is not None
     assert now.totals.seconds == pytest.approx(sum(now.totals.exchanges.values()))
     assert [(c.id, c.observes, c.examples, c.last_round) for c in RunFiles(folder).clients()] == [
         ("c0", False, 4, 3), ("c1", False, 6, None), ("c2", True, 8, None),

@@ -46,7 +46,11 @@ def serve(
         float, typer.Option(help="Seconds that open conversations may continue after SIGTERM.", min=0, metavar="S")
     ] = 10.0,
     audit: Annotated[
-        Path | None, typer.Option(help="The audit log; by default logs/audit.jsonl of the run's folder.")
+        Path | None,
+        typer.Option(
+            help="The audit log, where peers say who they are; by default logs/audit.jsonl of the run's folder, "
+            "none for a URL."
+        ),
     ] = None,
     health: Annotated[
         str | None,

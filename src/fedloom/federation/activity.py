@@ -139,7 +139,7 @@ class Measured:
             for name in ("seen", "unseen", "global")
             if (told := line.get(name)) is not None
         }
-        loss = line.get("train_loss")
+        loss = (line.get("train") or {}).get("loss")
         return cls(line["round"], groups, line.get("validation_pooled"), line.get("validation_loss"), loss)
 
 

@@ -196,7 +196,7 @@ class ClientSide:
         conversation = self._open[key]
         try:
             group = Group(
-                [_to(self._load(client), self._device) for client in clients],
+                [_to(self._loaded(client), self._device) for client in clients],
                 keyed,
                 [self._state(client, version) for client, version in zip(clients, versions, strict=True)]
                 if versions
@@ -225,6 +225,19 @@ class ClientSide:
             opened = _Open(key, rows, Group([], keyed), _ended(), exchange=0, answers=answers)
         for row in rows:
             conversation[row] = opened
+
+    def _loaded(self, client: str) -> ClientData:
+        """The data of a client.
+
+        Raises
+        ------
+        DataError
+            If they cannot be read; without the paths and values that the cause names, which stay on this machine.
+        """
+        try:
+            return self._load(client)
+        except DataError as error:
+            raise DataError(f"client {client}: its data cannot be read, the worker's log says why") from error
 
     def _half_for(self, purpose: str) -> ClientHalf:
         """The client half that answers.
@@ -366,10 +379,9 @@ def _ended() -> Conversation:
 
 
 def _line(error: Exception) -> str:
+    """What the aggregator is told: a sentence of ours; of others the class alone, as they may quote what they read."""
     text = str(error).splitlines()
-    if isinstance(error, FloatingPointError | FedloomError) and text:  # a sentence of our own
-        return text[0][:300]
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+    return text[0][:300] if isinstance(error, FloatingPointError | FedloomError) and text else type(error).__name__
 
 
 def _to(client: ClientData, device: torch.device) -> ClientData:

@@ -136,8 +136,8 @@ class StoredStates:
                 raise ValueError(f"found {about}, expected {_about(client)}")
         except ValueError as error:
             raise DataError(
-                f"{self._store.url}/{name}: not a client state: {error}",
-                hint="restore it from a copy; or remove it, and federation.lost_state decides",
+                f"{name}: not a client state: {error}",  # the aggregator is told this line, but not where it lies
+                hint=f"restore it in {self._store.url} from a copy; or remove it, and federation.lost_state decides",
             ) from error
         return tensors
 

@@ -227,7 +227,8 @@ class ModuleSettings(ModelChoice):
     head: str | None = Field(
         default=None,
         min_length=1,
-        description="name of the linear layer whose outputs are the logits; null is the last one, if it is so",
+        description="name of the linear layer whose outputs are the logits; null: the last linear layer, where its "
+        "outputs are the logits; else the model has no head",
     )
     initial: Literal["module", "drawn"] = Field(
         default="module",

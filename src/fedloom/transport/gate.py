@@ -155,15 +155,14 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None or details.method.startswith(HEALTH):
             return handler
-        kinds = {
-            (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-            (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-            (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-            (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-        }
-        kind, make = kinds[handler.request_streaming, handler.response_streaming]
-        guarded = self._guarded(details.method, getattr(handler, kind))
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        if not handler.request_streaming:
+            behaviour = _asked(handler.request_deserializer, behaviour)
+        # Each as if a stream of requests came: gRPC waits for a single one, and parses it, before it calls a handler.
+        streaming = handler.response_streaming
+        make = grpc.stream_stream_rpc_method_handler if streaming else grpc.stream_unary_rpc_method_handler
+        parse = handler.request_deserializer if handler.request_streaming else None
+        return make(self._guarded(details.method, behaviour), parse, handler.response_serializer)
 
     async def watch(self) -> None:
         """Read files again that change, and end streams, for ever."""
@@ -251,6 +250,25 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         ends = ends if admitted.ends is None else min(ends, admitted.ends)
         ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         return Peer(admitted, host, action, call, ends, ended, self._audit)
+
+
+def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
+    """Read the one request of a call that was let in."""
+
+    async def asked(_: Any, context: Any) -> Any:
+        data, reason = await context.read(), "found no message; allowed: one"
+        if data is not grpc.aio.EOF:
+            try:
+                request = parse(data)
+            except Exception:  # protobuf raises DecodeError, and others on some malformed input
+                reason = f"found {len(data)} bytes that are no request"
+            else:
+                return await behaviour(request, context)
+        if (peer := PEER.get()) is not None:
+            peer.refuse("request", reason)
+        return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+    return asked
 
 
 def _write(audit: Audit, event: Literal["settings", "revoked", "leave"], **told: Value) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,11 @@ from fedloom.errors import ExperimentError
 from fedloom.transport.address import split_address
 from fedloom.transport.gate import Gate, connection_age, server_credentials
 from fedloom.transport.health import probed
+from fedloom.transport.limits import Sparing
 from fedloom.trust.options import Protection
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(Sparing())
+"""gRPC's own: it shows a traceback of each health check, and of each call where there is no gate, that is garbage."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Denied(Exception):
 
 
 SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.PERSONALIZE, Role.WATCH}), ("*",))
-"""Who has the token that is in no file. Whoever is known is as much, without a table."""
+"""Who has the token that is in no file: it speaks for every client. Whoever is known is as much, without a table."""
 
 
 class Access:
@@ -81,9 +81,10 @@ class Access:
         File of tokens; None: no token is known.
     identities
         Table of identities; None: whoever presents a certificate of our CA, or a token that is known, may be a worker
-        for every client, and watch.
+        for every client, ask for every client's model, and watch.
     shared
-        A token that is in no file, which our own workers have, and who watches them; the table does not speak of it.
+        A token that is in no file, which our own workers have, and who watches them or asks for models; the table does
+        not speak of it.
     now
         The time, in UTC.
 
