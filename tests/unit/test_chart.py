@@ -361,6 +361,39 @@ def test_labels_of_ones_own_are_said_once(tmp_path: Path) -> None:
     assert aggregator["spec"]["template"]["metadata"]["labels"]["team"] == "b"
 
 
+A, B = "sha256:" + 64 * "a", "sha256:" + 64 * "b"
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "aggregator", "worker"),
+    [
+        ({"tag": "1.2.3"}, {}, ":1.2.3", "fedloom/aggregator:1.2.3"),
+        ({"tag": "1.2.3"}, {"tag": "9.9.9"}, ":1.2.3", "fedloom/aggregator:9.9.9"),
+        ({"tag": "1.2.3"}, {"repository": "w"}, ":1.2.3", "w:1.2.3"),
+        ({"digest": A}, {}, f"@{A}", f"fedloom/aggregator@{A}"),
+        ({"digest": A}, {"tag": "9.9.9"}, f"@{A}", "fedloom/aggregator:9.9.9"),
+        ({"digest": A}, {"repository": "w"}, f"@{A}", "w:0.1.0"),
+        ({"tag": "1.2.3"}, {"digest": B, "tag": "9.9.9"}, ":1.2.3", f"fedloom/aggregator@{B}"),
+    ],
+)
+def test_workers_have_the_aggregators_image_but_for_what_is_their_own(
+    common: dict[str, str], own: dict[str, str], aggregator: str, worker: str, tmp_path: Path
+) -> None:
+    base = yaml.safe_load((CHART / "ci" / "trial-values.yaml").read_text())
+    text = installed(merged(base, {"image": common, "workers": {"image": own}}), tmp_path)
+    found = {name: pod["containers"][0]["image"] for name, pod in helm.pods(text)}
+    assert found["fed-fedloom-aggregator"] == f"fedloom/aggregator{aggregator}"
+    assert found["fed-fedloom-worker"] == worker
+
+
+def test_annotations_of_every_object_are_those_of_every_pod() -> None:
+    text = helm.rendered("trial", "--set", "commonAnnotations.team=a")
+    for item in helm.objects(text):
+        assert item["metadata"]["annotations"]["team"] == "a", named(item)
+        if "template" in item.get("spec", {}):
+            assert item["spec"]["template"]["metadata"]["annotations"]["team"] == "a", named(item)
+
+
 def test_two_releases_have_a_dashboard_each() -> None:
     (first,) = [c for c in of_kind(helm.rendered("members"), "ConfigMap") if named(c)[1].endswith("-dashboard")]
     second_text = helm.rendered("members", "--set", "fullnameOverride=other")
@@ -608,6 +641,14 @@ def test_what_cannot_be_is_refused_with_key_found_and_allowed(wrong: str, tmp_pa
     assert done.returncode != 0
     assert not done.stdout
     assert said in done.stderr
+
+
+def installed(tree: dict[str, Any], tmp_path: Path) -> str:
+    """What values render to, as text."""
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(tree))
+    done = helm.run("template", "fed", CHART, "-n", "fl", "-f", tmp_path / "values.yaml")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

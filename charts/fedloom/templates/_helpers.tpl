@@ -50,14 +50,14 @@ metadata:
   {{- end }}
 {{- end }}
 
-{{/* An image: a digest goes before a tag, and that before the version. */}}
+{{/* An image: a digest goes before a tag, and what is its own before what is common. A digest is of one repository. */}}
 {{- define "fedloom.image" -}}
 {{- $common := .root.Values.image -}}
 {{- $own := default (dict) .own -}}
 {{- $repository := default $common.repository $own.repository -}}
-{{- $digest := ternary $own.digest $common.digest (not (empty $own.repository)) -}}
-{{- $tag := ternary $own.tag $common.tag (not (empty $own.repository)) -}}
-{{- if $digest -}}{{ $repository }}@{{ $digest }}{{- else -}}{{ $repository }}:{{ default .root.Chart.AppVersion $tag }}{{- end -}}
+{{- $digest := ternary $common.digest "" (and (eq $repository $common.repository) (empty $own.tag)) -}}
+{{- with default $digest $own.digest -}}{{ $repository }}@{{ . }}
+{{- else -}}{{ $repository }}:{{ coalesce $own.tag $common.tag .root.Chart.AppVersion }}{{- end -}}
 {{- end }}
 
 {{- define "fedloom.podSecurityContext" -}}
