@@ -394,6 +394,19 @@ def test_annotations_of_every_object_are_those_of_every_pod() -> None:
             assert item["spec"]["template"]["metadata"]["annotations"]["team"] == "a", named(item)
 
 
+def test_alerts_see_a_crash_loop_and_no_stall_after_a_pause() -> None:
+    text = helm.rendered("members", "--set", "metrics.prometheusRule.stalledAfterSeconds=600")
+    (rule,) = of_kind(text, "PrometheusRule")
+    alerts = {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
+    assert set(alerts) == {
+        "FedLoomAggregatorDown", "FedLoomAggregatorRestarts", "FedLoomRoundsStalled", "FedLoomCertificateEnds",
+    }  # fmt: skip
+    assert re.search(r"avg_over_time\(up\{.*?\}\[15m\]\)", alerts["FedLoomAggregatorDown"])
+    assert "process_start_time_seconds{" in alerts["FedLoomAggregatorRestarts"]
+    worked = r"increase\(fedloom_phase_seconds_total\{phase=~\"training.*?\}\[600s\]\)\) > 0.8 \* 600"
+    assert re.search(worked, alerts["FedLoomRoundsStalled"])
+
+
 def test_two_releases_have_a_dashboard_each() -> None:
     (first,) = [c for c in of_kind(helm.rendered("members"), "ConfigMap") if named(c)[1].endswith("-dashboard")]
     second_text = helm.rendered("members", "--set", "fullnameOverride=other")
