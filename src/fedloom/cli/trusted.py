@@ -52,6 +52,9 @@ Identities = Annotated[
         help="Table of identities: who may do what, and for which clients.", metavar="FILE", envvar="FEDLOOM_IDENTITIES"
     ),
 ]
+AuditLog = Annotated[
+    Path | None, typer.Option(help="The audit log; by default logs/audit.jsonl of the run's folder.", metavar="FILE")
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
