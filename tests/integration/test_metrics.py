@@ -83,6 +83,9 @@ def test_every_part_of_an_activity_is_a_metric() -> None:
         ("fedloom_certificate_end_timestamp_seconds", ""): end,
     }  # fmt: skip
     assert {key: found.get(key) for key in expected} == pytest.approx(expected)
+    assert {phase for name, phase in found if name == "fedloom_phase"} == {
+        "waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed",
+    }  # fmt: skip
     assert ("fedloom_rounds_planned", "") not in found
     assert ("fedloom_accuracy", "unseen,mean") not in found
 
@@ -116,6 +119,7 @@ def test_metrics_are_served_while_the_aggregator_lives() -> None:
             text = answer.read().decode()
         assert 'fedloom_phase{phase="waiting"} 1.0' in text
         assert "process_resident_memory_bytes" in text
+        assert "process_start_time_seconds" in text  # an alert counts how often it changes
         with pytest.raises(ExperimentError), metrics_served(f"127.0.0.1:{port}", told):
             pass
         aggregator.stop()

@@ -361,6 +361,52 @@ def test_labels_of_ones_own_are_said_once(tmp_path: Path) -> None:
     assert aggregator["spec"]["template"]["metadata"]["labels"]["team"] == "b"
 
 
+A, B = "sha256:" + 64 * "a", "sha256:" + 64 * "b"
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "aggregator", "worker"),
+    [
+        ({"tag": "1.2.3"}, {}, ":1.2.3", "fedloom/aggregator:1.2.3"),
+        ({"tag": "1.2.3"}, {"tag": "9.9.9"}, ":1.2.3", "fedloom/aggregator:9.9.9"),
+        ({"tag": "1.2.3"}, {"repository": "w"}, ":1.2.3", "w:1.2.3"),
+        ({"digest": A}, {}, f"@{A}", f"fedloom/aggregator@{A}"),
+        ({"digest": A}, {"tag": "9.9.9"}, f"@{A}", "fedloom/aggregator:9.9.9"),
+        ({"digest": A}, {"repository": "w"}, f"@{A}", "w:0.1.0"),
+        ({"tag": "1.2.3"}, {"digest": B, "tag": "9.9.9"}, ":1.2.3", f"fedloom/aggregator@{B}"),
+    ],
+)
+def test_workers_have_the_aggregators_image_but_for_what_is_their_own(
+    common: dict[str, str], own: dict[str, str], aggregator: str, worker: str, tmp_path: Path
+) -> None:
+    base = yaml.safe_load((CHART / "ci" / "trial-values.yaml").read_text())
+    text = installed(merged(base, {"image": common, "workers": {"image": own}}), tmp_path)
+    found = {name: pod["containers"][0]["image"] for name, pod in helm.pods(text)}
+    assert found["fed-fedloom-aggregator"] == f"fedloom/aggregator{aggregator}"
+    assert found["fed-fedloom-worker"] == worker
+
+
+def test_annotations_of_every_object_are_those_of_every_pod() -> None:
+    text = helm.rendered("trial", "--set", "commonAnnotations.team=a")
+    for item in helm.objects(text):
+        assert item["metadata"]["annotations"]["team"] == "a", named(item)
+        if "template" in item.get("spec", {}):
+            assert item["spec"]["template"]["metadata"]["annotations"]["team"] == "a", named(item)
+
+
+def test_alerts_see_a_crash_loop_and_no_stall_after_a_pause() -> None:
+    text = helm.rendered("members", "--set", "metrics.prometheusRule.stalledAfterSeconds=600")
+    (rule,) = of_kind(text, "PrometheusRule")
+    alerts = {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
+    assert set(alerts) == {
+        "FedLoomAggregatorDown", "FedLoomAggregatorRestarts", "FedLoomRoundsStalled", "FedLoomCertificateEnds",
+    }  # fmt: skip
+    assert re.search(r"avg_over_time\(up\{.*?\}\[15m\]\)", alerts["FedLoomAggregatorDown"])
+    assert "process_start_time_seconds{" in alerts["FedLoomAggregatorRestarts"]
+    worked = r"increase\(fedloom_phase_seconds_total\{phase=~\"training.*?\}\[600s\]\)\) > 0.8 \* 600"
+    assert re.search(worked, alerts["FedLoomRoundsStalled"])
+
+
 def test_two_releases_have_a_dashboard_each() -> None:
     (first,) = [c for c in of_kind(helm.rendered("members"), "ConfigMap") if named(c)[1].endswith("-dashboard")]
     second_text = helm.rendered("members", "--set", "fullnameOverride=other")
@@ -502,6 +548,8 @@ def test_an_example_of_gitops_names_what_is_there_and_installs(tool: str, tmp_pa
 
 # ---- what Helm refuses
 
+STORED = {"storage": {"url": "s3://bucket/p", "existingSecret": "s"}}
+TO = [{"ipBlock": {"cidr": "198.51.100.7/32"}}]
 REFUSED = {
     "two aggregators": ({"aggregator": {"replicas": 2}}, "aggregator.replicas: found 2; allowed: 1"),
     "no experiment": ({"experiment": {"values": None}}, "experiment: found none; allowed: experiment.values"),
@@ -593,6 +641,58 @@ REFUSED = {
         "ingress.tlsSecret: found with tls.mode certManager",
     ),
     "a tracker with a space": ({"tracking": ["csv tensorboard"]}, "/tracking/0"),
+    "a public route to an aggregator that asks nobody": (
+        {
+            "tls": {"mode": "none"},
+            "insecure": True,
+            "gateway": {"grpcRoute": {"enabled": True}, "parentRefs": [{"name": "g"}]},
+        },
+        "auth.tokens.existingSecret: found none with gateway.grpcRoute.enabled",
+    ),
+    "an ingress to an aggregator that asks nobody": (
+        {"tls": {"mode": "none"}, "insecure": True, "ingress": {"enabled": True, "host": "a.example.org"}},
+        "auth.tokens.existingSecret: found none with ingress.enabled",
+    ),
+    "a load balancer through which nobody comes": (
+        {**STORED, "workers": {"kind": "Deployment"}, "networkPolicy": {"peers": None, "store": {"to": TO}}},
+        "networkPolicy.peers: found none with service.type LoadBalancer",
+    ),
+    "a store of another bucket than the one that is made": (
+        {"seaweedfs": {"enabled": True}, **STORED},
+        "storage.url: found the bucket bucket with seaweedfs.enabled, which makes fedloom",
+    ),
+    "workers that know no authority": (
+        {
+            **STORED,
+            "tls": {"mode": "secret", "mutual": False, "secret": {"name": "t", "ca": ""}},
+            "auth": {"tokens": {"existingSecret": "t"}},
+            "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
+        },
+        "tls.secret.ca: found none with workers",
+    ),
+    "workers that are nobody in the table": (
+        {
+            **STORED,
+            "tls": {"mutual": False},
+            "auth": {
+                "tokens": {"existingSecret": "t"},
+                "identities": [{"name": "a", "token": "a", "roles": ["watch"]}],
+            },
+            "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
+        },
+        "auth.identities: found none with the role worker",
+    ),
+    "workers that are two in the table": (
+        {
+            **STORED,
+            "auth": {
+                "tokens": {"existingSecret": "t"},
+                "identities": [{"name": "a", "token": "a", "roles": ["worker"]}],
+            },
+            "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
+        },
+        "workers.token.existingSecret: found with auth.identities",
+    ),
     "ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host: found none"),
 }
 
@@ -608,6 +708,14 @@ def test_what_cannot_be_is_refused_with_key_found_and_allowed(wrong: str, tmp_pa
     assert done.returncode != 0
     assert not done.stdout
     assert said in done.stderr
+
+
+def installed(tree: dict[str, Any], tmp_path: Path) -> str:
+    """What values render to, as text."""
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(tree))
+    done = helm.run("template", "fed", CHART, "-n", "fl", "-f", tmp_path / "values.yaml")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -642,6 +750,112 @@ def test_lint_finds_nothing_and_the_notes_fit_the_values(scenario: str) -> None:
     for name in re.findall(r"(?:statefulset/|service |claim )([a-z0-9-]+)", notes):
         assert name in done.stdout.partition("NOTES:")[0], name
     assert "<no value>" not in done.stdout
+
+
+TEST_TLS = {"test.tls.existingSecret": "own"}
+TEST_TOKEN = {"test.token.existingSecret": "own", "test.token.key": "own.token"}
+TABLE_OF_WORKERS = {
+    "auth.identities[0].name": "w",
+    "auth.identities[0].token": "w",
+    "auth.identities[0].roles[0]": "worker",
+}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "given", "shown"),
+    [
+        ("silos", {}, ("fed-fedloom-test-tls", None)),
+        ("members", {"auth.tokens.existingSecret": "t"}, ("fed-fedloom-test-tls", None)),
+        ("gateway", {}, None),
+        ("gateway", TEST_TLS, ("own", None)),
+        ("gateway", {**TEST_TLS, **TEST_TOKEN}, ("own", ("own", "own.token"))),
+        ("gateway", {"workers.tls.existingSecret": "w"}, ("w", None)),
+        (
+            "gateway",
+            {"workers.tls.existingSecret": "w", **TEST_TLS, "workers.token.existingSecret": "w"},
+            ("own", None),
+        ),
+        ("plaintext-gateway", {}, None),
+        ("plaintext-gateway", TEST_TOKEN, (None, ("own", "own.token"))),
+        ("trial", {}, (None, ("trial-worker", "token"))),
+        ("trial", {**TEST_TOKEN, **TABLE_OF_WORKERS}, (None, ("own", "own.token"))),
+    ],
+)
+def test_the_test_shows_a_credential_of_its_own_or_the_workers(
+    scenario: str, given: dict[str, str], shown: tuple[str | None, tuple[str, str] | None] | None
+) -> None:
+    """Never the workers' token beside a certificate of its own: that would be two identities."""
+    text = helm.rendered(scenario, *settings(given))
+    if shown is None:
+        assert not of_kind(text, "Pod")
+        return
+    (pod,) = of_kind(text, "Pod")
+    secrets = {volume["name"]: volume["secret"] for volume in pod["spec"]["volumes"] if "secret" in volume}
+    certificate, token = shown
+    assert secrets.get("tls", {}).get("secretName") == certificate
+    assert secrets.get("token", {}).get("secretName") == (token and token[0])
+    for container in pod["spec"]["containers"]:
+        env = {entry["name"]: entry.get("value") for entry in container["env"]}
+        assert env.get("FEDLOOM_TOKEN_FILE") == (token and f"/etc/fedloom/token/{token[1]}")
+
+
+def test_the_table_has_identities_of_the_chart_that_can_be_shown() -> None:
+    def names(*arguments: str) -> list[str]:
+        text = helm.rendered("silos", *arguments)
+        (config,) = [item for item in of_kind(text, "ConfigMap") if "identities.yaml" in item["data"]]
+        return [entry["name"] for entry in yaml.safe_load(config["data"]["identities.yaml"])["identities"]]
+
+    assert names() == ["operator", "fed-fedloom-workers", "fed-fedloom-test"]
+    tokens = {"tls.mutual": "false", "auth.tokens.existingSecret": "t", "workers.token.existingSecret": "w"}
+    assert names(*settings({**tokens, **TABLE_OF_WORKERS})) == ["w"]
+
+
+def settings(given: dict[str, str]) -> list[str]:
+    return [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+
+
+CA, PAIR, TOKEN = "--tls-ca ca.crt", "--tls-certificate NAME.crt --tls-key NAME.key", "--token-file NAME.token"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "given", "worker", "personalize"),
+    [
+        ("members", {}, f"HOST:7733 {CA} {PAIR}", None),
+        ("members", {"tls.mutual": "false", "auth.tokens.existingSecret": "t"}, f"HOST:7733 {CA} {TOKEN}", None),
+        (
+            "members",
+            {"tls.mode": "none", "insecure": "true", "auth.tokens.existingSecret": "t"},
+            f"HOST:7733 {TOKEN} --insecure",
+            None,
+        ),
+        ("gateway", {}, f"fl.example.org:443 {CA} {PAIR} {TOKEN}", None),
+        ("plaintext-gateway", {}, f"fl.example.org:443 {CA} {TOKEN}", f"{TOKEN} --insecure"),
+        ("silos", {}, None, f"{CA} {PAIR}"),
+    ],
+)
+def test_the_notes_tell_commands_that_can_connect(
+    scenario: str, given: dict[str, str], worker: str | None, personalize: str | None
+) -> None:
+    notes = notes_of(scenario, *settings(given))
+    commands: Any = get_command(app)
+    lines = [line.split() for line in notes.splitlines() if line.startswith("     fedloom ")]
+    for _, called, *words in lines:
+        known = {word for option in commands.commands[called].params for word in option.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+    told = {words[1]: " ".join(words[2:]) for words in lines}
+    assert told.get("worker") == (worker and f"--aggregator {worker} --data DIR")
+    at = "fed-fedloom-serve.fl.svc:7734"
+    assert told.get("personalize") == (personalize and f"--from {at} {personalize} --data DIR --out model.pt2")
+    certified = scenario == "members" and given.get("tls.mode") != "none"
+    assert ("tls.certManager.dnsNames" in notes) is certified
+    assert ("helm test" in notes) is bool(of_kind(helm.rendered(scenario, *settings(given)), "Pod"))
+
+
+def notes_of(scenario: str, *arguments: str) -> str:
+    values_file = CHART / "ci" / f"{scenario}-values.yaml"
+    done = helm.run("install", "fed", CHART, "-n", "fl", "-f", values_file, "--dry-run=client", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

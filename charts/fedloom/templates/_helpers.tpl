@@ -50,14 +50,14 @@ metadata:
   {{- end }}
 {{- end }}
 
-{{/* An image: a digest goes before a tag, and that before the version. */}}
+{{/* An image: a digest goes before a tag, and what is its own before what is common. A digest is of one repository. */}}
 {{- define "fedloom.image" -}}
 {{- $common := .root.Values.image -}}
 {{- $own := default (dict) .own -}}
 {{- $repository := default $common.repository $own.repository -}}
-{{- $digest := ternary $own.digest $common.digest (not (empty $own.repository)) -}}
-{{- $tag := ternary $own.tag $common.tag (not (empty $own.repository)) -}}
-{{- if $digest -}}{{ $repository }}@{{ $digest }}{{- else -}}{{ $repository }}:{{ default .root.Chart.AppVersion $tag }}{{- end -}}
+{{- $digest := ternary $common.digest "" (and (eq $repository $common.repository) (empty $own.tag)) -}}
+{{- with default $digest $own.digest -}}{{ $repository }}@{{ . }}
+{{- else -}}{{ $repository }}:{{ coalesce $own.tag $common.tag .root.Chart.AppVersion }}{{- end -}}
 {{- end }}
 
 {{- define "fedloom.podSecurityContext" -}}
@@ -242,7 +242,10 @@ topologySpreadConstraints:
 {{- end }}
 {{- define "fedloom.clientSecret" -}}
 {{- if eq .root.Values.tls.mode "certManager" -}}{{ include "fedloom.fullname" .root }}-{{ .component }}-tls
-{{- else -}}{{ default .root.Values.tls.secret.name .root.Values.workers.tls.existingSecret }}{{- end -}}
+{{- else -}}
+{{- $own := ternary .root.Values.test.tls.existingSecret "" (eq .component "test") -}}
+{{ coalesce $own .root.Values.workers.tls.existingSecret .root.Values.tls.secret.name }}
+{{- end -}}
 {{- end }}
 
 {{/* The items of a client's Secret: without a certificate of its own, the authorities alone. */}}
@@ -266,11 +269,34 @@ topologySpreadConstraints:
 - {{ .name }}.{{ .root.Release.Namespace }}.svc.cluster.local
 {{- end }}
 
-{{/* Whether `helm test` has a credential that it can show. */}}
+{{/* Whether identities of the chart's own pods are certificates that it has made. */}}
+{{- define "fedloom.ownCertificates" -}}
+{{- if and (eq .Values.tls.mode "certManager") (include "fedloom.mutual" .) }}true{{ end -}}
+{{- end }}
+
+{{/* The token that `helm test` shows: the workers' only without a certificate of its own, beside which it would be a second identity. */}}
+{{- define "fedloom.testToken" -}}
+{{- $own := or (include "fedloom.ownCertificates" .) (and (include "fedloom.mutual" .) .Values.test.tls.existingSecret) -}}
+{{- if .Values.test.token.existingSecret -}}{{ toYaml .Values.test.token }}
+{{- else if and .Values.workers.token.existingSecret (not $own) -}}{{ toYaml .Values.workers.token }}
+{{- end -}}
+{{- end }}
+
+{{/* Whether `helm test` has what it needs to be let in, and to know whom it asks. */}}
 {{- define "fedloom.tested" -}}
-{{- $own := or (eq .Values.tls.mode "certManager") .Values.workers.tls.existingSecret -}}
-{{- $token := or .Values.workers.token.existingSecret (not .Values.auth.tokens.existingSecret) -}}
-{{- if and $token (or $own (not (include "fedloom.mutual" .))) }}true{{ end -}}
+{{- $secret := or .Values.test.tls.existingSecret .Values.workers.tls.existingSecret -}}
+{{- if include "fedloom.mutual" . -}}
+{{- if or (include "fedloom.ownCertificates" .) $secret }}true{{ end -}}
+{{- else if and (eq .Values.tls.mode "secret") (not .Values.tls.secret.ca) -}}
+{{- else if or (include "fedloom.testToken" .) (not .Values.auth.tokens.existingSecret) }}true{{ end -}}
+{{- end }}
+
+{{/* What a member's command shows, and whom it believes: (dict "root" . "gateway" true) where it dials a gateway, which ends TLS that the aggregator does not speak. */}}
+{{- define "fedloom.memberOptions" -}}
+{{- $tls := or .gateway (ne .root.Values.tls.mode "none") -}}
+{{- if $tls }}--tls-ca ca.crt {{ end -}}
+{{- if include "fedloom.mutual" .root }}--tls-certificate NAME.crt --tls-key NAME.key {{ end -}}
+{{- if .root.Values.auth.tokens.existingSecret }}--token-file NAME.token {{ if not $tls }}--insecure {{ end }}{{ end -}}
 {{- end }}
 
 {{/* The claim of the state. */}}
@@ -281,7 +307,7 @@ topologySpreadConstraints:
 {{/* The table of identities, with those of the chart's own pods. */}}
 {{- define "fedloom.identities" -}}
 {{- $own := list }}
-{{- if eq .Values.tls.mode "certManager" }}
+{{- if include "fedloom.ownCertificates" . }}
 {{- $name := include "fedloom.fullname" . }}
 {{- if ne .Values.workers.kind "none" }}
 {{- $own = append $own (dict "name" (printf "%s-workers" $name) "certificate" (printf "URI:urn:fedloom:%s-workers" $name) "roles" (list "worker") "clients" (list "*")) }}

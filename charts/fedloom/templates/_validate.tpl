@@ -46,6 +46,9 @@
 {{- if and (eq $v.tls.mode "secret") $v.tls.mutual (not $v.tls.secret.ca) }}
 {{- $wrong = append $wrong "tls.secret.ca: found none with tls.mutual; allowed: the key of the authorities whose certificates peers must have" }}
 {{- end }}
+{{- if and (eq $v.tls.mode "secret") (not $v.tls.mutual) (ne $v.workers.kind "none") (not $v.tls.secret.ca) }}
+{{- $wrong = append $wrong "tls.secret.ca: found none with workers; allowed: the key of the authorities by which they know the aggregator" }}
+{{- end }}
 {{- if and (eq $v.tls.mode "secret") $v.tls.mutual (ne $v.workers.kind "none") (not $v.workers.tls.existingSecret) }}
 {{- $wrong = append $wrong "workers.tls.existingSecret: found none with tls.mode secret and tls.mutual; allowed: a Secret with the workers' own certificate" }}
 {{- end }}
@@ -62,6 +65,24 @@
 {{- end }}
 {{- if and $v.auth.tokens.existingSecret (not (include "fedloom.mutual" .)) (ne $v.workers.kind "none") (not $v.workers.token.existingSecret) }}
 {{- $wrong = append $wrong "workers.token.existingSecret: found none, and peers are known by tokens alone; allowed: a Secret with a token" }}
+{{- end }}
+{{- $named := "" }}
+{{- range $v.auth.identities }}{{ if or (has "worker" .roles) (has "observer" .roles) }}{{ $named = "true" }}{{ end }}{{ end }}
+{{- if and $v.auth.identities (ne $v.workers.kind "none") (not (include "fedloom.ownCertificates" .)) (not $named) }}
+{{- $wrong = append $wrong (printf "auth.identities: found none with the role worker, and workers.kind %s, who would all be refused; allowed: an identity of what they show" $v.workers.kind) }}
+{{- end }}
+{{- if and $v.auth.identities (ne $v.workers.kind "none") (include "fedloom.ownCertificates" .) $v.workers.token.existingSecret }}
+{{- $wrong = append $wrong "workers.token.existingSecret: found with auth.identities, tls.mode certManager and tls.mutual, where the table knows workers by their certificate, and a token would be another identity; allowed: none" }}
+{{- end }}
+{{- $ended := "" }}
+{{- if $v.gateway.grpcRoute.enabled }}{{ $ended = "gateway.grpcRoute.enabled" }}{{ else if and $v.ingress.enabled (eq $v.tls.mode "none") }}{{ $ended = "ingress.enabled and tls.mode none" }}{{ end }}
+{{- if and $ended (not $v.auth.tokens.existingSecret) }}
+{{- $wrong = append $wrong (printf "auth.tokens.existingSecret: found none with %s, behind which nobody's certificate reaches the aggregator; allowed: a Secret with the file of tokens" $ended) }}
+{{- end }}
+{{- $public := "" }}
+{{- if eq $v.service.type "LoadBalancer" }}{{ $public = "service.type LoadBalancer" }}{{ else if $v.ingress.enabled }}{{ $public = "ingress.enabled" }}{{ end }}
+{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.peers) (ne $v.workers.kind "none") $public }}
+{{- $wrong = append $wrong (printf "networkPolicy.peers: found none with %s, through which nobody could come; allowed: who may, such as [{ipBlock: {cidr: 203.0.113.0/24}}], or networkPolicy.enabled: false" $public) }}
 {{- end }}
 {{- if and $v.networkPolicy.enabled (not $v.networkPolicy.peers) (eq $v.workers.kind "none") }}
 {{- $wrong = append $wrong "networkPolicy.peers: found none with workers.kind none, so that nobody could dial the aggregator; allowed: who may, such as [{ipBlock: {cidr: 203.0.113.0/24}}], or networkPolicy.enabled: false" }}
@@ -122,6 +143,10 @@
 {{- end }}
 {{- if and $v.test.data (not $v.serve.enabled) }}
 {{- $wrong = append $wrong "test.data: found without serve.enabled; allowed: with it, where the test asks for a model" }}
+{{- end }}
+{{- $bucket := first (splitList "/" (trimPrefix "s3://" $v.storage.url)) }}
+{{- if and $v.seaweedfs.enabled $v.storage.url (ne $bucket $v.seaweedfs.bucket) }}
+{{- $wrong = append $wrong (printf "storage.url: found the bucket %s with seaweedfs.enabled, which makes %s; allowed: that one, or no URL" $bucket $v.seaweedfs.bucket) }}
 {{- end }}
 {{- if and $v.seaweedfs.enabled $v.storage.endpoint }}
 {{- $wrong = append $wrong "storage.endpoint: found with seaweedfs.enabled; allowed: one of them" }}

@@ -184,6 +184,7 @@ def aggregator(
     tls_ca: trusted.CaOfPeers = None,
     tokens: trusted.Tokens = None,
     identities: trusted.Identities = None,
+    audit: trusted.AuditLog = None,
     insecure: trusted.InsecureServer = False,
 ) -> None:
     """Run rounds with workers that connect. Workers are started with `fedloom worker`."""
@@ -203,6 +204,7 @@ def aggregator(
         publish=publish,
         listen=listen,
         protection=protection,
+        audit=audit,
         wait_s=wait,
         orphan_after_s=orphan_after,
         finished_grace_s=finished_grace,

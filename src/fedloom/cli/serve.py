@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -45,13 +44,7 @@ def serve(
     drain: Annotated[
         float, typer.Option(help="Seconds that open conversations may continue after SIGTERM.", min=0, metavar="S")
     ] = 10.0,
-    audit: Annotated[
-        Path | None,
-        typer.Option(
-            help="The audit log, where peers say who they are; by default logs/audit.jsonl of the run's folder, "
-            "none for a URL."
-        ),
-    ] = None,
+    audit: trusted.AuditLog = None,
     health: Annotated[
         str | None,
         typer.Option(

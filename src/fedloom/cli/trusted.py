@@ -52,6 +52,14 @@ Identities = Annotated[
         help="Table of identities: who may do what, and for which clients.", metavar="FILE", envvar="FEDLOOM_IDENTITIES"
     ),
 ]
+AuditLog = Annotated[
+    Path | None,
+    typer.Option(
+        help="The audit log, where peers say who they are; by default logs/audit.jsonl of the run's folder, "
+        "none for a URL.",
+        metavar="FILE",
+    ),
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(

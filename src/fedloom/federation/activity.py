@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from fedloom.data.manifest import ClientEntry
     from fedloom.federation.journal import Attempt
 
-Phase = Literal[
-    "waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed",
-    "running", "interrupted", "published",
-]  # fmt: skip
-"""``waiting`` for members or workers. From the files of a run alone: ``running`` where a process is at work on it,
+LivePhase = Literal["waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed"]
+"""Of a process that tells it itself; ``waiting`` for members or workers."""
+
+Phase = LivePhase | Literal["running", "interrupted", "published"]
+"""Beside these, from the files of a run alone: ``running`` where a process is at work on it,
 ``interrupted`` where none is and it has not come to its end; ``published`` of what a store has of a run that has not,
 which does not say whether a process is at work."""
 

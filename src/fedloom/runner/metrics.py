@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import fedloom
 from fedloom.errors import ExperimentError
-from fedloom.federation.activity import Activity, Phase
+from fedloom.federation.activity import Activity, LivePhase
 from fedloom.transport.address import split_address
 from fedloom.transport.personalization import ServingLoad
 from fedloom.trust.options import Protection
@@ -94,7 +94,7 @@ def federation_families(
 
     about = {"run": now.run, "method": now.method, "version": fedloom.__version__}
     yield InfoMetricFamily("fedloom_federation", "What is run.", value=about)
-    phases = {name: float(name == now.phase) for name in get_args(Phase)}
+    phases = {name: float(name == now.phase) for name in get_args(LivePhase)}
     yield _labelled(GaugeMetricFamily, "phase", "1 for what is done now, 0 for the rest.", "phase", phases)
     yield from _gauge("paused", "Whether somebody has asked for a pause.", float(now.paused_by is not None))
     yield from _gauge("round", "The last round that is done.", now.round)

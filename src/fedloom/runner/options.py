@@ -33,6 +33,8 @@ class RunOptions:
         ``host:port`` where workers may come; None: the run has workers of its own.
     protection
         How an aggregator that listens is protected; None: not at all, and only this machine is served.
+    audit
+        Its audit log; None: ``logs/audit.jsonl`` of the run's folder.
     wait_s
         Seconds until every client must be served.
     orphan_after_s
@@ -63,6 +65,7 @@ class RunOptions:
     name: str | None = None
     listen: str | None = None
     protection: ServerOptions | None = None
+    audit: Path | None = None
     wait_s: float = 60.0
     orphan_after_s: float | None = None
     health: str | None = None

@@ -159,7 +159,7 @@ def run_experiment(
                 folder.write("partition.json", parts.manifest.to_json())
             folder.write_json("environment.json", assemble.fingerprint(e))
             if options.listen is not None and protection.access is not None:
-                audit.keep(folder.logs / "audit.jsonl")
+                audit.keep(options.audit or folder.logs / "audit.jsonl")
             if url is not None:
                 folder.write_json("published.json", {"url": url})
             else:  # it may have been published before
