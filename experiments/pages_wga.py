@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from summaries import Evaluation, Runs, last, spread, table
+from summaries import Evaluation, Run, Runs, difference, last, spread, table
 
 from fedloom.experiment import load
 from fedloom.reporting.drawing import FULL
@@ -87,55 +87,59 @@ def _quadratic(runs: Runs) -> str:
 def _logistic(runs: Runs) -> str:
     """Every rule and α, no choice made."""
     rows = []
-    seeds = _seeds(runs, "fashion-mnist")
+    alone = _by_seed(runs.under("fashion-mnist/alone"))
     for folder, name in RULES.items():
-        lines = [last(run) for run in runs.under(f"fashion-mnist/{folder}")]
-        for alpha in sorted({line.settings["algorithm.alpha"] for line in lines}):
-            those = [line for line in lines if line.settings["algorithm.alpha"] == alpha]
-            each = [line["seen_mean"] for line in those if line.seed in seeds]
-            shared, loss = (_mean(those, seeds, of) for of in ("global_seen_mean", "seen_loss"))
-            shown = (*(f"{value:.1f}" for value in each), spread(each), f"{shared:.1f}", f"{loss:.3f}")
+        found = runs.under(f"fashion-mnist/{folder}")
+        for alpha in sorted({last(run).settings["algorithm.alpha"] for run in found}):
+            lines = _by_seed(run for run in found if last(run).settings["algorithm.alpha"] == alpha)
+            shared, loss = (_mean(lines, of) for of in ("global_seen_mean", "seen_loss"))
+            shown = (*_each_and_mean(lines, alone), f"{shared:.1f}", f"{loss:.3f}")
             rows.append((name, "0" if folder == "alone" else alpha, *shown))
-    header = ("rule", "α", *(f"seed {seed}" for seed in seeds), "mean", "mean of all θ_i (`global`)", "loss")
+    header = ("rule", "α", *_header(alone), "mean of all θ_i (`global`)", "loss")
     return table(header, rows, left=2)
 
 
-def _seeds(runs: Runs, part: str) -> list[str]:
-    return sorted({run[0].seed for rule in RULES for run in runs.under(f"{part}/{rule}") if run[0].seed.isdigit()})
+def _by_seed(found: Iterable[Run]) -> list[Evaluation]:
+    return sorted((last(run) for run in found), key=lambda line: int(line.seed))
 
 
-def _mean(lines: Sequence[Evaluation], seeds: Sequence[str], quantity: str) -> float:
-    """Over seeds, or, where that is what was kept, as printed."""
-    each = [line[quantity] for line in lines if line.seed in seeds and quantity in line.values]
-    return statistics.fmean(each or [line[quantity] for line in lines if quantity in line.values])
+def _mean(lines: Sequence[Evaluation], quantity: str) -> float:
+    return statistics.fmean(line[quantity] for line in lines)
+
+
+def _header(lines: Sequence[Evaluation]) -> list[str]:
+    return [*(f"seed {line.seed}" for line in lines), "mean", "less alone"]
+
+
+def _each_and_mean(lines: Sequence[Evaluation], alone: Sequence[Evaluation]) -> list[str]:
+    """Test accuracy of each seed, over seeds, and less what Alone has on the same seed."""
+    each = [line["seen_mean"] for line in lines]
+    less = difference(each, [line["seen_mean"] for line in alone]) if lines != alone else ""
+    return [*(f"{value:.1f}" for value in each), spread(each), less]
 
 
 def _lenet(runs: Runs) -> Iterator[str]:
     """Validation accuracy of each seed, and the chosen step size on test data."""
     tried, tested = [], []
-    seeds = _seeds(runs, "lenet")
+    alone: list[Evaluation] = []
     for folder, name in RULES.items():
-        by_rate = {
-            rate: [last(run) for run in runs.under(f"lenet/{folder}") if last(run).settings["algorithm.lr"] == rate]
-            for rate in RATES
-        }
-        by_seed = {rate: [line for line in lines if line.seed in seeds] for rate, lines in by_rate.items()}
-        whole = {rate: lines for rate, lines in by_seed.items() if all(line.left is None for line in lines)}
-        means = {rate: statistics.fmean(line["validation"] for line in lines) for rate, lines in whole.items()}
-        best = max(means, key=lambda rate: means[rate])
+        found = runs.under(f"lenet/{folder}")
+        by_rate = {rate: _by_seed(run for run in found if last(run).settings["algorithm.lr"] == rate) for rate in RATES}
+        whole = {rate: lines for rate, lines in by_rate.items() if all(line.left is None for line in lines)}
+        best = max(whole, key=lambda rate: _mean(whole[rate], "validation"))
         cells = []
-        for rate, lines in by_seed.items():
+        for rate, lines in by_rate.items():
             each = (f"{line['validation']:.1f}" if line.left is None else f"not finite ({line.left})" for line in lines)
             cells.append(" / ".join(each) if rate != best else f"**{' / '.join(each)}**")
         tried.append((name, *cells))
-        each_seed = [line["seen_mean"] for line in by_seed[best]]
-        shown = [f"{value:.1f}" for value in each_seed] + [spread(each_seed)]
+        alone = alone or whole[best]
+        shown = _each_and_mean(whole[best], alone)
         for of, digits in (("seen_worst_decile", 1), ("global_seen_mean", 1), ("seen_loss", 2), ("train_loss", 2)):
-            shown.append(f"{_mean(by_rate[best], seeds, of):.{digits}f}")
+            shown.append(f"{_mean(whole[best], of):.{digits}f}")
         tested.append((name, best, *shown))
     yield table(("rule", *(f"η = {rate}" for rate in RATES)), tried)
-    of_tests = ("mean", "worst decile", "mean of all θ_i (`global`)", "test loss", "train loss")
-    yield table(("rule", "η", *(f"seed {seed}" for seed in seeds), *of_tests), tested, left=2)
+    of_tests = ("worst decile", "mean of all θ_i (`global`)", "test loss", "train loss")
+    yield table(("rule", "η", *_header(alone), *of_tests), tested, left=2)
 
 
 def losses(runs: Runs) -> Figure:

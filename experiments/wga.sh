@@ -4,7 +4,7 @@
 # chooses from one grid. Interrupted, it goes on where it was; what came out is docs/results/wga.md.
 #
 #   experiments/wga.sh                 all, half an hour of one core
-#   experiments/wga.sh lenet           one part: quadratic | fashion-mnist | lenet
+#   experiments/wga.sh lenet           one part: quadratic | fashion-mnist | lenet | beta (LeNet, BC with β = 0.5, seed 1)
 #
 # FEDLOOM_RUNS: where the runs lie (default runs/wga). OPTIONS: more options of every run.
 set -eu
@@ -15,7 +15,7 @@ sweep() { # part, folder, options...; runs that leave the finite range are resul
     part=$1 out="$runs/$1/$2"
     shift 2
     # shellcheck disable=SC2086
-    .venv/bin/fedloom run "experiments/wga-$part.yaml" --out "$out" --resume --no-report --seeds 1-3 ${OPTIONS:-} "$@" ||
+    .venv/bin/fedloom run "experiments/wga-$part.yaml" --out "$out" --resume --no-report --seeds "${seeds:-1-3}" ${OPTIONS:-} "$@" ||
         [ $? -eq 5 ]
 }
 
@@ -37,8 +37,9 @@ for part in ${1:-quadratic fashion-mnist lenet}; do
             ;;
         fashion-mnist) rates='' && rules fashion-mnist --grid algorithm.alpha=0.3,0.6,0.9 ;;
         lenet) rates='--grid algorithm.lr=0.03,0.1,0.3' && rules lenet ;;
+        beta) seeds=1 && sweep lenet beta --set algorithm.beta=0.5 --grid algorithm.lr=0.03,0.1 ;;
         *)
-            echo "part: found $part; allowed: quadratic, fashion-mnist, lenet" >&2
+            echo "part: found $part; allowed: quadratic, fashion-mnist, lenet, beta" >&2
             exit 2
             ;;
     esac
