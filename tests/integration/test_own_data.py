@@ -177,6 +177,19 @@ def test_what_cannot_be_served_or_run_is_refused(packed: Path, experiment: Path,
     assert not (tmp_path / "run").exists()
 
 
+def test_columns_in_another_order_get_no_model(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
+    rows = [line.split(",") for line in (tmp_path / "speaker-4.csv").read_text().splitlines()]
+    swapped = tmp_path / "swapped.csv"
+    swapped.write_text("\n".join(",".join([row[0], row[2], row[1], *row[3:]]) for row in rows))
+    for name, more in (("swapped", ()), ("ordered", ("--experiment", experiment))):
+        assert fedloom("data", "pack", swapped, "--out", tmp_path / name, "--label", "vowel", *more)[0] == 0
+    run_experiment(of(experiment), options(packed, tmp_path / "run"))
+    asked = ("personalize", "--from", tmp_path / "run", "--out", tmp_path / "m.safetensors", "--data")
+    found, _, said = fedloom(*asked, tmp_path / "swapped")
+    assert (found, tells(said, "swapped", "features", "V3, V2, V4", "data.own.features", "V2, V3, V4")) == (3, True)
+    assert fedloom(*asked, tmp_path / "ordered")[0] == 0
+
+
 def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(experiment: Path) -> None:
     e = of(experiment)
     assert loads(e.resolved_yaml()) == e

@@ -112,6 +112,7 @@ def test_the_same_examples_from_every_format_give_the_same_shard(name: str, tmp_
         map(tuple, x)
     )
     assert packed.card == read_card(tmp_path / "out")
+    assert packed.card.features == (("u", "v", "w") if name in ("t.csv", "t.parquet") else None)
 
 
 def test_the_same_source_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
@@ -481,7 +482,8 @@ def test_a_damaged_card_or_shard_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "out" / "client.json"
     card = json.loads(path.read_text())
     for key, value in (
-        ("version", 2), ("id", "../a"), ("kind", "sound"), ("train", 41), ("test", 0), ("sha256", "0"),
+        ("version", 1), ("features", ["u"]),
+        ("id", "../a"), ("kind", "sound"), ("train", 41), ("test", 0), ("sha256", "0"),
         ("moments", {"count": 40, "sum": [1, 2], "squares": [1, 2, 3]}),
         ("moments", {"count": 0, "sum": [1, 2, 3], "squares": [1, 2, 3]}),
     ):  # fmt: skip
@@ -531,6 +533,22 @@ def test_clients_that_do_not_fit_together_or_the_experiment(tmp_path: Path) -> N
     with pytest.raises(DataError) as caught:
         OwnClients.open([tmp_path / "all"]).check(TABLE.model_copy(update={"input_shape": (4,)}))
     assert tells(str(caught.value), "input_shape", "[3]", "data.own.input_shape", "[4]")
+
+
+def test_columns_of_other_names_or_in_another_order_are_refused(tmp_path: Path) -> None:
+    x, y = rows_of()
+    for name in WRITERS:
+        pack(WRITERS[name](tmp_path / name, x, y), tmp_path / "packed" / name, settings(TABLE))
+        clients = OwnClients.open([tmp_path / "packed" / name])
+        clients.check(TABLE)
+        clients.check(TABLE.model_copy(update={"features": ("u", "v", "w")}))
+        other = TABLE.model_copy(update={"features": ("v", "u", "w")})
+        if name in ("t.npz", "t.safetensors"):  # whose columns have no names
+            clients.check(other)
+            continue
+        with pytest.raises(DataError) as caught:
+            clients.check(other)
+        assert tells(str(caught.value), name, "features", "u, v, w", "data.own.features", "v, u, w", "--experiment")
 
 
 # --- moments ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalize
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
-from fedloom.data.own import AGAIN, read_card, read_own_shard
+from fedloom.data.own import AGAIN, check_features, read_card, read_own_shard
 from fedloom.errors import DataError
 
 MOST_EXAMPLES = 1_000_000
@@ -30,6 +30,8 @@ class Wanted:
     ----------
     dataset, kind, input_shape, class_names, normalization
         As of :class:`~fedloom.data.manifest.Manifest`.
+    features
+        As of :class:`~fedloom.data.own.Own`.
     """
 
     dataset: str
@@ -37,10 +39,11 @@ class Wanted:
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
     normalization: Normalization
+    features: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, problem: Mapping[str, Any]) -> Wanted:
-        """Read it from what a run says of its problem."""
+    def of(cls, problem: Mapping[str, Any], features: tuple[str, ...] | None) -> Wanted:
+        """Read it from what a run says of its problem, and its experiment of the columns."""
         normalization = problem["normalization"]
         return cls(
             problem["dataset"],
@@ -48,6 +51,7 @@ class Wanted:
             tuple(problem["input_shape"]),
             tuple(problem["class_names"]),
             Normalization(tuple(normalization["mean"]), tuple(normalization["std"])),
+            features,
         )
 
 
@@ -123,6 +127,7 @@ class Newcomer(FederatedDataset):
         ):
             if found != needed:
                 raise DataError(f"{folder}: {what} is {found}; allowed: {needed}, as the run was trained with")
+        check_features(folder, card, wanted.features)
         foreign = [name for name in card.classes if name not in wanted.class_names] if card.labelled else []
         if foreign:
             raise DataError(

@@ -32,7 +32,7 @@ from fedloom.words import counted
 
 CARD = "client.json"
 SHARD = "shard.safetensors"
-CARD_VERSION = 1
+CARD_VERSION = 2
 AGAIN = "pack it again: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT"
 OWN = "own"
 """What manifests and summaries call the data set of clients with data of their own."""
@@ -169,6 +169,8 @@ class ClientCard:
         How the splits came about: ``{"given": true}``, or seed and fractions.
     source
         What it was made from: the format.
+    features
+        Of features from a table: the names of the columns, in order. None: the source names none.
     """
 
     version: int
@@ -185,6 +187,7 @@ class ClientCard:
     moments: Moments
     division: Mapping[str, Any]
     source: str
+    features: tuple[str, ...] | None = None
 
     def entry(self, *, seen: bool = True) -> ClientEntry:
         """Return what a manifest says of the client; unless it is seen, it is measured and never trains."""
@@ -234,6 +237,8 @@ def _contradiction(card: ClientCard) -> str | None:
     if not CLIENT_ID.fullmatch(card.id):
         return f"id {card.id!r}, expected letters, digits, '.', '_' and '-'"
     numbers = 0 if card.kind == "tokens" else card.input_shape[0] if card.input_shape else -1
+    if card.features is not None and len(card.features) != numbers:
+        return f"features, expected {numbers} names"
     if not len(card.moments.sum) == len(card.moments.squares) == numbers:
         return f"moments, expected sum and squares of {numbers}"
     if not all(math.isfinite(value) for value in (*card.moments.sum, *card.moments.squares)) or card.moments.count < 1:
@@ -321,6 +326,7 @@ class OwnClients:
                         f"{_shown(needed)}",
                         hint=AGAIN,
                     )
+            check_features(self.folders[name], card, own.features)
 
     def check_labels(self) -> None:
         """Refuse clients who are to train and have no labels.
@@ -352,6 +358,20 @@ class OwnClients:
         """
         training = [card.moments for name, card in self.cards.items() if name not in self.observers]
         return normalization(own, training)
+
+
+def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:
+    """Refuse a table whose columns are others than an experiment names, or in another order.
+
+    Raises
+    ------
+    DataError
+        The folder, what was found and what is needed.
+    """
+    if needed is not None and card.features is not None and card.features != needed:
+        raise DataError(
+            f"{folder}: features is {_shown(card.features)}; allowed by data.own.features: {_shown(needed)}", hint=AGAIN
+        )
 
 
 def normalization(own: Own, moments: Sequence[Moments]) -> Normalization:

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from fedloom.data.own import read_card
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
 from fedloom.evaluation.measure import metrics, nothing_measured
 from fedloom.evaluation.summary import Evaluation
-from fedloom.experiment import Runtime
+from fedloom.experiment import Experiment, OwnData, Runtime
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.client_side import ClientSide
@@ -232,7 +232,7 @@ def _client_of(about: About, asked: Asked) -> _Client:
     algorithm = find_method(about)
     e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
     problem = json.loads(about.problem)
-    data = _data(asked, Wanted.of(problem))
+    data = _data(asked, problem, e)
     parts = assemble.for_newcomers(assemble.make_parts(e, data.manifest), problem["clients"])
     _check_labels(asked, parts)
     return _Client(private(asked, dataclasses.replace(parts, algorithm=algorithm)), about, data)
@@ -309,7 +309,8 @@ def find_method(about: About) -> Algorithm:
     return algorithm
 
 
-def _data(asked: Asked, wanted: Wanted) -> Newcomer:
+def _data(asked: Asked, problem: Mapping[str, Any], e: Experiment) -> Newcomer:
+    wanted = Wanted.of(problem, e.data.own.features if isinstance(e.data, OwnData) else None)
     if (asked.x is None) is (asked.data is None):
         raise ExperimentError("data: found x and a folder, or neither; allowed: one of them")
     if not wanted.class_names:
@@ -549,7 +550,7 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
         known = DurableRounds(folder, asked.checkpoint)
         trained = known.parts
         about = known.about
-        data = _data(asked, Wanted.of(json.loads(about.problem)))
+        data = _data(asked, json.loads(about.problem), trained.experiment)
         _check_labels(asked, trained)
         parts = private(asked, dataclasses.replace(trained, manifest=data.manifest))
         client = _Client(parts, about, data)

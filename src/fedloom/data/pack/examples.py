@@ -45,6 +45,8 @@ class Examples:
         What was done to them that their owner should know.
     owners
         ``[n]`` names of whose each is, where the source has the examples of several; else None.
+    features
+        Of features from a table: the names of the columns, in order; else None.
     """
 
     kind: Kind
@@ -56,6 +58,7 @@ class Examples:
     overlap: int = 0
     notes: tuple[str, ...] = ()
     owners: tuple[str, ...] | None = None
+    features: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         moments=moments(examples.x[split == 0], examples.kind),
         division={"given": True} if examples.split is not None else drawn,
         source=form,
+        features=examples.features,
     )
     tell("writing", 0, None)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -63,8 +63,10 @@ class _Table:
         owners = None if self.client is None else tuple(owner or "" for owner in self.owners)
         missing = [i for i, owner in enumerate(owners or ()) if not owner]
         mistakes.add_many("client missing", len(missing), (self.where(i) for i in missing))
+        kind = self.batches.kind
+        columns = tuple(self.header[i] for i in self.inputs) if kind == "features" else None
         return Examples(
-            self.batches.kind, classes, self.batches.joined(), y, split, self.where, notes=notes, owners=owners
+            kind, classes, self.batches.joined(), y, split, self.where, notes=notes, owners=owners, features=columns
         )
 
 
