@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -20,13 +21,14 @@ from transport_support import Hostile, Proxy, Worker, expected, make_aggregator,
 
 import fedloom
 from fedloom.data.manifest import ClientEntry
-from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, RefusedError
+from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
 from fedloom.transport import control, gate, spoken, stream
 from fedloom.transport import worker as worker_module
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import encode
+from fedloom.transport.newcomer import Models
 from fedloom.transport.notices import Notices
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.progress import follow
@@ -767,7 +769,19 @@ def test_a_member_whose_own_certificate_is_not_valid_is_told_before_it_dials(
 def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) -> None:
     federation.start()
     plain = federation.worker(None, name="plain", reconnect_s=0.5)
-    assert isinstance(ended(plain), AbandonedError)
+    asked: list[FedloomError] = [ended(plain)]
+    with pytest.raises(AbandonedError) as raised, control.dialled(federation.address) as client:
+        client.status()
+    asked.append(raised.value)
+
+    async def describe() -> None:
+        await Models(federation.address).describe(0.5)
+
+    with pytest.raises(QuorumError) as without:
+        asyncio.run(describe())
+    asked.append(without.value)
+    assert [type(error) for error in asked] == [AbandonedError, AbandonedError, QuorumError]
+    assert all(tells(str(error), federation.address, "--tls-ca") for error in asked)
     aggregator = make_aggregator()
     federation.running.append(aggregator)
     federation.address = aggregator.start("127.0.0.1:0")

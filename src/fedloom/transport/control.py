@@ -149,7 +149,7 @@ class ControlClient:
         if reason := dial.distrust(self._address, *found) or dial.closed_after_handshake(*found):
             return RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
         return AbandonedError(
-            f"no aggregator answers at {self._address}: {described(code, details)}",
+            f"no aggregator answers at {self._address}: {dial.perhaps_tls(*found) or described(code, details)}",
             hint="where none is, a run's folder or URL says how far it came: fedloom status RUN",
         )
 

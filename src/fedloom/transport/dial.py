@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from fedloom.transport.failures import BROKEN
 from fedloom.trust.options import Shown
 
 
@@ -48,6 +49,15 @@ def distrust(address: str, shown: Shown, code: grpc.StatusCode, details: str | N
         if part in said:
             return words
     return None
+
+
+def perhaps_tls(shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
+    """Say what it may mean that a plaintext connection was closed before a word was said; None if it was not."""
+    said = (details or "").lower()
+    closed = "socket closed" in said or "connection reset" in said
+    if shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed or "failed to connect" not in said:
+        return None
+    return f"{BROKEN} before anything was said: it may speak TLS (--tls-ca)"
 
 
 def closed_after_handshake(shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:

@@ -21,7 +21,7 @@ from fedloom.federation.served import About
 from fedloom.messages import Message
 from fedloom.transport import dial
 from fedloom.transport.address import split_address
-from fedloom.transport.dial import closed_after_handshake, distrust
+from fedloom.transport.dial import closed_after_handshake, distrust, perhaps_tls
 from fedloom.transport.failures import described, hint
 from fedloom.transport.spoken import (
     DESCRIBE,
@@ -361,7 +361,8 @@ class Models:
                 wait_s[:] = [int(str(asked)) / 1e3 if asked is not None and str(asked).isdecimal() else AGAIN_S]
                 if time.monotonic() + wait_s[0] < ends:
                     return
-                why = closed_after_handshake(self._shown, code, details)
+                found = self._shown, code, details
+                why = closed_after_handshake(*found) or perhaps_tls(*found)
                 words = why or (printable(details or "", 500) if asked is not None else described(code, details))
                 raise QuorumError(f"no model from {self._address} in time: {words}", hint="ask again later") from error
             _raise(code, said, details, error)

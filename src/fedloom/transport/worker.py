@@ -675,7 +675,8 @@ class _Connection:
         certain = dial.distrust(self._address, self._shown, code, details)
         perhaps = None if self._outbox is not None else dial.closed_after_handshake(self._shown, code, details)
         if not (reason := certain or perhaps):
-            return None
+            plain = dial.perhaps_tls(self._shown, code, details)
+            return None if plain is None else ConnectionError(plain)
         refused = RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
         return _Distrust(reason, refused, certain=certain is not None)
 
