@@ -610,6 +610,16 @@ def test_a_worker_that_is_started_again_gets_in_though_its_old_stream_is_half_op
     aggregator.stop()
 
 
+def test_a_stream_that_was_up_is_lost_and_not_dialled_in_vain(aggregator, worker, caplog):
+    with caplog.at_level(logging.INFO, "fedloom.transport.worker"):
+        alone = worker(reconnect_s=0.5)
+        aggregator.wait_for(set(CLIENTS), 30)
+        aggregator.stop()
+        alone.thread.join(20)
+    told = [record.getMessage() for record in caplog.records if aggregator.address in record.getMessage()]
+    assert [line.split(" at ")[0] for line in told[:2]] == ["joined run run-1", "lost the aggregator"]
+
+
 def test_an_aggregator_that_is_gone(worker):
     began = time.monotonic()
     alone = worker(address="127.0.0.1:1", reconnect_s=0.3)

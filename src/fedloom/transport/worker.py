@@ -577,7 +577,8 @@ class _Connection:
                 reason = _describe(error)
                 if isinstance(error, _LaterError):
                     last_seen = time.monotonic()
-            if seen or self._outbox is not None:
+            lost = seen or self._outbox is not None
+            if lost:
                 self._outbox, last_seen, attempt = None, time.monotonic(), 0
                 told, next_notice = set(), FIRST_NOTICE_S
             gone_s = time.monotonic() - last_seen
@@ -593,7 +594,8 @@ class _Connection:
                 return
             if reason not in told:
                 told.add(reason)
-                log.info("no aggregator at %s (%s), dialling for %.0f s", self._address, reason, left)
+                what = "lost the aggregator at %s (%s), reconnecting" if lost else "no aggregator at %s (%s), dialling"
+                log.info(f"{what} for %.0f s", self._address, reason, left)
             elif gone_s >= next_notice:
                 next_notice = 2 * gone_s
                 log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s)
