@@ -46,6 +46,7 @@ from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import serving as aggregator_serving
 from fedloom.runner.ledger import Ledger
 from fedloom.runner.personal import Asked, Speaking, _client_of, personal_model
+from fedloom.runner.personal_model import FORMATS
 from fedloom.runner.run_experiment import _models
 from fedloom.runner.serve import DurableRounds, serve
 from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier, together
@@ -535,6 +536,12 @@ def test_a_folder_that_is_missing_is_said_before_anybody_is_dialled(tmp_path: Pa
         fedloom.personalize("127.0.0.1:1", data=tmp_path / "nowhere", timeout_s=5)
 
 
+@pytest.mark.parametrize("where", ["runn", "runs/none", "C:/run"])
+def test_a_run_that_is_not_there_is_no_address(where: str) -> None:
+    with pytest.raises(DataError, match=f"^{where}: found no such folder; allowed: a run's folder, HOST:PORT or a URL"):
+        fedloom.personalize(where, *examples(1))
+
+
 def promised(model: Any) -> tuple[float, float, float, int]:
     promise = model.card.privacy
     return promise.epsilon, promise.delta, promise.clip, promise.examples
@@ -798,9 +805,13 @@ def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Pat
         ({"run": run, "from_": None, "epsilon": 1.0}, "found with RUN"),
         ({"run": run, "from_": None, "ledger": tmp_path / "l"}, "found with RUN"),
         ({"epsilon": 1.0, "clip": 1.0, "budget": 1.0}, "--budget: found 1 without --ledger"),
+        *(
+            ({"run": run, "from_": None, "out": tmp_path / f"x{end}"}, f"--out: found .*x{end} with RUN; .* --from RUN")
+            for end in FORMATS
+        ),
         ({"run": run}, "found both"),
         ({"from_": None}, "found neither"),
-        ({"from_": "nowhere"}, "allowed: HOST:PORT"),
+        ({"from_": "nowhere:0"}, "allowed: HOST:PORT"),
     ):
         given: dict[str, Any] = {"out": tmp_path / "x.pt2", "from_": str(run), "data": [fedloom_packed], **arguments}
         with pytest.raises(ExperimentError, match=said):

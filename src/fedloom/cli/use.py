@@ -171,6 +171,8 @@ def personalize(
             "--epsilon, --delta, --clip, --ledger, --budget: found with RUN, where nothing travels; "
             "allowed: with --from"
         )
+    if out.suffix in (".safetensors", ".pt2", ".onnx"):  # runner.personal_model.FORMATS, which imports torch
+        raise ExperimentError(f"--out: found {out} with RUN; allowed: a new folder; one file: --from RUN")
     RunFolder.open(run)  # before torch is imported
     from fedloom.runner.client_models import personalize
 

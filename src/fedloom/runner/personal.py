@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -181,6 +182,8 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
     """Return a client's own model, as :func:`personal_model` does, and let others work meanwhile."""
     if is_run(where):
         return await asyncio.to_thread(_from_run, where, asked)
+    if not re.search(r":[0-9]+$", where):  # a folder, then, whose name is misspelt
+        raise DataError(f"{where}: found no such folder; allowed: a run's folder, HOST:PORT or a URL")
     _check(asked)
     ends = time.monotonic() + asked.timeout_s
     models = Models(where, Credentials(trust))
