@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -243,6 +244,21 @@ def test_of_a_group_the_one_with_whom_a_method_cannot_train_is_lost_alone(at_onc
     assert [isinstance(answers[row], Update) for row in range(3)] == [True, False, True]
     assert isinstance(lost := answers[1], Lost)
     assert lost.reason.startswith("client c1: found train examples of one class; allowed: ")
+
+
+@pytest.mark.parametrize(("failure", "traceback"), [(None, False), (ValueError("found 7"), True)])
+def test_a_mistake_in_a_clients_data_is_a_line_of_the_log_and_no_traceback(
+    caplog: pytest.LogCaptureFixture, failure: Exception | None, traceback: bool
+) -> None:
+    with caplog.at_level(logging.INFO):
+        Clients(broken="c1", failure=failure).ask(0, [1])
+    (record,) = caplog.records
+    assert bool(record.exc_info) is traceback
+    assert "\n" not in record.getMessage()
+    assert traceback or tells(record.getMessage(), "c1", "the shard of client c1 is missing")
+    with caplog.at_level(logging.DEBUG):
+        Clients(broken="c1", failure=failure).ask(0, [1])
+    assert caplog.records[-1].exc_info
 
 
 def test_a_state_that_does_not_fit_is_named() -> None:

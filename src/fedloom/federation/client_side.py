@@ -220,7 +220,10 @@ class ClientSide:
                 return
             names = ", ".join(clients)
             about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": 0}
-            _log.exception("conversation %s, clients %s: cannot be opened", key, names, extra=about)
+            # A sentence of ours needs no traceback; what it came from is told here alone (:meth:`_loaded`).
+            said = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
+            why = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
+            _log.error("clients %s cannot take part: %s", names, " ".join(why.split()), exc_info=said, extra=about)
             answers: list[Message | Lost] = [Lost(_line(error))] * len(rows)
             opened = _Open(key, rows, Group([], keyed), _ended(), exchange=0, answers=answers)
         for row in rows:
