@@ -130,6 +130,8 @@ def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(tmp_path: Path, met
     local = fedloom.personalize(str(run), x, labels, client="eve")
     assert same(model, local)
     assert torch.equal(model(x), local(x))
+    assert torch.equal(model(x), local(x.numpy()))  # as personalize takes it
+    assert torch.equal(model(x), local(x.tolist()))
     assert model.card == local.card
     assert model.card.round == int(method != "local")
     assert torch.allclose(model(x).sum(1), torch.ones(20))

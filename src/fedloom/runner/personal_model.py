@@ -94,7 +94,7 @@ class Card:
 
 
 class PersonalModel(nn.Module):
-    """A client's own model: raw inputs ``[b, *input_shape]`` in, probabilities ``[b, C]`` out.
+    """A client's own model: raw inputs ``[b, *input_shape]``, a tensor or an array, in, probabilities ``[b, C]`` out.
 
     Its ``state_dict`` has the names of the network. Parameters have no gradient; ``requires_grad_()`` gives them one.
 
@@ -124,8 +124,10 @@ class PersonalModel(nn.Module):
         """What the columns of the output are called."""
         return self.card.classes
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Probabilities of the classes, ``[b, *input_shape] -> [b, C]``."""
+    def forward(self, x: Any) -> Tensor:
+        """Probabilities of the classes, ``[b, *input_shape] -> [b, C]``; of a tensor, an array or a list."""
+        if not isinstance(x, Tensor):
+            x = torch.as_tensor(x, device=self.mean.device)
         if self.card.kind == "pixels":
             x = (x.float() / 255 - self.mean) / self.std
         elif self.card.kind == "features":
