@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -17,10 +18,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from facts import tells
 from s3_support import BreakingProxy, S3Server, documented
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.storage import Absent, Entry, Store, Taken, is_url, open_store, s3
+from fedloom.storage.folder import storing
 from fedloom.storage.open import S3Place, s3_place
 
 MIB = 2**20
@@ -161,6 +164,17 @@ def test_a_folder_lists_no_half_written_file(tmp_path: Path) -> None:
     store.write("x", b"1")
     (tmp_path / ".y.1-2.partial").write_bytes(b"half")
     assert [entry.name for entry in store.entries()] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "room"), (errno.EDQUOT, "room"), (errno.ENOENT, "path"), (errno.EACCES, "permissions")],
+)
+def test_only_a_full_disk_is_to_be_made_room_on(tmp_path: Path, number: int, advice: str) -> None:
+    with pytest.raises(StorageError) as raised, storing(tmp_path / "a"):
+        raise OSError(number, os.strerror(number))
+    assert tells(str(raised.value), tmp_path / "a", os.strerror(number).lower(), advice)
+    assert ("--resume" in str(raised.value)) is (advice == "room")
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:

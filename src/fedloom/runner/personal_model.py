@@ -239,7 +239,7 @@ def check_format(path: Path) -> None:
         If it has none of :data:`FORMATS`.
     """
     if path.suffix not in FORMATS:
-        raise ExperimentError(f"--out: found {path}; allowed: a file that ends in {', '.join(FORMATS)}")
+        raise ExperimentError(f"the model's file: found {path}; allowed: a file that ends in {', '.join(FORMATS)}")
 
 
 def _put(module: nn.Module, path: list[str], tensor: Tensor) -> None:

@@ -190,9 +190,12 @@ def storing(path: Path, done: str = "written") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise StorageError(
             f"{path}: cannot be {done}: {(error.strerror or str(error)).lower()}",
-            hint="nothing that was complete is lost; make room and go on with --resume",
+            hint="make room: nothing that was complete is lost, and a run goes on with --resume"
+            if full
+            else "fix the path or its permissions",
         ) from error
 
 
