@@ -110,6 +110,12 @@ def test_bad_arrays_are_named(clients: Any, classes: Any, said: tuple[str, ...],
     assert not list(tmp_path.glob("datasets/arrays-*"))
 
 
+@pytest.mark.parametrize("section", ["mnist", None, [("dataset", "mnist")]])
+def test_a_section_that_is_no_mapping_is_refused(section: Any) -> None:
+    with refused(ExperimentError, "section", repr(section), "from_arrays"):
+        fedloom.Federated(section)
+
+
 def frame() -> pandas.DataFrame:
     rows = [
         {"height": x[0], "weight": x[1], "age": x[2], "kind": "pq"[label], "hospital": name}

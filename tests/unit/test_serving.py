@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -427,6 +428,7 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
         ({"y": torch.full((5,), 11)}, "labels from 11 to 11; allowed: from 0 to 10"),
         ({"y": torch.zeros(4)}, r"y: found shape \[4\]"),
         ({"y": torch.zeros(5)}, "y: found torch.float32"),
+        ({"y": ["had", "hid", "had", "umlaut", "hid"]}, "y: found 'umlaut'; allowed: hid, hId"),
         ({"y": None}, "has no labels"),
         ({"client": "a b"}, "client: found 'a b'"),
         ({"checkpoint": 7}, "no checkpoint of round 7|found 7; allowed: 1"),
@@ -435,6 +437,14 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
 def test_bad_data_are_a_sentence(run: Path, bad: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         fedloom.personalize(str(run), **{"x": torch.zeros(5, 9), "y": torch.zeros(5, dtype=torch.int64), **bad})
+
+
+def test_labels_may_be_names_of_classes(run: Path) -> None:
+    x, y = examples(1)
+    model = fedloom.personalize(str(run), x, y)
+    names = [model.classes[label] for label in y]
+    for labels in (names, np.array(names), y.numpy(), y.tolist()):
+        assert same(fedloom.personalize(str(run), x, labels), model)
 
 
 @pytest.mark.parametrize(
@@ -706,6 +716,8 @@ def test_options_that_do_not_fit_are_refused(run: Path) -> None:
     x, y = examples(1)
     with pytest.raises(ExperimentError, match="predictor: found 'mine'; allowed: personal"):
         fedloom.personalize(str(run), x, y, predictor="mine")
+    with pytest.raises(ExperimentError, match=r"personalize: found the argument timeout; allowed: data, .*timeout_s"):
+        fedloom.personalize(str(run), x, y, timeout=2)
     with pytest.raises(ExperimentError, match="precision"):
         fedloom.personalize(str(run), x, y, precision="bfloat16")
     with served(run) as at:

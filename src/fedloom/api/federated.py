@@ -33,9 +33,19 @@ class Federated:
     ----------
     section
         As given.
+
+    Raises
+    ------
+    ExperimentError
+        If it is no mapping.
     """
 
     def __init__(self, section: Mapping[str, Any]) -> None:
+        if not isinstance(section, Mapping):
+            raise ExperimentError(
+                f"section: found {section!r:.80}; allowed: the section data of an experiment as a mapping, such as "
+                '{"dataset": "mnist", ...}; of data in memory Federated.from_arrays, from_torchvision or from_frame'
+            )
         self.section = dict(section)
 
     @classmethod

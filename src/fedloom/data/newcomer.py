@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,14 @@ class Newcomer(FederatedDataset):
 
     @classmethod
     def from_arrays(cls, client: str, x: Any, y: Any, wanted: Wanted) -> Newcomer:
-        """Take tensors, arrays, or what numpy makes arrays of.
+        """Take tensors, arrays, or what numpy makes arrays of; labels may be the names of classes.
 
         Raises
         ------
         DataError
             If they are not what is wanted.
         """
-        return cls(client, _tensor(x, "x"), None if y is None else _tensor(y, "y"), wanted)
+        return cls(client, _tensor(x, "x"), None if y is None else _tensor(_numbered(y, wanted), "y"), wanted)
 
     @classmethod
     def from_folder(cls, folder: Path, wanted: Wanted) -> Newcomer:
@@ -203,6 +203,20 @@ def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
     return y.long()
 
 
+def _numbered(y: Any, wanted: Wanted) -> Any:
+    """Labels as numbers, if they are names of classes."""
+    if not isinstance(y, Sequence | np.ndarray) and not hasattr(y, "to_numpy"):
+        return y
+    names = list(y)
+    if not names or not all(isinstance(name, str) for name in names):
+        return y
+    places = {name: i for i, name in enumerate(wanted.class_names)}
+    foreign = next((name for name in names if name not in places), None)
+    if foreign is not None:
+        raise DataError(f"y: found {foreign!r:.80}; allowed: {', '.join(wanted.class_names)}, or their numbers from 0")
+    return [places[name] for name in names]
+
+
 def _tensor(values: Any, what: str) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().cpu()
@@ -210,4 +224,4 @@ def _tensor(values: Any, what: str) -> Tensor:
         array = np.ascontiguousarray(values)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
-        raise DataError(f"{what}: found {type(values).__name__}; allowed: an array of numbers") from error
+        raise DataError(f"{what}: found {type(values).__name__}; allowed: numbers, in an array or a list") from error

@@ -635,14 +635,20 @@ def asked_for(
     clip: float | None = None,
     ledger: str | Path | None = None,
     budget: float | None = None,
+    **unknown: Any,
 ) -> tuple[Asked, ClientOptions | None]:
     """What :func:`fedloom.personalize` was asked for, and what it dials with: as given, else as the environment says.
 
     Raises
     ------
+    ExperimentError
+        If there is no such keyword argument.
     RefusedError
         If a token is none.
     """
+    if unknown:
+        allowed = ", ".join(asked_for.__kwdefaults__ or ())
+        raise ExperimentError(f"personalize: found the argument {next(iter(unknown))}; allowed: {allowed}")
     folder = None if data is None else Path(data)
     counted = None if ledger is None else Path(ledger)
     private = (epsilon, delta, clip, counted, budget)
