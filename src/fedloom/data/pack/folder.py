@@ -181,7 +181,8 @@ def _divided(
             split = _drawn(examples, group, settings, name)
             copies = len(group) - len(np.unique(group))
             if copies:
-                notes.append(f"{counted(copies, 'copy', 'copies')} of other inputs: equal inputs are in one split")
+                repeat = counted(copies, "example repeats an earlier input", "examples repeat an earlier input")
+                notes.append(f"{repeat}; equal inputs stay in one split")
         else:
             split = examples.split
             _refuse_shared(examples, group, split, mistakes)
