@@ -104,6 +104,28 @@ def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], t
     assert "is a Algorithm; allowed: a ModelChoice" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("fedloom_extras.nowhere:METHOD", "cannot be loaded: ModuleNotFoundError"),
+        ("fedloom_extras.fedsgd:NOWHERE", "cannot be loaded: AttributeError"),
+        ("fedloom_extras.fedsgd:FedSGDSettings", "is a ModelMetaclass; allowed: a Algorithm"),
+    ],
+)
+def test_a_method_that_cannot_be_loaded_is_named(
+    environment: dict[str, str], tmp_path: Path, value: str, said: str
+) -> None:
+    points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
+    points.write_text(f"[fedloom.algorithms]\nbroken = {value}\n")
+    experiment = EXPERIMENT.replace("people", "vowel").replace("tanh, hidden: 16", "mlp")
+    (tmp_path / "its.yaml").write_text(experiment.replace("fedsgd, lr: 0.3", "broken"))
+    (tmp_path / "misspelt.yaml").write_text(experiment.replace("fedsgd", "fedavgg"))
+    for command in (["run", tmp_path / "its.yaml"], ["run", tmp_path / "misspelt.yaml"], ["schema"]):
+        refused = fedloom(environment, *command)
+        assert refused.returncode == 2
+        assert f"fedloom.algorithms: broken = {value} (package fedloom-extras) {said}" in refused.stderr
+
+
 def test_the_page_shows_the_files_as_they_are() -> None:
     page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
