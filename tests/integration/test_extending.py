@@ -79,6 +79,17 @@ def test_the_examples_train_in_worker_processes(environment: dict[str, str], peo
     assert summary["unseen"]["clients"] == 3
 
 
+def test_the_example_passes_the_conformance_kit_as_the_page_runs_it(environment: dict[str, str]) -> None:
+    page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
+    found = re.search(r"`pytest (tests/conformance [^`]*)`", page)
+    assert found is not None
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *found[1].split()]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout
+    assert "FAILED" not in done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 20
+
+
 def test_a_faulty_file_of_the_example_is_refused(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
     text = (people / "people.csv").read_text().replace("vowel-3", "umlaut", 1)
     (people / "people.csv").write_text(text)
