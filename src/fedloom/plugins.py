@@ -38,16 +38,29 @@ def plugins(group: str, kind: type[T]) -> list[T]:
     Raises
     ------
     ExperimentError
-        If one cannot be loaded, or is something else: the package, the name and why.
+        If one cannot be loaded, or is something else.
     """
-    found: list[T] = []
-    for point in entries(group):
-        where = f"{group}: {point.name} = {point.value}" + (f" (package {point.dist.name})" if point.dist else "")
-        try:
-            loaded = point.load()
-        except Exception as error:
-            raise ExperimentError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
-        if not isinstance(loaded, kind):
-            raise ExperimentError(f"{where} is a {type(loaded).__name__}; allowed: a {kind.__name__}")
-        found.append(loaded)
-    return found
+    return [load(point, kind) for point in entries(group)]
+
+
+def load(point: EntryPoint, kind: type[T]) -> T:
+    """Load one thing that an installed package registers.
+
+    Parameters
+    ----------
+    kind
+        What it must be.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot be loaded, or is something else: the package, the name and why.
+    """
+    where = f"{point.group}: {point.name} = {point.value}" + (f" (package {point.dist.name})" if point.dist else "")
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise ExperimentError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(loaded, kind):
+        raise ExperimentError(f"{where} is a {type(loaded).__name__}; allowed: a {kind.__name__}")
+    return loaded

@@ -7,6 +7,7 @@ runs it for one registered method, this repository's or another's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -18,6 +19,7 @@ import torch
 from conformance_kit import (
     COHORT,
     ROUNDS,
+    TINY,
     Faulty,
     Federation,
     Huge,
@@ -200,21 +202,28 @@ def test_answers_that_are_absurd_are_refused(tiny: Federation, trained: str) -> 
 def test_a_state_that_would_not_be_finite_is_not_taken_over(
     tiny: Federation, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every answer is finite, but their sum with the state, or a square, or a product, is not."""
+    """Every answer is finite, but their sum with the state, or a square, or a product, is not.
+
+    A method of another package may take steps so small that these rounds overflow nothing: then all of them are made,
+    and the state is finite.
+    """
     monkeypatch.setattr("fedloom.federation.validation.VALUE_LIMIT", math.inf)
     tree = tiny.parts.experiment.model_dump(mode="json")["algorithm"]
-    tiny = tiny.changed(algorithm={**tree, **GROWS.get(trained, {})}, federation__rounds=4)
+    rounds = 4
+    tiny = tiny.changed(algorithm={**tree, **GROWS.get(trained, {})}, federation__rounds=rounds)
     loop = tiny.loop("huge", tiny.carrier("huge", Huge))
     states = [state(loop)]
     unchanged: list[bool] = []
     loop.observer.on_round = lambda attempt: states.append(state(loop))
     loop.observer.on_failure = lambda attempt: unchanged.append(same_bits(states[-1], state(loop)))
-    with pytest.raises(QuorumError, match="not finite"):
+    with pytest.raises(QuorumError) if trained in TINY else contextlib.suppress(QuorumError):
         loop.run()
     assert_finite(loop)
     failed = [attempt for attempt in tiny.attempts("huge") if attempt.outcome != "done"]
-    assert [attempt.round for attempt in failed] == [loop.round + 1] * loop.schedule.attempts
-    assert unchanged == [True] * len(failed)
+    attempts = 0 if loop.round == rounds else loop.schedule.attempts
+    assert [attempt.round for attempt in failed] == [loop.round + 1] * attempts
+    assert all("not finite" in attempt.outcome for attempt in failed)
+    assert unchanged == [True] * attempts
     assert same_bits(states[-1], state(loop))
 
 

@@ -79,6 +79,17 @@ def test_the_examples_train_in_worker_processes(environment: dict[str, str], peo
     assert summary["unseen"]["clients"] == 3
 
 
+def test_the_example_passes_the_conformance_kit_as_the_page_runs_it(environment: dict[str, str]) -> None:
+    page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
+    found = re.search(r"`pytest (tests/conformance [^`]*)`", page)
+    assert found is not None
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *found[1].split()]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout
+    assert "FAILED" not in done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 20
+
+
 def test_a_faulty_file_of_the_example_is_refused(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
     text = (people / "people.csv").read_text().replace("vowel-3", "umlaut", 1)
     (people / "people.csv").write_text(text)
@@ -102,6 +113,28 @@ def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], t
     refused = fedloom(environment, "run", tmp_path / "any.yaml")
     assert refused.returncode == 2
     assert "is a Algorithm; allowed: a ModelChoice" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("fedloom_extras.nowhere:METHOD", "cannot be loaded: ModuleNotFoundError"),
+        ("fedloom_extras.fedsgd:NOWHERE", "cannot be loaded: AttributeError"),
+        ("fedloom_extras.fedsgd:FedSGDSettings", "is a ModelMetaclass; allowed: a Algorithm"),
+    ],
+)
+def test_a_method_that_cannot_be_loaded_is_named(
+    environment: dict[str, str], tmp_path: Path, value: str, said: str
+) -> None:
+    points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
+    points.write_text(f"[fedloom.algorithms]\nbroken = {value}\n")
+    experiment = EXPERIMENT.replace("people", "vowel").replace("tanh, hidden: 16", "mlp")
+    (tmp_path / "its.yaml").write_text(experiment.replace("fedsgd, lr: 0.3", "broken"))
+    (tmp_path / "misspelt.yaml").write_text(experiment.replace("fedsgd", "fedavgg"))
+    for command in (["run", tmp_path / "its.yaml"], ["run", tmp_path / "misspelt.yaml"], ["schema"]):
+        refused = fedloom(environment, *command)
+        assert refused.returncode == 2
+        assert f"fedloom.algorithms: broken = {value} (package fedloom-extras) {said}" in refused.stderr
 
 
 def test_the_page_shows_the_files_as_they_are() -> None:

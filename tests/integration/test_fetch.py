@@ -211,7 +211,7 @@ def test_when_nothing_works_every_fetcher_is_named_and_nothing_is_left(
         "the npm package tiny@1 (npm pack): the command npm is not on this machine",
         f"download of {server.base}/tiny.tar.gz: it lacks a file",
         f"download of {server.base}/broken.tar.gz: the archive is not readable",
-        "fedloom data fetch tiny --from DIR",
+        f"fedloom data fetch tiny --root {tmp_path / 'root'} --from DIR",
         "train-images-idx3-ubyte, train-labels-idx1-ubyte",
     ):
         assert line in message
@@ -472,7 +472,9 @@ def test_a_source_that_needs_another(
     assert sources.load(owned, tmp_path / "root").train.owners is not None
     assert set(sources.checksums(owned, tmp_path / "root")) == {"owners", *tiny_files}
     (tmp_path / "root" / "datasets" / "tiny" / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(DataError, match=r"(?s)Tiny is not here: expected .*t10k-labels.*fedloom data fetch tiny$"):
+    with pytest.raises(
+        DataError, match=r"(?s)Tiny is not here: expected .*t10k-labels.*fedloom data fetch tiny --root"
+    ):
         sources.load(owned, tmp_path / "root")
     sources.fetch(owned, tmp_path / "root")
     assert stored(tmp_path / "root") == tiny_files
@@ -495,7 +497,7 @@ def test_files_of_the_users_own_are_checked_and_their_checksums_recorded(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     source, root = own_source(tiny_source, official=False), tmp_path / "root"
-    hint = "fedloom data fetch tiny --from DIR, where DIR holds own/*ubyte, which you made"
+    hint = f"fedloom data fetch tiny --root {root} --from DIR, where DIR holds own/*ubyte, which you made"
     for attempt in (
         lambda: sources.fetch(source, root),
         lambda: sources.load(source, root),

@@ -24,7 +24,7 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     said = capsys.readouterr().out
     assert "9 clinics train, 3 appear afterwards" in said
     assert "did you mean clients_per_round?" in said
-    assert "25 rounds" in said
+    assert "20 -> 25 rounds" in said
     assert (tmp_path / "curve.png").exists()
     assert (tmp_path / "clinic-1.safetensors").exists()
     assert len(names["comparison"].table) >= 3

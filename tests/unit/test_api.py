@@ -79,6 +79,12 @@ def test_clients_without_an_answer_are_told(capsys: pytest.CaptureFixture[str]) 
     )
     Watch().evaluated(line | {"left_out": {"absent": 0, "untested": 1}})
     assert "without an answer" not in capsys.readouterr().err
+    unmeasured = line | {"validation_pooled": None, "validation_loss": None}
+    Watch(choosing=True).evaluated(unmeasured | {"seen": None})
+    assert tells(said := capsys.readouterr().err, "none", "no client answered", "2 clients without an answer")
+    assert "no validation examples" not in said
+    Watch(choosing=True).evaluated(unmeasured)
+    assert "no validation examples" in capsys.readouterr().err
 
 
 def test_the_models_are_those_that_were_measured(run: fedloom.Run) -> None:

@@ -232,6 +232,20 @@ def test_many_mistakes_stay_on_one_screen(write: Write) -> None:
     assert f"... and {100 - MOST_SHOWN} more" in message
 
 
+def test_another_method_with_the_keys_of_the_files_is_told_how_to_replace_them(write: Write) -> None:
+    path = write(GOOD)
+    more = ["algorithm.personalize_steps=3", "federation.rounds=0"]
+    path.write_text(load(path, more).resolved_yaml())
+    hint = "--set 'algorithm={name: local}'"
+    with pytest.raises(ExperimentError, match=r"line \d+, algorithm.personalize_steps: unknown key") as refused:
+        load(path, ["algorithm.name=local"])
+    assert hint in str(refused.value)
+    load(path, ["algorithm={name: local}"])
+    with pytest.raises(ExperimentError, match=r"--set, algorithm\.nothing: unknown key") as refused:
+        load(path, ["algorithm={name: local, nothing: 1}"])
+    assert hint not in str(refused.value)
+
+
 def test_a_method_without_rounds_and_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: local}")
     assert tells(message, "federation.rounds: found 400; allowed: 0", "local")

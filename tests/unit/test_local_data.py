@@ -30,9 +30,9 @@ TASK: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def refused(kind: type[FedloomError], *facts: object) -> Iterator[None]:
+def refused(kind: type[FedloomError], *facts: object) -> Iterator[pytest.ExceptionInfo[FedloomError]]:
     with pytest.raises(kind) as error:
-        yield
+        yield error
     assert tells(str(error.value), *facts), str(error.value)
 
 
@@ -52,6 +52,13 @@ def test_arrays_are_run_resumed_and_loaded_in_the_same_bits(tmp_path: Path) -> N
     assert again.section == data.section
     resumed = fedloom.run(TASK, data=again, out=tmp_path / "run", resume=True, report=False, progress=False)
     assert resumed.summary == run.summary
+    with refused(DataError, "'clinic-99'", "client-0000 to client-0003", "owner's name, ann to dee"):
+        run.models("clinic-99")
+    opened = data.open(seed=1)
+    theirs = opened.tensors("client-0002")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in opened.tensors("cy").items())
+    with refused(DataError, "'clinic-99'", "client-0000 to client-0003", "owner's name, ann to dee"):
+        opened.tensors("clinic-99")
     model = fedloom.load(run.folder).models("cy")
     assert model(torch.tensor(people()["cy"][0])).shape == (30, 2)
     # Beside arrays in memory there is no other way to a partition: the command line makes the same.
@@ -153,7 +160,7 @@ def test_columns_need_no_names_and_whole_numbers_are_integers(tmp_path: Path) ->
     assert again.section == told.section
 
 
-def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = frame()
     with refused(DataError, "label", "'sort'", "height", "kind"):
         fedloom.Federated.from_frame(good, client="hospital", label="sort", root=tmp_path)
@@ -191,9 +198,20 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path) -> None:
     for section, said in sections:
         with refused(ExperimentError, *said):
             of(TASK, data={**section, "root": str(tmp_path), "partition": {"scheme": "natural"}})
-    with refused(DataError, "no column 'label'", "kind"):
-        section = {"dataset": "table", "source": {"path": str(tmp_path / "t.csv")}, "root": str(tmp_path)}
-        of(TASK, data={**section, "partition": {"scheme": "iid", "clients": 2}})
+    for source, said in (
+        ({}, ("no column 'label'", "data.source.label", "kind")),
+        ({"label": "sort"}, ("no column 'sort'", "allowed with data.source.label: height", "kind")),
+        ({"label": "kind", "client": "city"}, ("no column 'city'", "allowed with data.source.client: height")),
+        ({"label": "kind", "split": "part"}, ("no column 'part'", "allowed with data.source.split: height")),
+        ({"label": "kind"}, ("no number", "column hospital: 'ann'", "data.source.client")),
+    ):
+        with refused(DataError, *said) as told:
+            section = {"dataset": "table", "source": {"path": str(tmp_path / "t.csv"), **source}, "root": str(tmp_path)}
+            of(TASK, data={**section, "partition": {"scheme": "iid", "clients": 2}})
+        assert "--" not in str(told.value)
+    monkeypatch.chdir(tmp_path)
+    with refused(ExperimentError, "data.source.path", tmp_path / "no.csv", "not there"):
+        of(TASK, data={"dataset": "table", "source": {"path": "no.csv"}, "partition": {"scheme": "natural"}})
 
 
 @pytest.fixture

@@ -253,6 +253,25 @@ def test_a_module_of_another_process_is_said_and_can_be_given_again(tmp_path: Pa
         fedloom.sweep(TASK, data=data, model=net, seeds="1-2", parallel=2, out=tmp_path / "sweep", progress=False)
 
 
+def test_a_run_is_opened_with_the_module_that_it_trained_and_no_other(tmp_path: Path) -> None:
+    def net(activation: type[nn.Module] = nn.ReLU, hidden: int = 4) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, hidden), activation(), nn.Linear(hidden, 2))
+
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
+    keys = {"report": False, "progress": False, "data": data}
+    run = fedloom.run(TASK, model=net(), out=tmp_path / "run", **keys)
+    x = torch.randn(5, 3)
+    answer = run.models("ann")(x)
+    for other in (net(nn.Tanh), net(hidden=5), nn.Linear(3, 2)):
+        with refused("model", f"memory:{type(other).__name__}", str(run.factory), "same layers"):
+            fedloom.load(run.folder, model=other)
+    assert torch.equal(run.models("ann")(x), answer)
+    assert torch.equal(fedloom.load(run.folder, model=net()).models("ann")(x), answer)  # the weights are the run's
+    named = fedloom.run(TASK, out=tmp_path / "named", **keys)
+    with refused("model", "memory:Sequential", "none"):
+        fedloom.load(named.folder, model=net())
+
+
 def test_a_factory_is_found_by_name_and_a_worker_calls_it_only_if_it_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,5 +301,9 @@ def test_equal_modules_have_one_name() -> None:
     net = nn.Linear(3, 2)
     assert remember(net) == remember(copy.deepcopy(net))
     assert remember(net) != remember(nn.Linear(3, 2))
+    doubled = Squared()
+    doubled.scale *= 2  # no run stores what is not trained
+    with refused("model", "memory:Squared", "same layers"):
+        remember(doubled, remember(Squared()))
     with refused("model", "int", "nn.Module"):
         remember(3)  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ import pytest
 from facts import tells
 
 from fedloom.cli.main import main
-from fedloom.data.sources import SOURCES
+from fedloom.data.sources import SOURCES, load
+from fedloom.errors import DataError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -97,6 +98,18 @@ def test_what_cannot_be_had_is_answered_with_what_to_do(
     assert words in err
     assert f"fedloom data fetch {arguments[0]} --from DIR" in err
     assert len(err.splitlines()) < 12
+
+
+@pytest.mark.parametrize(("name", "more"), [("vowel", ""), ("femnist", " --from DIR")])
+def test_the_command_of_the_answer_fetches_to_the_root_that_was_asked_for(
+    name: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default, other = tmp_path / "root", tmp_path / "its own"
+    monkeypatch.setenv("FEDLOOM_DATA", str(default))
+    for root, option in ((default, ""), (other, f" --root '{other}'")):
+        with pytest.raises(DataError) as missing:
+            load(SOURCES[name], root)
+        assert f"fedloom data fetch {name}{option}{more}" in str(missing.value)
 
 
 def test_a_single_owner_is_named(fetch: Run, tmp_path: Path) -> None:

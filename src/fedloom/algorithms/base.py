@@ -24,7 +24,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
-from fedloom.plugins import entries
+from fedloom.plugins import entries, load
 from fedloom.settings import Settings
 
 Statistics: TypeAlias = dict[str, float]
@@ -407,9 +407,9 @@ def find(name: str) -> Algorithm:
     Raises
     ------
     ExperimentError
-        If no such algorithm is registered.
+        If no such algorithm is registered, or what is registered cannot be loaded or is something else.
     """
     for point in entries("fedloom.algorithms"):
-        if point.name == name and isinstance(algorithm := point.load(), Algorithm):
-            return algorithm
+        if point.name == name:
+            return load(point, Algorithm)
     raise ExperimentError(f"algorithm.name: found {name!r}, allowed: {', '.join(available())}")

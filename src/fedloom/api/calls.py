@@ -200,12 +200,14 @@ def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
     Parameters
     ----------
     model
-        The module that the run's clients trained, where another process had it in memory.
+        The module that the run's clients trained, where another process had it in memory; its weights do not matter.
 
     Raises
     ------
     DataError
         If there is no run.
+    ExperimentError
+        If the module is not the one that the run trained.
     StorageError, RefusedError
         If the store of a URL cannot be used.
     """
@@ -213,7 +215,7 @@ def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
     if model is not None:
         from fedloom.models.module import remember
 
-        remember(model, run.factory)
+        remember(model, run.factory or "a network that FedLoom has")
     return run
 
 

@@ -181,9 +181,13 @@ class Watch(RunObserver):
                 parts.append(f"{group} {line[group]['loss_mean'] if accuracy is None else accuracy:.4f}")
         if self._choosing:
             accuracy, loss = line["validation_pooled"], line["validation_loss"]
-            what = "mean validation loss" if accuracy is None else "pooled validation accuracy"
             found = loss if accuracy is None else accuracy
-            parts = ["none: no validation examples" if found is None else f"seen {found:.4f}"]
+            if found is not None:
+                what = "mean validation loss" if accuracy is None else "pooled validation accuracy"
+                parts = [f"seen {found:.4f}"]
+            else:
+                nobody = line["left_out"]["absent"] and line["seen"] is None
+                what, parts = "validation", ["none: no client answered" if nobody else "none: no validation examples"]
         if absent := line["left_out"]["absent"]:
             parts.append(f"{counted(absent, 'client')} without an answer (journal.jsonl says why)")
         where = f" (time: {self.phases()})" if self._phases else ""

@@ -178,16 +178,22 @@ class FederatedDataset:
     def tensors(self, client: str) -> dict[str, Tensor]:
         """Return what is in a client's shard, as it is; nothing is kept.
 
+        Parameters
+        ----------
+        client
+            Its id, or its owner's name.
+
         Raises
         ------
         DataError
             If there is no such client, or its shard is missing or damaged.
         """
-        content = self._shard(self.manifest.entry(client))
+        entry = self.manifest.named(client)
+        content = self._shard(entry)
         try:
             return safetensors.torch.load(content)
         except SafetensorError as error:
-            where = self._path(client)
+            where = self._path(entry.id)
             raise DataError(f"the shard {where} is not a safetensors file: {error}", hint=self.hint) from error
 
     def _load(self, entry: ClientEntry) -> ClientData:

@@ -52,6 +52,14 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
 }
 """By data set, and by the end of a file's name; a folder has none."""
 
+OPTIONS = {"--label COLUMN (or --unlabelled, without labels)": "label", "--split": "split", "client": "client"}
+"""What the readers call a column in errors, because they are those of ``fedloom data pack``; and its key here."""
+
+COLUMNS = (
+    "a column with labels is named at data.source.label, one that says whose a row is at data.source.client, one with "
+    "splits at data.source.split; all others are features"
+)
+
 
 class LocalFiles(Settings):
     """Where a data set of one's own lies, and how it is read."""
@@ -59,7 +67,7 @@ class LocalFiles(Settings):
     path: str = Field(
         min_length=1,
         description="The folder of images, CLASS/NAME.png, or with train/, validation/ and test/ above; the .csv or "
-        ".parquet file; or the .npz or .safetensors file with x and y.",
+        ".parquet file; or the .npz or .safetensors file with x and y. A relative path starts from the current folder.",
     )
     client: str | None = Field(
         default=None,
@@ -139,9 +147,14 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     request = Request(None, True, files.label, files.split, files.resize, files.client)
     try:
         examples = reader(path, request, mistakes, lambda what, done, total: None)
+        mistakes.refuse()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    mistakes.refuse()
+    except DataError as error:
+        said = str(error)
+        for option, key in OPTIONS.items():
+            said = said.replace(f"allowed with {option}:", f"allowed with data.source.{key}:")
+        raise DataError(said, hint=COLUMNS if dataset == "table" else None) from error
     name = keep(dataset, examples, str(path), root)
     record.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(record, json.dumps({"name": name}).encode())
@@ -222,7 +235,7 @@ def _reader(dataset: str, path: Path) -> Reader:
     readers = READERS[dataset]
     what = "a folder of images" if dataset == "folder" else f"a file that ends in {', '.join(readers)}"
     if not path.exists():
-        raise ExperimentError(f"data.source.path: found {path}, which is not there; allowed: {what}")
+        raise ExperimentError(f"data.source.path: found {path.absolute()}, which is not there; allowed: {what}")
     ending = path.suffix.lower() if path.is_file() else ""
     if path.is_dir() is not (dataset == "folder") or ending not in (readers if path.is_file() else ("",)):
         raise ExperimentError(f"data.source.path: found {path} with dataset {dataset}; allowed: {what}")

@@ -148,6 +148,10 @@ class Manifest:
     def _entries(self) -> dict[str, ClientEntry]:
         return {client.id: client for client in self.clients}
 
+    @cached_property
+    def _owned(self) -> dict[str, ClientEntry]:
+        return {client.owner: client for client in self.clients if client.owner is not None}
+
     def entry(self, client: str) -> ClientEntry:
         """Return what is known of a client.
 
@@ -163,6 +167,23 @@ class Manifest:
             allowed = first if first == last else f"one of its {len(self.clients)} clients, {first} to {last}"
             raise DataError(f"client {client!r} is not in the partition of {self.dataset}; allowed: {allowed}")
         return self._entries[client]
+
+    def named(self, client: str) -> ClientEntry:
+        """Return what is known of a client, by its id or by its owner's name.
+
+        Raises
+        ------
+        DataError
+            If there is no such client.
+        """
+        if client in self._owned:
+            return self._owned[client]
+        try:
+            return self.entry(client)
+        except DataError as error:
+            owners = sorted(self._owned)
+            also = f", or an owner's name, {owners[0]} to {owners[-1]}" if owners else ""
+            raise DataError(f"{error}{also}") from None
 
     def class_proportions(self, clients: Sequence[str] | None = None) -> Tensor:
         """Return the class mixes π of train splits, by default of all, ``[n, C]`` float64; zeros where not known."""

@@ -45,7 +45,12 @@ def validated(
         algorithm = value.get("algorithm")
         name = algorithm.get("name") if isinstance(algorithm, dict) else None
         schema = json_schema([name] if name in available() else None)
-        raise ExperimentError(listing(source, explain(error, schema, value), origins)) from None
+        mistakes = explain(error, schema, value)
+        left = [m for m in mistakes if m.path[:1] == ("algorithm",) and m.text.startswith("unknown key")]
+        renamed = origins.get(("algorithm", "name")) == "--set" and any(origins.get(m.path) != "--set" for m in left)
+        # The file's keys are of the method that it names.
+        hint = f"--set 'algorithm={{name: {name}}}' replaces the whole section" if renamed else None
+        raise ExperimentError(listing(source, mistakes, origins), hint=hint) from None
     found = impossible_combinations(experiment) if combined else []
     if found:
         raise ExperimentError(listing(source, found, origins))

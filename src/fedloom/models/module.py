@@ -164,23 +164,30 @@ def remember(module: nn.Module, name: str | None = None) -> str:
     Parameters
     ----------
     name
-        What it is to be called; None: after its class, and a hash of it.
+        What a run calls it, whose weights may be others; None: it is named after its class, a hash of its layers and a
+        hash of its weights.
 
     Raises
     ------
     ExperimentError
-        If it is none.
+        If it is none, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
         raise ExperimentError(f"model: found a {type(module).__name__}; allowed: an nn.Module")
+    layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
+    buffers = dict(module.named_buffers())
+    for key, tensor in [*module.named_parameters(), *buffers.items()]:
+        if is_lazy(tensor):
+            continue  # it is refused when it is looked at
+        layers.update(f"{key} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        values = layers if key in buffers else weights  # buffers are constants, which no run stores
+        values.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    kind = f"{MEMORY}{type(module).__name__}-{layers.hexdigest()[:12]}"
     if name is None:
-        told = hashlib.sha256(repr(module).encode())
-        for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if is_lazy(tensor):
-                continue  # it is refused when it is looked at
-            told.update(f"{key} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            told.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        name = f"{MEMORY}{type(module).__name__}-{told.hexdigest()[:12]}"
+        name = f"{kind}-{weights.hexdigest()[:12]}"
+    elif not name.startswith(f"{kind}-"):
+        allowed = "a module with the same layers" if name.startswith(MEMORY) else "none"
+        raise ExperimentError(f"model: found {kind}, and the run trained {name}; allowed: {allowed}")
     _IN_MEMORY[name] = copy.deepcopy(module)
     return name
 

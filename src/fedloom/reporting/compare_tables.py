@@ -114,7 +114,7 @@ def reference_note(comparison: Comparison) -> str:
 
 
 def reach_note(comparison: Comparison) -> str:
-    """How clear a difference must be to be told at all, with so many clients or seeds, and comparisons."""
+    """How clear a difference must be to be significant, with so many clients or seeds, and comparisons."""
     found = []
     for group in GROUPS:
         tested = [pair for pair in comparison.pairs if pair.group == group and pair.p_against is not None]
@@ -125,15 +125,16 @@ def reach_note(comparison: Comparison) -> str:
         if (seeds := max(len(pair.seeds) for pair in tested)) > 1:
             reach = clear_mean(seeds, LEVEL / m)
             found.append(
-                f"{group} clients: {times} over {seeds} seeds, so the clearest difference is told from 0 if its mean "
-                f"is {reach:.3g} times its standard deviation over seeds"
+                f"{group} clients: with {seeds} seeds and {times}, no difference is significant unless the mean of "
+                f"the clearest one is at least {reach:.3g} times its standard deviation over seeds"
             )
         else:
             n = max(pair.clients for pair in tested)
             least = min(1.0, m * least_p(n))
+            none = ": no difference can be significant" if least >= LEVEL else ""
             found.append(
-                f"{group} clients of this one training: {times} over {n} clients, so the least corrected p possible is "
-                f"{least:.2g}" + (", and no difference can be told" if least >= LEVEL else "")
+                f"{group} clients of this one training: with {n} clients and {times}, the smallest p that can come "
+                f"out, after correction, is {least:.2g}{none}"
             )
     return "; ".join(found)
 

@@ -55,9 +55,8 @@ def client_models(
     def chosen(dataset: FederatedDataset) -> Sequence[str]:
         if not dataset.manifest.classes:
             raise DataError(f"{run}: its data have no classes, so that its models predict none; allowed: with classes")
-        entries = dataset.manifest.clients
-        owned = {entry.owner: entry.id for entry in entries if entry.owner is not None}
-        return [entry.id for entry in entries] if clients is None else [owned.get(name, name) for name in clients]
+        entries = dataset.manifest.clients if clients is None else map(dataset.manifest.named, clients)
+        return [entry.id for entry in entries]
 
     wanted, lost = _give(run, checkpoint, None, data, predictor, chosen, made.__setitem__)
     if lost:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import re
+import shlex
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -68,12 +69,12 @@ def fetch(
     given = None if copy_from is None else Path(copy_from)
     own = () if given is None or source.own is None else source.own.names(given)
     if given is not None and not own and not source.files:
-        raise DataError(f"{source.title} is not in {given}", hint=how_to_fix(source))
+        raise DataError(f"{source.title} is not in {given}", hint=how_to_fix(source, data_root(root)))
     with locked(folder):
         if given is not None and own:
-            _store_own(source, folder, given, own, report)
+            _store_own(source, data_root(root), given, own, report)
         elif given is not None or not _intact(source, data_root(root)):
-            _store_official(source, folder, source.fetchers if given is None else (Copy(given),), report)
+            _store_official(source, data_root(root), source.fetchers if given is None else (Copy(given),), report)
     return folder
 
 
@@ -130,6 +131,7 @@ class StoredFile:
     """A file of a source, where it is stored."""
 
     source: Source
+    root: Path
     path: Path
     file: SourceFile
 
@@ -141,20 +143,19 @@ class StoredFile:
         DataError
             If it is missing or not what it was: what was expected where, and the command that fixes it.
         """
+        hint = how_to_fix(self.source, self.root)
         try:
             content = read_file(self.path)
         except (FileNotFoundError, NotADirectoryError):
-            raise DataError(
-                f"{self.source.title} is not here: expected {self.path} ({self.file})", hint=how_to_fix(self.source)
-            ) from None
+            raise DataError(f"{self.source.title} is not here: expected {self.path} ({self.file})", hint=hint) from None
         except OSError as error:
             why = error.strerror or error
-            raise DataError(f"{self.path} cannot be read: {why}", hint=how_to_fix(self.source)) from error
+            raise DataError(f"{self.path} cannot be read: {why}", hint=hint) from error
         digest = hashlib.sha256(content).hexdigest()
         if digest != self.file.sha256:
             raise DataError(
                 f"{self.path} is damaged: expected {self.file}, found {len(content)} bytes of sha256 {digest}",
-                hint=how_to_fix(self.source),
+                hint=hint,
             )
         return content
 
@@ -192,16 +193,16 @@ def stored(source: Source, root: Path) -> dict[str, StoredFile]:
     folder = source.folder(root)
     record = folder / RECORD
     if source.own is not None and record.exists():
-        files = recorded(record, source)
+        files = recorded(record, source, root)
     elif source.files:
         files = source.files
     else:
-        raise DataError(f"{source.title} is not here: expected {record}", hint=how_to_fix(source))
+        raise DataError(f"{source.title} is not here: expected {record}", hint=how_to_fix(source, root))
     of_needed = {name: file for needed in source.needs for name, file in stored(needed, root).items()}
-    return of_needed | {file.name: StoredFile(source, folder / file.name, file) for file in files}
+    return of_needed | {file.name: StoredFile(source, root, folder / file.name, file) for file in files}
 
 
-def recorded(record: Path, source: Source) -> tuple[SourceFile, ...]:
+def recorded(record: Path, source: Source, root: Path) -> tuple[SourceFile, ...]:
     """Return the files that a record lists.
 
     Raises
@@ -213,26 +214,31 @@ def recorded(record: Path, source: Source) -> tuple[SourceFile, ...]:
     try:
         text = read_file(record).decode("utf-8", errors="replace")
     except OSError as error:
-        raise DataError(f"{record} cannot be read: {error.strerror or error}", hint=how_to_fix(source)) from error
+        raise DataError(f"{record} cannot be read: {error.strerror or error}", hint=how_to_fix(source, root)) from error
     for line in text.splitlines():
         found = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)*[^./][^/]*)", line)
         if found is None:
             raise DataError(
                 f"{record} is damaged: found the line {line!r}; expected a sha256 and a file name",
-                hint=how_to_fix(source),
+                hint=how_to_fix(source, root),
             )
         files.append(SourceFile(found[2], None, found[1]))
     return tuple(files)
 
 
-def how_to_fix(source: Source) -> str:
-    """Return the command that puts a source's files where they belong."""
+def how_to_fix(source: Source, root: Path) -> str:
+    """Return the command that puts a source's files where they belong under a data root."""
     if source.at is not None:
         return f"remove {source.at}: it is made again from data.source.path"
     if source.files:
-        return f"fetch it: fedloom data fetch {source.name}"
+        return f"fetch it: {_fetching(source, root)}"
     assert source.own is not None
-    return f"fetch it: fedloom data fetch {source.name} --from DIR, where DIR holds {source.own.expected}"
+    return f"fetch it: {_fetching(source, root)} --from DIR, where DIR holds {source.own.expected}"
+
+
+def _fetching(source: Source, root: Path) -> str:
+    there = "" if root == data_root() else f" --root {shlex.quote(str(root))}"
+    return f"fedloom data fetch {source.name}{there}"
 
 
 def _intact(source: Source, root: Path) -> bool:
@@ -248,14 +254,14 @@ def _intact(source: Source, root: Path) -> bool:
     return True
 
 
-def _store_official(source: Source, folder: Path, fetchers: Sequence[Fetcher], report: Report) -> None:
+def _store_official(source: Source, root: Path, fetchers: Sequence[Fetcher], report: Report) -> None:
     """Store the files of the first fetcher that gives all of them."""
     if not source.files:
-        raise DataError(f"{source.title} has no official files to fetch", hint=how_to_fix(source))
+        raise DataError(f"{source.title} has no official files to fetch", hint=how_to_fix(source, root))
     tried = []
     for fetcher in fetchers:
         try:
-            with published(folder) as staging, closing(_checked(source, fetcher, report)) as files:
+            with published(source.folder(root)) as staging, closing(_checked(source, fetcher, report)) as files:
                 for name, content in files:
                     fill(staging / name, content)
                 sync(staging)
@@ -272,7 +278,7 @@ def _store_official(source: Source, folder: Path, fetchers: Sequence[Fetcher], r
         f"{source.title} could not be had. Tried:\n" + "\n".join(tried),
         hint=(
             f"put {', '.join(listed)} (raw, or .gz){own} into a folder DIR and run: "
-            f"fedloom data fetch {source.name} --from DIR"
+            f"{_fetching(source, root)} --from DIR"
         ),
     )
 
@@ -297,7 +303,7 @@ def _checked(source: Source, fetcher: Fetcher, report: Report) -> Generator[tupl
         yield name, content
 
 
-def _store_own(source: Source, folder: Path, given: Path, names: Sequence[str], report: Report) -> None:
+def _store_own(source: Source, root: Path, given: Path, names: Sequence[str], report: Report) -> None:
     """Store files that the user made, with a record of their checksums, if they can be read as the data set.
 
     Raises
@@ -306,7 +312,7 @@ def _store_own(source: Source, folder: Path, given: Path, names: Sequence[str], 
         If a file cannot be read, or does not hold what it should; then nothing is changed.
     """
     files = {}
-    with published(folder) as staging:
+    with published(source.folder(root)) as staging:
         for name in names:
             report(Progress("copying", 0, None))
             try:
@@ -316,7 +322,7 @@ def _store_own(source: Source, folder: Path, given: Path, names: Sequence[str], 
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             fill(staging / name, content)
             file = SourceFile(name, len(content), hashlib.sha256(content).hexdigest())
-            files[name] = StoredFile(source, staging / name, file)
+            files[name] = StoredFile(source, root, staging / name, file)
         fill(staging / RECORD, "".join(f"{f.file.sha256}  {name}\n" for name, f in files.items()).encode())
         for inner in {staging / above for name in names for above in Path(name).parents}:
             sync(inner)
