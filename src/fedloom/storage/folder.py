@@ -190,7 +190,7 @@ def storing(path: Path, done: str = "written") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise StorageError(
             f"{path}: cannot be {done}: {(error.strerror or str(error)).lower()}",
             hint="make room: nothing that was complete is lost, and a run goes on with --resume"
