@@ -13,7 +13,7 @@ from fedloom.reporting.drawing import FULL
 COLUMNS = (
     "validation", "seen_mean", "seen_mean_sd", "seen_worst", "seen_worst_sd", "global_mean", "global_mean_sd", "chosen",
 )  # fmt: skip
-WHOLE = ("*-fresh/*", "*/gamma/*", "*/tau/*", "*/chosen/*")
+WHOLE = ("*-fresh/*", "*/gamma/*", "*/tau/*", "*/methods/*", "*/chosen/*")
 METHODS = {
     "fedavg-examples": ("FedAvg, by n_i", "#d55e00"),
     "fedavg-uniform": ("FedAvg, uniform", "#009e73"),
@@ -26,6 +26,7 @@ ADAPTING = {
     "comfedl": ("ComFedL-DAMAML", "#0072b2"),
     "damaml-first-order": ("ComFedL-DAMAML, first order", "#cc79a7"),
 }
+ADAPTING_RATES = ("0.05", "0.1", "0.2")
 MIXES = {"iid": "all alike", "dominant": "half of one class", "two-classes": "two classes"}
 RATES = ("0.001", "0.01", "0.05", "0.1", "0.2", "0.5", "1")
 DECADES = ("0.01", "0.1", "1")
@@ -61,10 +62,11 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def _seeds(runs: Runs, name: str) -> list[Evaluation]:
-    """The last evaluations of a setting: one for each seed, or one line that stands for several."""
-    return [
+    """The last evaluations of a setting: one for each seed, in their order, or one line that stands for several."""
+    found = [
         last(run) for other, run in runs.items() if other == name or other.startswith((f"{name},seed=", f"{name}/"))
     ]
+    return sorted(found, key=lambda line: int(line.seed.partition("-")[0]))
 
 
 def _cell(lines: Sequence[Evaluation], quantity: str) -> str:
@@ -78,13 +80,13 @@ def _cell(lines: Sequence[Evaluation], quantity: str) -> str:
 
 
 def _mean(lines: Sequence[Evaluation], quantity: str) -> float:
-    return statistics.fmean(line.values.get(quantity, 0.0) for line in lines)
+    return statistics.fmean(line[quantity] for line in lines)
 
 
 def _best(sweep: Mapping[str, Sequence[Evaluation]]) -> str:
-    """The setting that validation chooses; a mark where the figures of validation were not kept."""
+    """The setting that validation chooses."""
     whole = {key: lines for key, lines in sweep.items() if lines and all(line.left is None for line in lines)}
-    return max(whole, key=lambda key: (_mean(whole[key], "chosen"), _mean(whole[key], "validation")))
+    return max(whole, key=lambda key: _mean(whole[key], "validation"))
 
 
 def _cells(sweep: Mapping[str, Sequence[Evaluation]], quantity: str) -> dict[str, str]:
@@ -126,19 +128,20 @@ def _less_fedavg(runs: Runs, data: str) -> str:
     rows = []
     for mix, about in MIXES.items():
         by_seed = {
-            method: sorted(_seeds(runs, f"{data}/{mix}-fresh/{method}"), key=lambda line: int(line.seed))
+            method: _seeds(runs, f"{data}/{mix}-fresh/{method}")
             for method in ("comfedl-normalized", "fedavg-examples", "fedavg-uniform")
         }
         ours, *others = by_seed.values()
-        cells = (
-            difference([line[quantity] for line in ours], [line[quantity] for line in other])
-            for other in others
-            for quantity in ("seen_mean", "seen_worst")
-        )
-        rows.append((about, *cells))
+        rows.append((about, *(cell for other in others for cell in _less(ours, other))))
     return table(
         ("ComFedL, normalized", "less FedAvg by n_i: mean", "worst", "less FedAvg uniform: mean", "worst"), rows
     )
+
+
+def _less(lines: Sequence[Evaluation], others: Sequence[Evaluation]) -> Iterator[str]:
+    """Differences of the same seed in the mean and for the worst client, with the interval over seeds."""
+    for quantity in ("seen_mean", "seen_worst"):
+        yield difference([line[quantity] for line in lines], [line[quantity] for line in others])
 
 
 def _literal(runs: Runs, data: str) -> str:
@@ -161,24 +164,31 @@ def _both_sweeps(runs: Runs) -> str:
     return table(("γ", *DECADES, "", "τ", *DECADES), rows, left=0)
 
 
+def _sweep(runs: Runs, folder: str) -> dict[str, list[Evaluation]]:
+    return {rate: _seeds(runs, f"fashion-mnist/{folder}/lr={rate}") for rate in ADAPTING_RATES}
+
+
+def _over_three(runs: Runs, method: str, searched: str = "methods/{}", chosen: str = "chosen/{}") -> list[Evaluation]:
+    """At the chosen step size: the search's own seed, and two more (the first order: the search's alone)."""
+    sweep = _sweep(runs, searched.format(method))
+    return [*sweep[_best(sweep)], *_seeds(runs, f"fashion-mnist/{chosen.format(method)}")]
+
+
 def _damaml(runs: Runs) -> Iterator[str]:
-    rates = ("0.05", "0.1", "0.2")
-    rows, test, one = [], [], {}
-    for method, (name, _) in ADAPTING.items():
-        sweep = {rate: _seeds(runs, f"fashion-mnist/methods/{method}/lr={rate}") for rate in rates}
-        rows.append((name, *_cells(sweep, "validation").values()))
-        lines = _seeds(runs, f"fashion-mnist/chosen/{method}")
-        one[method] = sweep[_best(sweep)]
-        if not any("seen_mean_sd" in line.values or line.run.endswith("seeds=1") for line in lines):
-            lines = [*one[method], *lines]  # the grid's own seed
+    rows = [(name, *_cells(_sweep(runs, f"methods/{m}"), "validation").values()) for m, (name, _) in ADAPTING.items()]
+    yield table(("validation, seed 1", *ADAPTING_RATES), rows)
+    over = {method: _over_three(runs, method) for method in ADAPTING}
+    rows = []
+    for method, lines in over.items():
         cells = (_cell(lines, quantity) for quantity in ("seen_mean", "seen_worst", "global_mean"))
-        test.append((name, lines[0].settings["algorithm.local.lr"], *cells))
-    yield table(("validation, seed 1", *rates), rows)
-    yield table(("method", "step size", "mean", "worst client", "shared model, mean"), test)
+        less = _less(lines, over["fedavg"]) if method in ("fedmaml", "comfedl") else ("", "")
+        rows.append((ADAPTING[method][0], lines[0].settings["algorithm.local.lr"], *cells, *less))
+    less = (f"less FedAvg: {what}" for what in ("mean", "worst client"))
+    yield table(("method", "step size", "mean", "worst client", "shared model, mean", *less), rows)
     named = {}
     for rho in ("0.1", "0.28", "0.46", "0.64", "0.82"):
         for method, about in (("fedavg", ", FedAvg"), ("comfedl", "")):
-            named[f"ρ = {rho}{about}"] = _seeds(runs, f"fashion-mnist/rho/{rho}/{method}") or one[method]
+            named[f"ρ = {rho}{about}"] = _seeds(runs, f"fashion-mnist/rho/{rho}/{method}") or over[method][:1]
     named |= {f"γ = {gamma}": _seeds(runs, f"fashion-mnist/gamma/gamma={gamma}") for gamma in ("0.1", "1", "5")}
     named |= {f"τ = {tau}": _seeds(runs, f"fashion-mnist/tau/steps={tau}") for tau in ("1", "2", "10")}
     rows = []
@@ -190,33 +200,28 @@ def _damaml(runs: Runs) -> Iterator[str]:
 
 def _losses_on(runs: Runs) -> Iterator[str]:
     """ComFedL-DAMAML with a client's factor from the loss of one batch, and of all of its data."""
-    rates = ("0.05", "0.1", "0.2")
-    folders = {"batch": "fashion-mnist", "all": "fashion-mnist/all"}
-    methods = {"batch": "methods/comfedl", "all": "methods"}
-    chosen = {"batch": "chosen/comfedl", "all": "chosen"}
-    rows, own = [], {}
-    for losses_on, folder in folders.items():
-        sweep = {rate: _seeds(runs, f"{folder}/{methods[losses_on]}/lr={rate}") for rate in rates}
-        own[losses_on] = sweep[_best(sweep)]
-        lines = _seeds(runs, f"{folder}/{chosen[losses_on]}")
-        if not any("seen_mean_sd" in line.values for line in lines):
-            lines = [*own[losses_on], *lines]
-        cells = (_cell(lines, quantity) for quantity in ("seen_mean", "seen_worst", "global_mean"))
-        rows.append((f"`losses_on: {losses_on}`", *_cells(sweep, "validation").values(), *cells))
+    folders = {
+        "batch": ("methods/comfedl", "chosen/comfedl", "gamma"),
+        "all": ("all/methods", "all/chosen", "all/gamma"),
+    }
+    three = {of: _over_three(runs, "", searched, chosen) for of, (searched, chosen, _) in folders.items()}
+    rows: list[Sequence[str]] = []
+    for of, (searched, _, _) in folders.items():
+        cells = (_cell(three[of], quantity) for quantity in ("seen_mean", "seen_worst", "global_mean"))
+        rows.append((f"`losses_on: {of}`", *_cells(_sweep(runs, searched), "validation").values(), *cells))
+    rows.append(("`all` less `batch`", "", "", "", *_less(three["all"], three["batch"]), ""))
     header = ("", "validation, seed 1: 0.05", "0.1", "0.2", "test: mean", "worst client", "shared model, mean")
     yield table(header, rows)
     rows = []
-    for losses_on, folder in folders.items():
-        over = {gamma: _seeds(runs, f"{folder}/gamma/gamma={gamma}") for gamma in ("0.1", "1", "5")}
-        kept = _seeds(runs, f"{folder}/rho/0.28/comfedl") or own[losses_on]
-        over = {"0.1": over["0.1"], "0.5": kept, "1": over["1"], "5": over["5"]}
+    for of, (_, _, gammas) in folders.items():
+        at = {gamma: _seeds(runs, f"fashion-mnist/{gammas}/gamma={gamma}") for gamma in ("0.1", "1", "5")}
         shown = (
             _cell(lines, "seen_mean")
             if lines[0].left is not None
             else f"{_mean(lines, 'seen_mean'):.1f} / {_mean(lines, 'seen_worst'):.1f}"
-            for lines in over.values()
+            for lines in (at["0.1"], three[of][:1], at["1"], at["5"])
         )
-        rows.append((f"`losses_on: {losses_on}`", *shown))
+        rows.append((f"`losses_on: {of}`", *shown))
     yield table(("mean / worst client, seed 1: γ", "0.1", "0.5", "1", "5"), rows)
 
 
@@ -262,7 +267,7 @@ def robust(runs: Runs) -> Figure:
 def damaml(runs: Runs) -> Figure:
     """Experiment 2: the chosen step sizes."""
     lines = {
-        name: (_over_seeds(runs.under(f"fashion-mnist/chosen/{method}")), colour)
+        name: (_over_seeds([runs[line.run] for line in _over_three(runs, method)]), colour)
         for method, (name, colour) in ADAPTING.items()
     }
     return _curves({"one step from the shared model": lines})
