@@ -19,7 +19,7 @@ from fedloom.runner import assemble
 from fedloom.theory.gaussian import MeanField
 
 UNCERTAINTY = ("ece", "entropy", "mutual_information")
-_OF_TABLE = ("", "_sd", "_highest", "_highest_sd", "_validated", "_validated_sd", *(f"_{name}" for name in UNCERTAINTY))
+_OF_TABLE = ("", "_highest", "_validated", *(f"_{name}" for name in UNCERTAINTY))
 COLUMNS = (
     "validation", "global_validation", *(f"{of}{kind}" for of in ("seen", "global") for kind in _OF_TABLE),
     "seen_masked", "global_masked", "round_seconds", "chosen",
@@ -235,21 +235,16 @@ def _table_3(runs: Runs) -> str:
     return table(header, rows)
 
 
-def _by_seed(runs: Runs, folder: str) -> list[Run]:
-    return [run for run in runs.under(folder) if "-" not in run[0].seed]
-
-
 def _over_seeds(runs: Runs, folder: str, quantity: str, kind: str) -> str:
-    """Mean ± deviation over seeds of ``_of``; as printed, where that is what was kept."""
-    for run in runs.under(folder):
-        line = last(run)
-        if f"{quantity}{kind}_sd" in line.values:
-            return f"{line[f'{quantity}{kind}']:.2f} ± {line[f'{quantity}{kind}_sd']:.2f}"
-    return spread([_of(run, quantity, kind) for run in _by_seed(runs, folder)], 2)
+    """Mean ± deviation over seeds of ``_of``."""
+    return spread([_of(run, quantity, kind) for run in runs.under(folder)], 2)
 
 
 def _of(run: Run, quantity: str, kind: str) -> float:
-    """Test accuracy in the round that validation picks, or the highest of all rounds, which is the paper's figure."""
+    """Test accuracy in the last round, in that which validation picks, or the highest, which is the paper's figure.
+
+    Of CIFAR-10 what was printed is what was kept.
+    """
     kept = last(run).values.get(f"{quantity}{kind}")
     if kept is not None:
         return kept
@@ -262,7 +257,7 @@ def _table_1(runs: Runs, data: str) -> str:
     for i, size in enumerate(SIZES):
         for (method, _), (name, quantity, *_) in methods.items():
             folder = f"kept/{data}/{size}" if method == "kept" else f"{data}/{size}/{method}"
-            best = [_of(run, quantity, "_highest") for run in _by_seed(runs, folder)]
+            best = [_of(run, quantity, "_highest") for run in runs.under(folder)]
             each = [", ".join(f"{value:.2f}" for value in best)] if len(best) > 1 else []
             paper = PAPER.get((data, name.replace(", moments kept", "")), ("–",) * 3)[i]
             highest, *over = (_over_seeds(runs, folder, quantity, kind) for kind in ("_highest", "_validated", ""))
@@ -280,7 +275,7 @@ def _masked(runs: Runs) -> str:
         for i, size in enumerate(SIZES):
             cells: list[str] = []
             for (_, predictor), (_, quantity, *_) in KEPT.items():
-                picked = [chosen(run) for run in _by_seed(runs, f"kept/{data}/{size}")]
+                picked = [chosen(run) for run in runs.under(f"kept/{data}/{size}")]
                 cells.append(PAPER[data, f"pFedBayes, {predictor}"][i])
                 cells += [spread([line[of] for line in picked], 2) for of in (quantity, f"{quantity}_masked")]
             rows.append((data, size, *cells))
@@ -290,19 +285,21 @@ def _masked(runs: Runs) -> str:
 
 
 def _less_fresh(runs: Runs) -> str:
-    """Moments kept, less fresh ones of the same seed; of fresh ones each seed's highest is what was kept."""
+    """Moments kept, less fresh ones of the same seed."""
     rows = []
     for data in ("fashion-mnist", "mnist"):
         for size in SIZES:
             cells: list[str] = []
             for _, quantity, *_ in KEPT.values():
-                kept, fresh = (
-                    [_of(run, quantity, "_highest") for run in _by_seed(runs, folder)]
-                    for folder in (f"kept/{data}/{size}", f"{data}/{size}/pfedbayes")
-                )
-                cells.append(difference(kept, fresh))
+                for kind in ("_highest", "_validated"):
+                    kept, fresh = (
+                        [_of(run, quantity, kind) for run in runs.under(folder)]
+                        for folder in (f"kept/{data}/{size}", f"{data}/{size}/pfedbayes")
+                    )
+                    cells.append(difference(kept, fresh))
             rows.append((data, size, *cells))
-    return table(("moments kept, less fresh", "size", "PM", "GM"), rows, left=2)
+    header = ("PM, highest", "round picked on validation", "GM, highest", "round picked on validation")
+    return table(("moments kept, less fresh", "size", *header), rows, left=2)
 
 
 def _zeta(runs: Runs) -> str:
