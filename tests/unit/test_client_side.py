@@ -250,13 +250,13 @@ def test_of_a_group_the_one_with_whom_a_method_cannot_train_is_lost_alone(at_onc
 def test_a_mistake_in_a_clients_data_is_a_line_of_the_log_and_no_traceback(
     caplog: pytest.LogCaptureFixture, failure: Exception | None, traceback: bool
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, ClientSide.__module__):
         Clients(broken="c1", failure=failure).ask(0, [1])
     (record,) = caplog.records
     assert bool(record.exc_info) is traceback
     assert "\n" not in record.getMessage()
     assert traceback or tells(record.getMessage(), "c1", "the shard of client c1 is missing")
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, ClientSide.__module__):
         Clients(broken="c1", failure=failure).ask(0, [1])
     assert caplog.records[-1].exc_info
 
