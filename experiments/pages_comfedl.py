@@ -11,7 +11,7 @@ from summaries import Evaluation, Run, Runs, after, difference, last, spread, ta
 from fedloom.reporting.drawing import FULL
 
 COLUMNS = (
-    "validation", "seen_mean", "seen_mean_sd", "seen_worst", "seen_worst_sd", "global_mean", "global_mean_sd", "chosen",
+    "validation", "seen_mean", "seen_mean_sd", "seen_worst", "seen_worst_sd", "global_mean", "global_mean_sd",
 )  # fmt: skip
 WHOLE = ("*-fresh/*", "*/gamma/*", "*/tau/*", "*/methods/*", "*/chosen/*")
 METHODS = {
