@@ -4,6 +4,21 @@ It speaks for pipelines, versions, uploads, experiments and runs, with the API's
 many, tokens, and what networks do: answers that are late, broken or lost. It checks an uploaded pipeline and a run's
 parameters as the API server does, and runs nothing: a test says how a run goes on. Not covered: recurring runs,
 archiving, paging (a list is one page), reports and artifacts.
+
+A run looks as it does under Kubeflow Pipelines 2.17.0 with its stock configuration. The names of the source files are
+those of that project:
+
+- A run's tasks are the nodes of Argo's workflow (``backend/src/apiserver/server/api_converter.go``, ``toModelTasks``):
+  groups, drivers and executors beside the author's tasks, and each of them twice, as a Retry node and its attempt
+  ``(0)`` (``manifests/kustomize/third-party/argo/base/workflow-controller-configmap-patch.yaml``, ``retryStrategy``).
+- ``error`` is absent, of a run and of its tasks: ``toApiPipelineTaskDetail`` does not set it.
+- Of a pod, the API tells the node's id, as a child of another node; its name is made of the workflow, the template
+  and the last part of that id (``backend/src/common/util/workflow.go``, ``RetrievePodName``).
+- What a task printed is at ``/apis/v1alpha1/runs/RUN/nodes/POD/log``; where there is no such pod the status is 200 all
+  the same, and the text tells of an error (``backend/src/apiserver/server/run_log_server.go``).
+- A run that is stopped is CANCELING, then FAILED; one that has ended cannot be stopped (``run_store.go``,
+  ``TerminateRun``: "Row not found").
+- The API's port serves no user interface.
 """
 
 from __future__ import annotations
@@ -27,6 +42,8 @@ import yaml
 
 Json = dict[str, Any]
 PREFIX = "/apis/v2beta1"
+LOG = re.compile(r"/apis/v1alpha1/runs/([0-9a-f-]{36})/nodes/([a-z0-9-]+)/log")
+WORKFLOW = "personalized-federation-x7k2p"
 
 
 class Refused(Exception):
@@ -64,12 +81,16 @@ class KubeflowApi:
     token
         The only one that is accepted; None accepts any request.
     script
-        What a run is at each look at it: state, and tasks as (name, state, error); the last stays.
+        What a run is at each look at it: state, and the author's tasks as (name, state, printed); the last stays. A
+        name that ends in ``(N)`` is an attempt after the first.
+    interface
+        Whether the address also serves the user interface, as a cluster's gateway does.
     """
 
     namespaces: tuple[str, ...] = ()
     token: str | None = None
     login_page: bool = False
+    interface: bool = True
     pipelines: dict[str, Json] = field(default_factory=dict)
     versions: dict[str, Json] = field(default_factory=dict)
     experiments: dict[str, Json] = field(default_factory=dict)
@@ -79,6 +100,7 @@ class KubeflowApi:
     asked: list[str] = field(default_factory=list)
     heard: dict[str, threading.Event] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    logs: dict[str, str] = field(default_factory=dict)
     host: str = ""
 
     def counts(self) -> tuple[int, int, int, int]:
@@ -186,19 +208,53 @@ class KubeflowApi:
 
     def get_run(self, run: str, query: Json, body: Any) -> Json:
         found = self._found(self.runs, run, "run")
-        if found["state"] != "CANCELED" and self.script:
+        if found["state"] == "CANCELING":
+            found["state"] = "FAILED"
+            return {key: value for key, value in found.items() if key != "looks"} | {"state": "CANCELING"}
+        if found["state"] != "FAILED" and self.script:
             state, tasks = self.script[min(found["looks"], len(self.script) - 1)]
-            details = [
-                {"run_id": run, "task_id": name, "display_name": name, "state": of_task}
-                | ({"error": {"code": 13, "message": error}} if error else {})
-                for name, of_task, error in tasks
-            ]
-            found |= {"state": state, "run_details": {"task_details": details}}
+            found |= {"state": state, "run_details": {"task_details": self._nodes(run, tasks)}}
         found["looks"] += 1
         return {key: value for key, value in found.items() if key != "looks"}
 
+    def _nodes(self, run: str, tasks: list[tuple[str, str, str]]) -> list[Json]:
+        """The nodes of a workflow whose author knows these tasks, each behind a node that would retry it."""
+        nodes: list[Json] = []
+
+        def add(name: str, state: str, children: list[str]) -> str:
+            identity = f"{WORKFLOW}-{len(nodes) + 1000}"
+            task = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{run} {len(nodes)} {name}"))
+            about = {"run_id": run, "task_id": task, "display_name": name, "state": state}
+            nodes.append(about | {"child_tasks": [{"pod_name": child} for child in children]})
+            return identity
+
+        def retried(name: str, state: str, children: list[str]) -> str:
+            attempt = re.search(r"\((\d+)\)$", name)
+            bare = name[: attempt.start()] if attempt else name
+            return add(bare, state, [add(f"{bare}({attempt[1] if attempt else 0})", state, children)])
+
+        for name, state, printed in tasks:
+            retried(f"{name.partition('(')[0]}-driver", "SUCCEEDED", [])
+            executor = retried("executor", state, [])
+            hashed = executor.rpartition("-")[2]
+            self.logs[f"{WORKFLOW}-system-container-impl-{int(hashed) - 1}"] = printed
+            retried(name, state, [executor])
+        for group in ("exit-handler-1", "for-loop-2", "iteration-item", "condition-3", "exit-handler-1.onExit", "root"):
+            retried(group, "RUNNING", [])
+        return nodes
+
+    def log(self, run: str, pod: str) -> bytes:
+        """What a pod has printed."""
+        self._found(self.runs, run, "run")
+        if pod not in self.logs:
+            return json.dumps({"error_message": f"Failed to read logs from pod {pod}"}).encode()
+        return self.logs[pod].encode()
+
     def terminate_run(self, run: str, query: Json, body: Any) -> Json:
-        self._found(self.runs, run, "run")["state"] = "CANCELED"
+        found = self._found(self.runs, run, "run")
+        if found["state"] not in ("PENDING", "RUNNING", "PAUSED"):
+            raise Refused(400, 3, f"Failed to terminate a run {run}. Row not found")
+        found["state"] = "CANCELING"
         return {}
 
     def delete_run(self, run: str, query: Json, body: Any) -> Json:
@@ -292,9 +348,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.api.login_page:
             self._send(200, None, b"<html>Log in to Kubeflow</html>")
             return
+        if url.path == "/" and self.api.interface:
+            self._send(200, None, b"<html>Kubeflow</html>")
+            return
         try:
             self._authenticate()
             with self.api.lock:
+                if printed := LOG.fullmatch(url.path):
+                    self._send(200, None, self.api.log(*printed.groups()), kind="text/plain")
+                    return
                 status, answer = 200, self._route(method, url.path, url.query, content)
         except Refused as error:
             status, answer = error.status, {"error": str(error), "code": error.code, "message": str(error)}
@@ -338,10 +400,10 @@ class Handler(BaseHTTPRequestHandler):
         parts = {part.get_param("name", header="Content-Disposition"): part for part in whole.iter_parts()}
         return parts["uploadfile"].get_payload(decode=True)
 
-    def _send(self, status: int, answer: Json | None, page: bytes = b"") -> None:
+    def _send(self, status: int, answer: Json | None, page: bytes = b"", kind: str = "text/html") -> None:
         body = page if answer is None else json.dumps(answer).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/html" if answer is None else "application/json")
+        self.send_header("Content-Type", kind if answer is None else "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -8,20 +8,24 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 from forked import Popen
 from kfp_api import Fault, KubeflowApi, serving
 from run_processes import EXPERIMENT, FEDLOOM, WAIT_S, until
+from s3_support import S3Server
 from typer.testing import CliRunner, Result
 
 from fedloom.cli.main import app
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError, RefusedError, StorageError
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.api import Kubeflow, access
+from fedloom.kubeflow.steps import FAILURE_MARK, step
 
 pytestmark = pytest.mark.xdist_group("components")
 
@@ -181,9 +185,9 @@ def test_a_token_that_changes_while_a_run_is_waited_for(api: KubeflowApi, tmp_pa
 
 
 def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    assert "found no such page" in failed(fedloom("--host", f"{api.host}/pipelin"), ExperimentError)
+    assert "has no such page" in failed(fedloom("--host", f"{api.host}/pipelin"), ExperimentError)
     api.login_page = True
-    assert "found a page of type text/html" in failed(fedloom("--host", api.host), ExperimentError)
+    assert "a page of type text/html" in failed(fedloom("--host", api.host), ExperimentError)
     assert "--host: found kubeflow" in failed(fedloom("--host", "kubeflow"), ExperimentError)
     assert "--host: found none" in failed(fedloom(), ExperimentError)
     with socket.socket() as nobody:
@@ -322,39 +326,99 @@ def test_an_interrupted_submit_leaves_nothing(api: KubeflowApi, files: tuple[Pat
 
 
 def test_waiting_tells_how_it_goes(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    """The author's tasks and further attempts, of the 30 nodes that the workflow has; none of its own."""
     api.script = [
         ("PENDING", []),
-        ("RUNNING", [("root", "RUNNING", ""), ("plan-driver", "SUCCEEDED", ""), ("plan", "RUNNING", "")]),
+        ("RUNNING", [("plan", "RUNNING", "")]),
         ("RUNNING", [("plan", "SUCCEEDED", ""), ("federate", "RUNNING", "")]),
-        ("SUCCEEDED", [("plan", "SUCCEEDED", ""), ("federate", "SUCCEEDED", "")]),
+        ("RUNNING", [("plan", "SUCCEEDED", ""), ("federate(1)", "RUNNING", "")]),
+        ("SUCCEEDED", [("plan", "SUCCEEDED", ""), ("federate(1)", "SUCCEEDED", "")]),
     ]
     api.faults = [Fault("GET /runs/.*", status=503, times=2, skip=1)]
     result = fedloom("--host", api.host, "--wait")
     assert result.exit_code == 0, result.output
-    told = [line for line in result.output.splitlines() if line.startswith(("plan", "federate", "root"))]
-    assert told == ["plan: running", "plan: succeeded", "federate: running", "federate: succeeded"]
-    assert result.output.splitlines()[-1] == "succeeded"
+    lines = result.output.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("run "))
+    assert lines[first + 1 : first + 4] == ["plan: running", "plan: succeeded", "federate: running"]
+    assert sorted(lines[first + 4 :]) == [
+        "federate, attempt 2: running", "federate, attempt 2: succeeded", "federate: succeeded", "succeeded"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("state", "error", "kind"),
+    ("printed", "kind", "said"),
     [
-        ("FAILED", "container main failed: exit status 2: error: federation.rounds", ExperimentError),
-        ("FAILED", "Error (exit code 4)", RefusedError),
-        ("FAILED", "Error (exit code 5)", QuorumError),
-        ("FAILED", "pod was OOMKilled", QuorumError),
-        ("FAILED", "", QuorumError),
-        ("CANCELED", "", InterruptedRun),
+        (
+            f'{FAILURE_MARK}{{"task": "plan", "code": 2, "message": "federation.rounds"}}',
+            ExperimentError,
+            "federation.rounds",
+        ),
+        (
+            f'noise\n{FAILURE_MARK}{{"task": "federate", "code": 4, "message": "no"}}\nI0101',
+            RefusedError,
+            "federate failed: no",
+        ),
+        (f'{FAILURE_MARK}{{"task": "federate", "code": 5, "message": "few"}}', QuorumError, "few"),
+        (f"{FAILURE_MARK}not JSON", QuorumError, "kubectl describe pods"),
+        ("", QuorumError, "kubectl describe pods -n kubeflow -l pipeline/runid="),
     ],
 )
 def test_the_outcome_is_the_exit_codes(
-    api: KubeflowApi, fedloom: Callable[..., Result], state: str, error: str, kind: type[FedloomError]
+    api: KubeflowApi, fedloom: Callable[..., Result], printed: str, kind: type[FedloomError], said: str
 ) -> None:
-    api.script = [("RUNNING", []), (state, [("plan", "SUCCEEDED", ""), ("federate", "FAILED", error)])]
-    said = failed(fedloom("--host", api.host, "--wait"), kind)
-    assert next(iter(api.runs)) in said
-    if state == "FAILED":
-        assert f"federate failed: {error}" in said if error else "federate failed" in said
+    """Kubeflow tells no error of a task: the record is in what the task has printed."""
+    api.script = [("RUNNING", []), ("FAILED", [("plan", "SUCCEEDED", ""), ("federate", "FAILED", printed)])]
+    found = failed(fedloom("--host", api.host, "--wait"), kind)
+    assert next(iter(api.runs)) in found
+    assert said in found
+    assert "federate" in found or "plan" in found
+
+
+def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pytest.CaptureFixture[str]) -> None:
+    @step
+    def federate() -> None:
+        raise RefusedError("the token is not known", hint="ask for another")
+
+    with pytest.raises(SystemExit) as ended:
+        federate()
+    assert ended.value.code == 4
+    (record,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith(FAILURE_MARK)]
+    found = json.loads(record.removeprefix(FAILURE_MARK))
+    assert (found["task"], found["code"]) == ("federate", 4)
+    assert "ask for another" in found["message"]
+
+
+def test_a_run_that_is_stopped_meanwhile_is_told_as_stopped(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    """Kubeflow ends it as FAILED, after CANCELING."""
+    api.script = [("RUNNING", []), ("CANCELING", []), ("FAILED", [("federate", "FAILED", "")])]
+    assert "was stopped" in failed(fedloom("--host", api.host, "--wait"), InterruptedRun)
+
+
+def test_a_pod_that_does_not_start_is_told_once(
+    api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submitting, "PENDING_S", 0.0)
+    api.script = [("RUNNING", [("plan", "PENDING", "")])] * 4 + [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
+    output = fedloom("--host", api.host, "--wait").output
+    assert output.count(f"kubectl describe pods -n kubeflow -l pipeline/runid={next(iter(api.runs))}") == 1
+
+
+def test_an_address_without_a_user_interface_gets_no_link(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+    api.interface = False
+    output = fedloom("--host", api.host).output
+    assert "#/runs/details" not in output
+    assert next(iter(api.runs)) in output
+
+
+def test_other_services_are_told_from_kubeflow(fedloom: Callable[..., Result], s3_server: S3Server) -> None:
+    assert "object store" in failed(fedloom("--host", s3_server.endpoint), ExperimentError)
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert "gRPC port" in failed(fedloom("--host", f"http://127.0.0.1:{port}"), ExperimentError)
+    finally:
+        server.stop(None)
 
 
 def test_a_token_that_expires_leaves_the_run_alone(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
@@ -375,7 +439,7 @@ def test_ctrl_c_while_waiting(api: KubeflowApi, files: tuple[Path, Path], termin
     said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, said
     (run,) = api.runs.values()
-    assert run["state"] == ("CANCELED" if terminate else "RUNNING")
+    assert run["state"] == ("CANCELING" if terminate else "RUNNING")
     assert ("stopped the run: " if terminate else "the run goes on: ") in said
     assert terminate or f"fedloom pipeline stop {run['run_id']}" in said
 
@@ -383,10 +447,15 @@ def test_ctrl_c_while_waiting(api: KubeflowApi, files: tuple[Path, Path], termin
 def test_wait_and_stop_by_id(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     assert fedloom("--host", api.host).exit_code == 0
     (run,) = api.runs
+    assert CliRunner().invoke(app, ["pipeline", "stop", run, "--host", api.host]).exit_code == 0
+    assert api.runs[run]["state"] == "CANCELING"
+    result = CliRunner().invoke(app, ["pipeline", "wait", run, "--host", api.host])
+    assert "was stopped" in failed(result, InterruptedRun)
+    again = CliRunner().invoke(app, ["pipeline", "stop", run, "--host", api.host])
+    assert (again.exit_code, "ended already" in again.output) == (0, True)
+    api.runs[run] |= {"state": "RUNNING", "looks": 0}
     api.script = [("RUNNING", []), ("SUCCEEDED", [])]
     assert CliRunner().invoke(app, ["pipeline", "wait", run, "--host", api.host]).output.endswith("succeeded\n")
-    assert CliRunner().invoke(app, ["pipeline", "stop", run, "--host", api.host]).exit_code == 0
-    assert api.runs[run]["state"] == "CANCELED"
     nobody = "00000000-0000-0000-0000-000000000000"
     result = CliRunner().invoke(app, ["pipeline", "wait", nobody, "--host", api.host])
     assert "not found" in failed(result, ExperimentError)

@@ -198,10 +198,14 @@ def stop(
     namespace: Namespace = None,
 ) -> None:
     """Stop a run on Kubeflow, its federations and their pods."""
+    from fedloom.kubeflow import submit
+
     kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
     kubeflow.check()
-    kubeflow.terminate(run)
-    typer.echo(f"stopping {kubeflow.link(run)}")
+    if submit.stop(kubeflow, run):
+        typer.echo(f"stopping {kubeflow.link(run)}")
+    else:
+        typer.echo(f"has ended already: {kubeflow.link(run)}")
 
 
 def _arguments(

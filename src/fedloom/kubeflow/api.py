@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,9 @@ TIMEOUT_S = (8, 60)
 IN_CLUSTER_HOST = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 """Where Kubeflow puts a pod's token for the Pipelines API; ``$KF_PIPELINES_SA_TOKEN_PATH`` names another place."""
+
+LOG_BYTES = 1 << 20
+"""Length of the end of a log that is kept."""
 
 EQUALS = 1
 
@@ -133,7 +137,7 @@ class Kubeflow:
             raise_on_status=False,
         )
         client = kfp_server_api.ApiClient(configuration)
-        self._models = kfp_server_api
+        self._models, self._client = kfp_server_api, client
         self._health = kfp_server_api.HealthzServiceApi(client)
         self._pipelines = kfp_server_api.PipelineServiceApi(client)
         self._uploads = kfp_server_api.PipelineUploadServiceApi(client)
@@ -150,12 +154,24 @@ class Kubeflow:
         ExperimentError
             If something else answers, or the namespace is missing or not wanted.
         """
+        from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
+
         try:
-            health, _, headers = self._ask("reach it", self._health.healthz_service_get_healthz_with_http_info)
-        except Gone as error:
-            raise ExperimentError(self._not_kubeflow("no such page")) from error
+            health, _, headers = self._health.healthz_service_get_healthz_with_http_info(_request_timeout=TIMEOUT_S)
+        except self._models.ApiException as error:
+            if error.status == 404:
+                raise ExperimentError(self._not_kubeflow("has no such page")) from error
+            if _is_xml(error.body):
+                raise ExperimentError(self._not_kubeflow("looks like an object store (it answers in XML)")) from error
+            raise self._failure("reach it", error.status, error.body or error.reason) from error
+        except HTTPError as error:
+            cause = error.reason if isinstance(error, MaxRetryError) else error
+            if isinstance(cause, ProtocolError):
+                speaks = "is reached, and does not speak HTTP/1.1, as if it were a gRPC port"
+                raise ExperimentError(self._not_kubeflow(speaks)) from error
+            raise self._unreachable(error) from error
         if "json" not in str(headers.get("Content-Type")):
-            raise ExperimentError(self._not_kubeflow(f"a page of type {headers.get('Content-Type')}"))
+            raise ExperimentError(self._not_kubeflow(f"answers with a page of type {headers.get('Content-Type')}"))
         if health.multi_user and self.namespace is None:
             raise ExperimentError("--namespace: found none; allowed: your profile's, as this Kubeflow has many users")
         if not health.multi_user and self.namespace is not None:
@@ -165,8 +181,8 @@ class Kubeflow:
 
     def _not_kubeflow(self, found: str) -> str:
         return (
-            f"--host: found {found} at {self.host}/apis/v2beta1/healthz; allowed: the URL of Kubeflow Pipelines, often "
-            "ending in /pipeline, and --token where it asks for a login"
+            f"--host: {self.host}/apis/v2beta1/healthz {found}. Give the URL of Kubeflow Pipelines, which often ends "
+            "in /pipeline, and --token where it asks for a login."
         )
 
     def pipeline(self, name: str) -> str | None:
@@ -269,6 +285,29 @@ class Kubeflow:
         """A run: ``state``, ``error``, ``run_details.task_details``."""
         return self._ask(f"look at the run {run}", self._runs.run_service_get_run, run)
 
+    def log(self, run: str, pod: str) -> str:
+        """Return what a pod of a run has printed, also after it is gone; empty where there is no such pod or log.
+
+        The endpoint is no part of the generated client: Kubeflow streams logs outside of its gRPC gateway.
+        """
+        path = "/apis/v1alpha1/runs/{run}/nodes/{pod}/log"
+        try:
+            answer = self._ask(
+                f"read the log of {pod}",
+                self._client.call_api,
+                path,
+                "GET",
+                {"run": run, "pod": pod},
+                auth_settings=["Bearer"],
+                _preload_content=False,
+            )
+        except ExperimentError:
+            return ""
+        end = b""  # of the log, where a failure is recorded
+        for piece in answer.stream(LOG_BYTES):
+            end = (end + piece)[-LOG_BYTES:]
+        return end.decode(errors="replace")
+
     def terminate(self, run: str) -> None:
         """Stop a run."""
         self._ask(f"stop the run {run}", self._runs.run_service_terminate_run, run)
@@ -278,22 +317,40 @@ class Kubeflow:
         self._ask(f"delete the run {run}", self._runs.run_service_delete_run, run)
 
     def link(self, run: str) -> str:
-        """Where a run is shown."""
-        return f"{self.host}/#/runs/details/{run}"
+        """Return the address of a run's page, or its id where this address serves no user interface."""
+        return f"{self.host}/#/runs/details/{run}" if self._has_interface else f"run {run} in the user interface"
+
+    @cached_property
+    def _has_interface(self) -> bool:
+        """Whether pages are served here; a port-forward to the API's own port has none."""
+        from urllib3.exceptions import HTTPError
+
+        try:
+            answer = self._client.call_api(
+                "/", "GET", auth_settings=["Bearer"], _preload_content=False, _request_timeout=TIMEOUT_S
+            )
+        except (self._models.ApiException, HTTPError):
+            return False
+        return answer.status == 200 and "html" in str(answer.headers.get("Content-Type"))
 
     def _in_namespace(self) -> dict[str, str]:
         return {} if self.namespace is None else {"namespace": self.namespace}
 
     def _ask(self, what: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        from urllib3.exceptions import HTTPError, MaxRetryError
+        from urllib3.exceptions import HTTPError
 
         try:
             return call(*arguments, _request_timeout=TIMEOUT_S, **named)
         except self._models.ApiException as error:
             raise self._failure(what, error.status, error.body or error.reason) from error
         except HTTPError as error:
-            why = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
-            raise StorageError(f"{self.host}: cannot be reached: {why}", hint="check --host and the network") from error
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Any) -> StorageError:
+        from urllib3.exceptions import MaxRetryError
+
+        why = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
+        return StorageError(f"{self.host}: cannot be reached: {why}", hint="check --host and the network")
 
     def _failure(self, what: str, status: int, body: Any) -> FedloomError:
         said = _message(body)
@@ -309,6 +366,12 @@ class Kubeflow:
         if 400 <= status < 500 and status != 429:
             return ExperimentError(f"{where}: cannot {what}: {said}")
         return StorageError(f"{where}: cannot {what}: status {status}: {said}", hint="try again later")
+
+
+def _is_xml(body: Any) -> bool:
+    """Whether an answer is XML, as those of object stores are."""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
+    return text.lstrip().startswith("<?xml")
 
 
 def _named(name: str) -> str:

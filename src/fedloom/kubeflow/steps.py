@@ -29,6 +29,9 @@ R = TypeVar("R")
 FAILURES = "FEDLOOM_FAILURES"
 """Environment variable: a file to which a task that fails adds a line, for `fedloom pipeline local`."""
 
+FAILURE_MARK = "fedloom failure | "
+"""Prefix of the line of JSON that a failing task prints: `fedloom pipeline wait` reads it in the task's log."""
+
 MARK = "fedloom | "
 """What a line of progress begins with, among everything that Kubeflow's executor says."""
 
@@ -60,8 +63,9 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
                 raise
             failure = as_storage_error(error)
         print(f"error: {failure}", file=sys.stderr, flush=True)
+        line = {"task": body.__name__, "code": int(failure.exit_code), "message": str(failure)}
+        print(f"{FAILURE_MARK}{json.dumps(line)}", flush=True)
         if FAILURES in os.environ:
-            line = {"task": body.__name__, "code": int(failure.exit_code), "message": str(failure)}
             with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         raise SystemExit(int(failure.exit_code))

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.errors import FAILURES, FedloomError, InterruptedRun, QuorumError, RefusedError, StorageError
+from fedloom.errors import (
+    FAILURES,
+    ExperimentError,
+    FedloomError,
+    InterruptedRun,
+    QuorumError,
+    RefusedError,
+    StorageError,
+)
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
+from fedloom.kubeflow.steps import FAILURE_MARK
 
 POLL_S = 5.0
 PATIENCE_S = 300.0
 """How long the API may be out of reach while a run is waited for."""
 
 ENDS = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
-CODE = re.compile(r"exit (?:code|status):? (\d+)")
+STOPPED = ("CANCELING", "CANCELED")
+PENDING_S = 60.0
+"""How long a pod may be pending before the user is told where to look."""
+
+INTERNAL = re.compile(
+    r".*-driver|root|executor|iteration-item|(exit-handler|for-loop|condition|condition-branches)-\d+(\.onExit)?"
+)
+"""Names of the workflow's own nodes; every other node is a task that the pipeline's author named."""
+
+ATTEMPT = re.compile(r"(.+?)\((\d+)\)")
+"""A node that Argo may retry has a child for each attempt, numbered from 0."""
+
+EXECUTOR_TEMPLATES = ("system-container-impl", "retry-system-container-impl")
+"""Templates of the pods that run components; a pod is named after its workflow, template and node."""
+
 Say = Callable[[str], None]
 
 
@@ -158,7 +182,7 @@ def _undone(made: ExitStack, say: Say, undo: Callable[[], None]) -> None:
 
 def _withdraw(kubeflow: Kubeflow, name: str, experiment: str) -> None:
     for run in kubeflow.runs(name, experiment):
-        kubeflow.terminate(run)
+        stop(kubeflow, run)
         kubeflow.delete_run(run)
 
 
@@ -176,7 +200,7 @@ def wait(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL_S) -> N
     StorageError
         If Kubeflow is out of reach for five minutes; the run goes on.
     """
-    shown: dict[str, str] = {}
+    progress, stopped = _Progress(kubeflow, run, say), False
     reached = time.monotonic()
     while True:
         try:
@@ -189,34 +213,111 @@ def wait(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL_S) -> N
         except RefusedError as error:
             raise RefusedError(f"{error}\n  the run goes on: {kubeflow.link(run)}") from error
         reached = time.monotonic()
-        tasks = [task for task in (now.run_details and now.run_details.task_details) or () if _of_ours(task)]
-        for task in tasks:
-            if task.state and shown.get(task.task_id) != task.state:
-                shown[task.task_id] = task.state
-                say(f"{task.display_name}: {task.state.lower()}")
+        nodes = (now.run_details and now.run_details.task_details) or []
+        progress.update(nodes)
+        stopped = stopped or now.state in STOPPED
         if now.state in ENDS:
             break
         time.sleep(poll_s)
-    if now.state == "CANCELED":
+    if now.state == "SUCCEEDED":
+        return
+    if stopped:  # Kubeflow ends a run that was stopped as FAILED
         raise InterruptedRun(f"the run was stopped: {kubeflow.link(run)}")
-    if now.state != "SUCCEEDED":
-        raise _failure(now, tasks, kubeflow.link(run))
+    raise _failure(kubeflow, run, nodes)
 
 
-def _of_ours(task: Any) -> bool:
-    """Whether a task is one that a pipeline's author knows, and no driver or group of Kubeflow's own."""
-    return not re.search(r"(^|-)driver$|^(root|executor|exit-handler-\d+|for-loop-\d+)$", task.display_name or "")
+class _Progress:
+    """Report the tasks of a run as they change, by the names that the pipeline's author gave them."""
+
+    def __init__(self, kubeflow: Kubeflow, run: str, say: Say) -> None:
+        self._where = where_to_look(kubeflow, run)
+        self._say = say
+        self._shown: dict[str, str] = {}
+        self._pending_since: float | None = None
+
+    def update(self, nodes: Sequence[Any]) -> None:
+        """Say what has changed, and where to look if a pod has been pending for long."""
+        for node in nodes:
+            name, attempt = _author_task(node.display_name or "")
+            if name is None or attempt == 0 or not node.state or self._shown.get(node.task_id) == node.state:
+                continue
+            self._shown[node.task_id] = node.state
+            self._say(f"{name}{f', attempt {attempt + 1}' if attempt else ''}: {node.state.lower()}")
+        if not any(node.state == "PENDING" for node in nodes):
+            self._pending_since = None
+        elif self._pending_since is None:
+            self._pending_since = time.monotonic()
+        elif time.monotonic() - self._pending_since > PENDING_S:
+            self._pending_since = float("inf")  # once is enough
+            self._say(
+                f"a pod has not started for {PENDING_S:g} s, perhaps for want of its image or of room: {self._where}"
+            )
 
 
-def _failure(run: Any, tasks: list[Any], link: str) -> FedloomError:
-    failed = [task for task in tasks if task.state == "FAILED"]
-    said = [task.error.message for task in failed if task.error and task.error.message]
-    said += [run.error.message] if run.error and run.error.message else []
-    codes = [int(code) for text in said for code in CODE.findall(text)]
-    kind = next((FAILURES[code] for code in codes if code in FAILURES), QuorumError)
-    names = ", ".join(dict.fromkeys(task.display_name for task in failed)) or "the run"
-    why = f": {' '.join(said[0].split())[:500]}" if said else ""
-    return kind(f"{names} failed{why}", hint=f"its log: {link}")
+def where_to_look(kubeflow: Kubeflow, run: str) -> str:
+    """Return the command that shows why pods of a run do not start."""
+    namespace = kubeflow.namespace or "kubeflow"
+    return f"kubectl describe pods -n {namespace} -l pipeline/runid={run}"
+
+
+def _author_task(display_name: str) -> tuple[str | None, int | None]:
+    """Return the author's name of a node, None for the workflow's own, and the attempt, None for all together."""
+    attempt = ATTEMPT.fullmatch(display_name)
+    name = attempt[1] if attempt else display_name
+    return (None if INTERNAL.fullmatch(name) else name), (int(attempt[2]) if attempt else None)
+
+
+def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError:
+    """Return why a run failed: as its tasks recorded it in what they printed, else as far as Kubeflow tells."""
+    records = list(_records(kubeflow, run, nodes))
+    if records:
+        first = records[0]
+        tasks = ", ".join(dict.fromkeys(record["task"] for record in records))
+        kind = FAILURES.get(first["code"], QuorumError)
+        return kind(f"{tasks} failed: {first['message']}", hint=f"its log: {kubeflow.link(run)}")
+    failed = (_author_task(node.display_name or "")[0] for node in nodes if node.state == "FAILED")
+    names = ", ".join(dict.fromkeys(filter(None, failed))) or "the run"
+    return QuorumError(
+        f"{names} failed, and left no record of why (an image, a service account or a quota that is missing, no "
+        f"memory, or a deadline)",
+        hint=f"{kubeflow.link(run)}, or {where_to_look(kubeflow, run)}",
+    )
+
+
+def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the failure records that the pods of failed tasks have printed (:func:`fedloom.kubeflow.steps.step`).
+
+    Kubeflow's launcher ends with 1 whatever a component's exit code is, and the API tells no error of a task.
+    """
+    failed = [node for node in nodes if node.state == "FAILED"]
+    children = dict.fromkeys(child.pod_name for node in failed for child in node.child_tasks or () if child.pod_name)
+    for child in children:
+        workflow, _, number = child.rpartition("-")
+        for template in EXECUTOR_TEMPLATES:
+            for line in kubeflow.log(run, f"{workflow}-{template}-{number}").splitlines():
+                if line.startswith(FAILURE_MARK):
+                    with suppress(ValueError, KeyError, TypeError):
+                        found = json.loads(line.removeprefix(FAILURE_MARK))
+                        yield {"task": str(found["task"]), "code": int(found["code"]), "message": str(found["message"])}
+
+
+def stop(kubeflow: Kubeflow, run: str) -> bool:
+    """Stop a run; return False if it has ended already.
+
+    Raises
+    ------
+    FedloomError
+        If there is no such run, or Kubeflow refuses or fails.
+    """
+    if kubeflow.run(run).state in (*ENDS, *STOPPED):
+        return False
+    try:
+        kubeflow.terminate(run)
+    except ExperimentError:  # it ended meanwhile
+        if kubeflow.run(run).state not in (*ENDS, *STOPPED):
+            raise
+        return False
+    return True
 
 
 @contextmanager
@@ -232,7 +333,7 @@ def stopping(kubeflow: Kubeflow, started: Started, *, terminate: bool) -> Iterat
         yield
     except KeyboardInterrupt as error:
         if terminate:
-            kubeflow.terminate(started.run)
+            stop(kubeflow, started.run)
             raise InterruptedRun(f"stopped the run: {started.link}") from error
         raise InterruptedRun(
             f"the run goes on: {started.link}",
