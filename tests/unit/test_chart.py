@@ -750,6 +750,18 @@ def test_lint_finds_nothing_and_the_notes_fit_the_values(scenario: str) -> None:
     for name in re.findall(r"(?:statefulset/|service |claim )([a-z0-9-]+)", notes):
         assert name in done.stdout.partition("NOTES:")[0], name
     assert "<no value>" not in done.stdout
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", notes, re.M)]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_the_notes_lead_to_the_store_that_the_chart_brings() -> None:
+    """The command that publishes a partition needs a way to it, and its claim stays when the release goes."""
+    trial = ("--set", "workers.partition.prepare=false")
+    notes = notes_of("trial", *trial)
+    for needed in ("port-forward service/fed-fedloom-seaweedfs 8333", "FEDLOOM_S3_ENDPOINT=", "AWS_SECRET_ACCESS_KEY="):
+        assert needed in notes
+    assert notes.index("port-forward") < notes.index("fedloom partition")
+    assert "the claim fed-fedloom-seaweedfs" in notes
 
 
 TEST_TLS = {"test.tls.existingSecret": "own"}
