@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -177,7 +178,13 @@ class ByHelm:
         self._helm("test", self.name)
 
     def uninstall(self) -> None:
-        self._helm("uninstall", self.name, "--wait")
+        self._helm("uninstall", self.name, "--wait")  # it returns while pods are still ending
+        pods = partial(
+            self._place.core.list_namespaced_pod,
+            self._place.namespace,
+            label_selector=f"app.kubernetes.io/instance={self.name}",
+        )
+        until(lambda: not pods().items, f"pods of {self.name} are gone", self._place.patience_s)
 
 
 @contextmanager
