@@ -28,6 +28,9 @@ VISIBLE = 1e-5
 FEW = 20
 """So many numbers may be classes, however few examples there are."""
 
+LARGE, EXPANSION = 2**30, 100
+"""Bytes that any file may unpack to; beyond, as many times its own size."""
+
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf(?:inity)?)", re.IGNORECASE)
 _WHOLE = re.compile(r"(-?[0-9]+)(?:\.0*)?")
 TRUTHS = {"true": 1.0, "false": 0.0}
@@ -89,9 +92,13 @@ class Rounding:
         self._integers += np.count_nonzero((error > 0) & (values == np.floor(values)), axis=0)
 
     def shares(self, spread: Sequence[float] | None = None) -> NDArray[np.float64]:
-        """Return the largest rounding error of each column, as a part of its range or of a spread that is known."""
-        scale = np.maximum(self._high - self._low, 0) if spread is None else np.asarray(spread, dtype=np.float64)
-        return np.divide(self._error, scale, out=np.zeros_like(self._error), where=scale > 0)
+        """Return the largest rounding error of each column, as a part of its range or of a spread that is known.
+
+        It is 0 where all values are equal.
+        """
+        extent = self._high - self._low
+        scale = extent if spread is None else np.asarray(spread, dtype=np.float64)
+        return np.divide(self._error, scale, out=np.zeros_like(self._error), where=(extent > 0) & (scale > 0))
 
     def lost(self, spread: Sequence[float] | None = None) -> list[int]:
         """Return the columns of which 32 bits keep too little."""
