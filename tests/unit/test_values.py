@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -25,6 +26,8 @@ from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.data.sources.base import FetchFailed
+from fedloom.data.sources.fetchers import uncompressed
 from fedloom.data.values import number, numbers
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
@@ -126,6 +129,14 @@ def test_a_measured_quantity_is_no_class_at_any_entrance(
     with pytest.raises(DataError) as error:
         entrance(table(label), tmp_path)
     assert tells(str(error.value), "measured", len(set(label)), "places")
+
+
+def test_labels_and_owners_of_other_types_are_refused_with_their_count(tmp_path: Path) -> None:
+    days = pandas.date_range("2024-01-01", periods=2).repeat(30)
+    for entrance in (of_frame, of_parquet):
+        with pytest.raises(DataError) as error:
+            entrance(table(days), tmp_path)
+        assert tells(str(error.value), "label", f"{N} places", "row ", "2024-01-01")
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
@@ -252,7 +263,9 @@ def test_an_index_is_no_feature_and_columns_without_a_name_are_refused(tmp_path:
     frame.to_csv(tmp_path / "t.csv")
     frame.sample(frac=1, random_state=0).to_parquet(tmp_path / "t.parquet")
     pandas.read_csv(tmp_path / "t.csv").to_csv(tmp_path / "again.csv", index=False)
-    frame.set_index(pandas.Index([*range(200, 260, 2), *range(101, 161, 2)], name="patient")).to_parquet(tmp_path / "named.parquet")
+    frame.set_index(pandas.Index([*range(200, 260, 2), *range(101, 161, 2)], name="patient")).to_parquet(
+        tmp_path / "named.parquet"
+    )
     for name, column in (
         ("t.csv", "without a name"),
         ("t.parquet", "__index_level_0__"),
@@ -384,6 +397,14 @@ def test_a_small_file_that_would_fill_the_memory_is_refused(tmp_path: Path) -> N
     with pytest.raises(DataError) as error:
         pack(tmp_path / "t.parquet", tmp_path / "out", PackSettings(request=Request(None, labelled=False)))
     assert tells(str(error.value), "t.parquet", "unpacks")
+
+
+def test_a_small_gzip_file_that_would_fill_the_memory_is_refused() -> None:
+    piece = gzip.compress(bytes(2**26))
+    with pytest.raises(FetchFailed) as error:
+        uncompressed(piece * 17, "labels.gz")
+    assert tells(str(error.value), "labels.gz", f"{2**30:,}")
+    assert uncompressed(piece, "labels.gz") == bytes(2**26)
 
 
 def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ LARGE, EXPANSION = 2**30, 100
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf(?:inity)?)", re.IGNORECASE)
 _WHOLE = re.compile(r"(-?[0-9]+)(?:\.0*)?")
+MISSING = ("", "nan", "NaN")
+"""Text that stands where a label or an owner is missing."""
+
 TRUTHS = {"true": 1.0, "false": 0.0}
 
 
@@ -98,7 +101,9 @@ class Rounding:
         """
         extent = self._high - self._low
         scale = extent if spread is None else np.asarray(spread, dtype=np.float64)
-        return np.divide(self._error, scale, out=np.zeros_like(self._error), where=(extent > 0) & (scale > 0))
+        shares: NDArray[np.float64] = np.zeros_like(self._error)
+        np.divide(self._error, scale, out=shares, where=(extent > 0) & (scale > 0))
+        return shares
 
     def lost(self, spread: Sequence[float] | None = None) -> list[int]:
         """Return the columns of which 32 bits keep too little."""
@@ -128,14 +133,16 @@ def label_text(value: object) -> str | None:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
-        return value.strip() or None
+        text = value.strip()
+        return None if text in MISSING else text
     if isinstance(value, bool | int):
         return str(value)
     if isinstance(value, float | Decimal):
         if math.isnan(value):
             return None
-        return str(int(value)) if math.isfinite(value) and abs(value) <= EXACT and value == int(value) else str(value)
-    raise ValueError(f"{value!r:.60} is a {type(value).__name__}, neither text nor a number")
+        known = math.isfinite(value) and -EXACT <= value <= EXACT and value == int(value)
+        return str(int(value)) if known else str(value)
+    raise ValueError(f"{str(value):.60} is a {type(value).__name__}, neither text nor a number")
 
 
 def plain_numbers(names: Iterable[str]) -> dict[str, str]:

@@ -23,11 +23,12 @@ from fedloom.data.pack.examples import (
     Request,
     Tell,
     check_unpacked,
+    listed,
     names_of,
     notes_of_classes,
     positions,
 )
-from fedloom.data.values import are_numbers, numbers
+from fedloom.data.values import are_numbers, found_classes, numbers
 from fedloom.errors import DataError
 
 VALUES = 2**22
@@ -227,9 +228,16 @@ def numbered(
             "labels are whole numbers, or the classes' names"
         )
     labels = names_of((label for part in ys for label in part.tolist()), where, mistakes)
-    if classes is not None and kinds <= set("iuf") and (kind == "tokens" or not are_numbers(classes)):
+    if classes is None or not kinds <= set("iuf"):
+        return positions(labels, classes, where, mistakes)
+    if kind == "tokens" or not are_numbers(classes):
         y, _ = positions(labels, tuple(map(str, range(len(classes)))), where, mistakes)
         return y, classes
+    if classes != found_classes(classes):
+        raise DataError(
+            f"{mistakes.source}: the labels are integers, and so are the names of the classes, in another order "
+            f"({listed(classes)}); give the labels as text, which is a class's name"
+        )
     return positions(labels, classes, where, mistakes)
 
 
@@ -306,6 +314,8 @@ def _safetensors(path: Path) -> dict[str, NDArray[Any]]:
 
 def _take(batches: Batches, x: NDArray[Any], name: str, source: Path | str) -> None:
     """Take in an array of inputs, piece by piece."""
+    if 0 in batches.shape:
+        raise DataError(f"{source}: {name} is of shape {list(x.shape)}, and an input needs at least one number")
     rows = max(1, VALUES // max(1, math.prod(batches.shape)))
     for start in range(0, len(x), rows):
         piece = x[start : start + rows]

@@ -199,8 +199,7 @@ class Batches:
         """Return all that was taken in, ``[n, *shape]``, and what was done to it that its owner should know."""
         lost, noted = self._rounding.lost(), self._rounding.noted()
         self.mistakes.add_many(
-            "values too close together for their size: 32-bit floats, in which features are kept, cannot tell them "
-            "apart. Subtract an offset first, or leave the column out",
+            "values that 32-bit floats cannot tell apart (subtract an offset first, or leave the column out)",
             len(lost),
             (self.name(j) for j in lost),
         )
@@ -214,19 +213,26 @@ def names_of(
     labels: Iterable[object], where: Callable[[int], str], mistakes: Mistakes, what: str = "label"
 ) -> list[str | None]:
     """Return labels, or owners, as text: numbers in digits where all are, None where one is missing or neither."""
-    known: dict[tuple[type, object], str | None] = {}
+    known: dict[tuple[type, object], tuple[str | None, str | None]] = {}
     names: list[str | None] = []
     for i, label in enumerate(labels):
         key = (type(label), label) if isinstance(label, str | bytes | int | float) else (type(label), str(label))
         if key not in known:
-            try:
-                known[key] = label_text(label)
-            except ValueError as error:
-                mistakes.add(f"a {what} is text or a whole number", f"{where(i)}: {error}")
-                known[key] = "?"
-        names.append(known[key])
-    plain = plain_numbers(name for name in known.values() if name)
+            known[key] = _name_of(label)
+        name, fault = known[key]
+        if fault is not None:
+            mistakes.add(f"a {what} must be text or a whole number", f"{where(i)}: {fault}")
+        names.append(name)
+    plain = plain_numbers(name for name, _ in known.values() if name)
     return [plain.get(name, name) if name else None for name in names] if plain else names
+
+
+def _name_of(label: object) -> tuple[str | None, str | None]:
+    """Return the name that a label is, and why it is none."""
+    try:
+        return label_text(label), None
+    except ValueError as error:
+        return "?", str(error)
 
 
 def positions(
@@ -276,8 +282,8 @@ def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], mista
         quantity = different
     places = [i for i, label in enumerate(labels) if label in quantity]
     mistakes.add_many(
-        f"a measured quantity is not a class ({counted(len(different), 'different number')}); classes are names or "
-        "whole numbers that repeat",
+        f"a measured quantity ({counted(len(different), 'different number')}), and classes are names or whole numbers "
+        "that repeat",
         len(places),
         (f"{where(i)}: {labels[i]}" for i in places),
     )
