@@ -319,6 +319,25 @@ def test_a_newcomer_gives_labels_as_they_were_given_in_training(
     assert tells(str(error.value), "unknown label", "2 places", "y[0]", 5)
 
 
+def test_classes_given_in_order_are_those_of_positions_and_newcomers_name_them(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(N, 2)), np.arange(N) % 3
+    clients = {"ann": (x[:30], y[:30]), "bob": (x[30:], y[30:])}
+    classes = ("10", "2", "30")  # as folders of these names are sorted
+    data = fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
+    assert data.open().manifest.class_names == classes
+    held = [data.open().tensors(who) for who in ("ann", "bob")]
+    first = {tuple(row) for row in x[y == 0].astype(np.float32).tolist()}
+    for shard in held:
+        assert {tuple(row) for row in shard["train_x"][shard["train_y"] == 0].tolist()} <= first
+    wanted = Wanted("t", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)))
+    with pytest.raises(DataError) as error:
+        Newcomer.from_arrays("eve", x[:2], [2, 2], wanted)  # the class 2, or the third?
+    assert tells(str(error.value), "10, 2, 30", "text")
+    named = Newcomer.from_arrays("eve", x[:2], ["2", "30"], wanted).client("eve").train.y
+    assert named is not None
+    assert named.tolist() == [1, 2]
+
+
 def test_a_newcomer_within_the_run_s_range_is_taken(tmp_path: Path) -> None:
     wanted = Wanted("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (1e7,)))
     x = 1_700_000_000 + np.arange(20)[:, None]

@@ -142,7 +142,7 @@ def label_text(value: object) -> str | None:
             return None
         known = math.isfinite(value) and -EXACT <= value <= EXACT and value == int(value)
         return str(int(value)) if known else str(value)
-    raise ValueError(f"{str(value):.60} is a {type(value).__name__}, neither text nor a number")
+    raise ValueError(f"{value!s:.60} is a {type(value).__name__}, neither text nor a number")
 
 
 def plain_numbers(names: Iterable[str]) -> dict[str, str]:

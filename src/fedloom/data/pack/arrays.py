@@ -187,7 +187,7 @@ def examples_of(
         part = int(np.searchsorted(starts, i, side="right")) - 1
         return f"{xs[part][0].removesuffix('x')}y[{i - starts[part]}]"
 
-    y, names = numbered(ys, None if classes is None else tuple(classes), kind, where, mistakes)
+    y, names = numbered(ys, None if classes is None else tuple(classes), kind, where, mistakes, in_order=True)
     inputs, notes = batches.joined()
     mistakes.refuse()
     return Examples(
@@ -210,10 +210,19 @@ def numbered(
     kind: Kind,
     where: Callable[[int], str],
     mistakes: Mistakes,
+    *,
+    in_order: bool = False,
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Return labels as positions in the classes, and the classes.
 
     A label is the name of a class. Where the classes are given and their names are no integers, integers are positions.
+
+    Parameters
+    ----------
+    classes
+        Those that are asked for; None: the different labels.
+    in_order
+        The classes are given in the order of the labels: integers are positions, whatever the names.
 
     Raises
     ------
@@ -230,7 +239,7 @@ def numbered(
     labels = names_of((label for part in ys for label in part.tolist()), where, mistakes)
     if classes is None or not kinds <= set("iuf"):
         return positions(labels, classes, where, mistakes)
-    if kind == "tokens" or not are_numbers(classes):
+    if in_order or kind == "tokens" or not are_numbers(classes):
         y, _ = positions(labels, tuple(map(str, range(len(classes)))), where, mistakes)
         return y, classes
     if classes != found_classes(classes):
