@@ -78,7 +78,8 @@ def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> Persona
         ``HOST:PORT`` of `fedloom serve` or of an aggregator; a run's folder; or the URL where a run is published.
     x, y
         Examples ``[n, *input_shape]`` and labels ``[n]``, raw: pixels from 0 to 255, features and tokens as they are;
-        labels as integers from 0, or as names of the run's classes. Without ``y`` where the method needs no labels.
+        labels as names of the run's classes, or as their positions from 0 (integers are names where the classes are
+        integers). Without ``y`` where the method needs no labels.
     how
         Keyword arguments, as follows.
     data

@@ -12,6 +12,7 @@ import pytest
 from facts import tells
 from run_processes import final
 
+import fedloom as python
 from fedloom.data.sources.vowel import CLASS_NAMES, FEATURES, read
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load, loads
@@ -115,6 +116,14 @@ def test_clients_of_their_own_are_measured_and_get_models(packed: Path, experime
     with pytest.raises(ExperimentError) as caught:
         trained.evaluate(tmp_path / "a")
     assert tells(str(caught.value), "--data", "--data DIR")
+    for without in (
+        lambda: python.load(tmp_path / "a").models(),
+        lambda: python.run(experiment, out=tmp_path / "b", report=False, progress=False),
+    ):
+        with pytest.raises(ExperimentError) as caught:
+            without()
+        assert tells(str(caught.value), "packed=[DIR]")
+        assert "--data" not in str(caught.value)
 
 
 def test_a_given_normalization_is_the_one_that_is_used(packed: Path, experiment: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,8 +63,8 @@ class Federated:
         clients
             By name ``(x, y)``, or ``{"train_x": ..., "train_y": ..., "test_x": ..., "test_y": ...}``: numpy arrays,
             torch tensors or lists. ``x`` are numbers ``[n, features]``, or pixels from 0 to 255 as uint8,
-            ``[n, height, width]`` or ``[n, channels, height, width]``; ``y`` ``[n]`` integers from 0, or names of
-            classes.
+            ``[n, height, width]`` or ``[n, channels, height, width]``; ``y`` ``[n]`` integers, or names of
+            classes: the different ones are the classes, and with ``classes`` an integer is a position in them.
         classes
             Names of the classes, in the order of the labels; None: those that are found.
         root
@@ -145,8 +144,8 @@ class Federated:
         cls,
         frame: DataFrame,
         *,
-        label: str,
-        client: str | None = None,
+        label: str | int,
+        client: str | int | None = None,
         scheme: Mapping[str, Any] | None = None,
         root: str | Path | None = None,
         **settings: Any,
@@ -156,7 +155,7 @@ class Federated:
         Parameters
         ----------
         label
-            The column with the classes.
+            The column with the classes, by its name or number.
         client
             The column that says whose a row is: each is a client, unless a scheme deals the rows out.
         scheme
@@ -167,59 +166,18 @@ class Federated:
         Raises
         ------
         DataError
-            If a column is missing or there twice, or holds no numbers, or a value is missing, or a label is neither
-            a whole number nor a name: the column and the row.
+            If a column is missing or there twice, or holds no numbers, or a value is missing, or labels are neither
+            whole numbers nor names: the column and the row.
         """
-        import numpy as np
+        from fedloom.data.local import of_frame
 
         if not isinstance(frame, pandas("from_frame").DataFrame):
-            raise DataError(f"frame: found a {type(frame).__name__}; allowed: a DataFrame of pandas")
-        columns = [str(name) for name in frame.columns]
-        if twice := [name for i, name in enumerate(columns) if name in columns[:i]]:
-            raise DataError(f"frame: found two columns {twice[0]!r}; allowed: columns of different names")
-        frame = frame.set_axis(columns, axis=1)
-        for option, name in (("label", label), ("client", client)):
-            if name is not None and name not in columns:
-                raise DataError(f"{option}: found no column {name!r}; allowed: {', '.join(columns)}")
+            raise DataError(f"frame: it is a {type(frame).__name__}; give a DataFrame of pandas")
         if client is None and scheme is None:
-            raise ExperimentError("from_frame: found neither client nor scheme; allowed: one of them, or both")
+            raise ExperimentError("from_frame: give client, or scheme, or both")
         partition = _partition(NATURAL if scheme is None else scheme)
-        kind = frame[label].dtype.kind
-        features = [name for name in columns if name not in (label, client)]
-        for name in features:
-            if frame[name].dtype.kind not in "iufb":
-                raise DataError(f"column {name!r}: found {frame[name].dtype}; allowed: numbers, or a frame without it")
-            values = frame[name].to_numpy(dtype="float64", na_value=math.nan)
-            wrong = [int(place) for place in np.flatnonzero(~np.isfinite(values))]
-            if wrong:
-                others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                raise DataError(
-                    f"column {name!r}: found {values[wrong[0]]} in row {frame.index[wrong[0]]!r}{others}; allowed: a "
-                    "finite number"
-                )
-        for name in (label, *([] if client is None else [client])):
-            if (missing := frame.index[frame[name].isna()].tolist())[:1]:
-                raise DataError(f"column {name!r}: found no value in row {missing[0]!r}; allowed: one in each row")
-
-        if kind == "f":
-            parted = frame.index[frame[label] % 1 != 0].tolist()
-            if parted:
-                found = frame[label].loc[parted[0]]
-                raise DataError(
-                    f"column {label!r}: found {found} in row {parted[0]!r}; allowed: integers from 0, or names of "
-                    "classes"
-                )
-
-        def arrays(rows: Any, whose: str) -> dict[str, Any]:
-            y = rows[label].to_numpy(dtype="int64") if kind in "iuf" else [str(value) for value in rows[label]]
-            return {"x": _array(rows[features].to_numpy(dtype="float64"), whose), "y": _array(y, whose)}
-
-        parts: list[tuple[str | None, Mapping[str, Any]]]
-        if client is None:
-            parts = [(None, arrays(frame, "frame"))]
-        else:
-            parts = [(str(name), arrays(rows, f"client {name}")) for name, rows in frame.groupby(client, sort=True)]
-        return cls._kept(parts, None, root, {"partition": partition, **settings})
+        path = of_frame(frame, str(label), None if client is None else str(client), root)
+        return cls._at(path, root, {"partition": partition, **settings})
 
     @classmethod
     def _kept(
@@ -231,7 +189,10 @@ class Federated:
     ) -> Federated:
         from fedloom.data.local import of_arrays
 
-        path = of_arrays(parts, classes, root)
+        return cls._at(of_arrays(parts, classes, root), root, settings)
+
+    @classmethod
+    def _at(cls, path: Path, root: str | Path | None, settings: Mapping[str, Any]) -> Federated:
         home = {} if root is None else {"root": str(root)}
         return cls({"dataset": "arrays", "source": {"path": str(path)}, **home, **settings})
 
@@ -282,6 +243,10 @@ def _array(value: Any, what: str) -> Any:
 
     if hasattr(value, "detach"):  # a tensor
         value = value.detach().cpu()
+        if value.is_floating_point():
+            value = value.double()  # numpy lacks some of its types
+    if np.ma.is_masked(value):
+        raise DataError(f"{what}: values of the masked array are missing; give an array without a mask")
     try:
         found = np.asarray(value)
     except (TypeError, ValueError) as error:

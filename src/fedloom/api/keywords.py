@@ -12,7 +12,13 @@ from fedloom.errors import FedloomError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-OTHERWISE = {"--resume": "resume=True", "--data": "packed", "--set": "", "--no-report": "report=False"}
+OTHERWISE = {
+    "--resume": "resume=True",
+    "--data": "packed",
+    "--data DIR": "packed=[DIR]",
+    "--set": "",
+    "--no-report": "report=False",
+}
 """Options that are no keyword of the same name."""
 
 
@@ -40,7 +46,7 @@ def _reworded(text: str) -> str:
     lines = []
     for line in text.split("\n"):
         said, command, rest = re.match(r"(.*?)(`?fedloom [a-z]|$)(.*)", line).groups()  # type: ignore[union-attr]
-        lines.append(re.sub(r"--set,? |--[a-z]+(?:-[a-z]+)*", _keyword, said) + command + rest)
+        lines.append(re.sub(r"--set,? |--data DIR|--[a-z]+(?:-[a-z]+)*", _keyword, said) + command + rest)
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fedloom.api.frames import of_csv, of_lines
+from fedloom.api.keywords import with_keywords
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.words import counted
 
@@ -188,6 +189,7 @@ class Run:
         packed: Sequence[str | Path] = (),
     ) -> dict[str, PersonalModel]: ...
 
+    @with_keywords
     def models(
         self,
         clients: str | Sequence[str] | None = None,

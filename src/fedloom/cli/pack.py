@@ -42,7 +42,7 @@ def pack(
     """Pack a client's own data. They are checked, split, and written to a folder for `fedloom worker --data`."""
     from fedloom.data.pack import PackSettings
     from fedloom.data.pack import pack as pack_client
-    from fedloom.data.pack.examples import Request
+    from fedloom.data.pack.examples import Request, listed
     from fedloom.errors import ExperimentError
 
     own = None
@@ -68,6 +68,8 @@ def pack(
     )
     how = ", ".join(f"{key} {value:g}" for key, value in card.division.items() if key != "given")
     typer.echo(f"split: {how or 'as the source gives it'}")
+    if card.features is not None:
+        typer.echo(f"features: {listed(card.features)}")
     for note in packed.notes:
         typer.echo(note)
     typer.echo(f"in {out}")

@@ -219,7 +219,8 @@ class FederatedDataset:
                 hint=self.hint,
             )
         if y is not None:
-            y = y.long()
+            if y.dtype != torch.int64:
+                raise DataError(f"{name}_y in {path}: expected torch.int64, found {y.dtype}", hint=self.hint)
             if tuple(y.shape) != shape[:1] or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < manifest.classes):
                 raise DataError(
                     f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {manifest.classes - 1}", hint=self.hint

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
@@ -25,15 +26,19 @@ from fedloom.data.apportion import stratified
 from fedloom.data.folders import data_root, locked, published
 from fedloom.data.keyed import keyed_generator
 from fedloom.data.pack.arrays import examples_of, read_arrays
-from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
+from fedloom.data.pack.columns import read_frame, read_parquet
+from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, listed
 from fedloom.data.pack.folder import equal_inputs
 from fedloom.data.pack.images import read_images
-from fedloom.data.pack.tables import read_csv, read_parquet
+from fedloom.data.pack.tables import read_csv
 from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
 from fedloom.settings import Settings
 from fedloom.storage.folder import fill, read_file, sync, write_atomically
 from fedloom.words import counted
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 LOCAL = ("arrays", "folder", "table")
 """What ``data.dataset`` says of them."""
@@ -52,8 +57,11 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
 }
 """By data set, and by the end of a file's name; a folder has none."""
 
-OPTIONS = {"--label COLUMN (or --unlabelled, without labels)": "label", "--split": "split", "client": "client"}
-"""What the readers call a column in errors, because they are those of ``fedloom data pack``; and its key here."""
+KEYS = {name: f"data.source.{name}" for name in ("label", "split", "client")}
+"""What messages call the columns, where an experiment names them."""
+
+READ = 2
+"""Version of the rules by which sources are read: with another one they are read again."""
 
 COLUMNS = (
     "a column with labels is named at data.source.label, one that says whose a row is at data.source.client, one with "
@@ -80,6 +88,10 @@ class LocalFiles(Settings):
         default=None, min_length=1, description="The column that says train, validation or test; null: there is none."
     )
     resize: bool = Field(default=False, description="Resize images of another size to the first one's.")
+
+
+log = logging.getLogger("fedloom.data")
+_told: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -142,23 +154,35 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or what was made of it is gone
-        return _source(home, json.loads(record.read_bytes())["name"])
+        kept = json.loads(record.read_bytes())
+        found = _source(home, kept["name"])
+        tell_notes(str(path), kept["notes"])
+        return found
     mistakes = Mistakes(str(path))
-    request = Request(None, True, files.label, files.split, files.resize, files.client)
+    request = Request(None, True, files.label, files.split, files.resize, files.client, KEYS)
     try:
         examples = reader(path, request, mistakes, lambda what, done, total: None)
         mistakes.refuse()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except DataError as error:
-        said = str(error)
-        for option, key in OPTIONS.items():
-            said = said.replace(f"allowed with {option}:", f"allowed with data.source.{key}:")
-        raise DataError(said, hint=COLUMNS if dataset == "table" else None) from error
+        error.hint = error.hint or (COLUMNS if dataset == "table" else None)
+        raise
     name = keep(dataset, examples, str(path), root)
+    if examples.features is not None:
+        log.info("%s: features %s", path, listed(examples.features))
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(record, json.dumps({"name": name}).encode())
+    write_atomically(record, json.dumps({"name": name, "notes": examples.notes}).encode())
+    tell_notes(str(path), examples.notes)
     return _source(home, name)
+
+
+def tell_notes(where: str, notes: Sequence[str]) -> None:
+    """Log what was done to examples that their owner should know, once in a process."""
+    for note in notes:
+        if (where, note) not in _told:
+            _told.add((where, note))
+            log.warning("%s: %s", where, note)
 
 
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
@@ -244,11 +268,13 @@ def _reader(dataset: str, path: Path) -> Reader:
 
 def _stamp(dataset: str, files: LocalFiles, path: Path) -> str:
     """Changes whenever what is at the path may have changed, or is to be read otherwise."""
-    told = hashlib.sha256(json.dumps([VERSION, dataset, files.model_dump(), str(path.resolve())]).encode())
+    told = hashlib.sha256(json.dumps([READ, dataset, files.model_dump(), str(path.resolve())]).encode())
     for at, _, names in sorted(os.walk(path)) if path.is_dir() else [(str(path.parent), [], [path.name])]:
         for name in sorted(names):
-            about = (Path(at) / name).lstat()
-            told.update(json.dumps([at, name, about.st_size, about.st_mtime_ns]).encode())
+            file = Path(at) / name
+            about = file.stat() if file.exists() else file.lstat()  # a link to nothing has nothing else
+            read = [at, name, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+            told.update(json.dumps(read).encode())
     return told.hexdigest()
 
 
@@ -288,4 +314,28 @@ def of_arrays(
     DataError
         If anything is wrong with them: whose, which array, what was found and what is allowed.
     """
-    return data_root(root) / "datasets" / keep("arrays", examples_of(parts, classes), "the arrays", root)
+    return keep_in_memory(examples_of(parts, classes), "the arrays", root)
+
+
+def of_frame(frame: DataFrame, label: str, client: str | None, root: Path | str | None) -> Path:
+    """Keep the rows of a DataFrame as a data set, and return its folder, which ``data.source.path`` may name.
+
+    Parameters
+    ----------
+    label, client
+        The columns with the classes, and with whose a row is (None: nobody's).
+
+    Raises
+    ------
+    DataError
+        If anything is wrong with it: all mistakes, each kind counted.
+    """
+    request = Request(None, True, label, None, False, client, {"label": "label", "client": "client"})
+    return keep_in_memory(read_frame(frame, request, Mistakes("the frame")), "the frame", root)
+
+
+def keep_in_memory(examples: Examples, where: str, root: Path | str | None) -> Path:
+    """Keep examples that no file holds, tell what was done to them, and return their folder."""
+    folder = data_root(root) / "datasets" / keep("arrays", examples, where, root)
+    tell_notes(f"{where} ({folder.name})", examples.notes)
+    return folder

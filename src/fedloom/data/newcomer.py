@@ -16,6 +16,9 @@ from torch import Tensor
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalize
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
 from fedloom.data.own import AGAIN, check_features, read_card, read_own_shard
+from fedloom.data.pack.arrays import numbered
+from fedloom.data.pack.examples import Mistakes
+from fedloom.data.values import Rounding, numbers
 from fedloom.errors import DataError
 
 MOST_EXAMPLES = 1_000_000
@@ -107,7 +110,12 @@ class Newcomer(FederatedDataset):
         DataError
             If they are not what is wanted.
         """
-        return cls(client, _tensor(x, "x"), None if y is None else _tensor(_numbered(y, wanted), "y"), wanted)
+        columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
+        if columns is not None and wanted.features is not None and columns != wanted.features:
+            raise DataError(
+                f"x: the columns are {', '.join(columns)}; they must be {', '.join(wanted.features)}, in this order"
+            )
+        return cls(client, _tensor(x, "x"), None if y is None else _positions(y, wanted), wanted)
 
     @classmethod
     def from_folder(cls, folder: Path, wanted: Wanted) -> Newcomer:
@@ -167,12 +175,7 @@ def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
     if not 1 <= len(x) <= MOST_EXAMPLES:
         raise DataError(f"x: found {len(x):,} examples; allowed: from 1 to {MOST_EXAMPLES:,}")
     if wanted.kind == "features":
-        if not x.is_floating_point():
-            raise DataError(f"x: found {x.dtype}; allowed: floating-point features")
-        x = x.float()
-        if not bool(x.isfinite().all()):
-            raise DataError(f"x: found {x[~x.isfinite()][0]}; allowed: finite features")
-        return x
+        return _features(x, wanted.normalization.std)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         what = "whole numbers from 0 to 255" if wanted.kind == "pixels" else "whole numbers, the tokens"
         raise DataError(f"x: found {x.dtype}; allowed for {wanted.kind}: {what}")
@@ -203,18 +206,49 @@ def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
     return y.long()
 
 
-def _numbered(y: Any, wanted: Wanted) -> Any:
-    """Labels as numbers, if they are names of classes."""
-    if not isinstance(y, Sequence | np.ndarray) and not hasattr(y, "to_numpy"):
-        return y
-    names = list(y)
-    if not names or not all(isinstance(name, str) for name in names):
-        return y
-    places = {name: i for i, name in enumerate(wanted.class_names)}
-    foreign = next((name for name in names if name not in places), None)
-    if foreign is not None:
-        raise DataError(f"y: found {foreign!r:.80}; allowed: {', '.join(wanted.class_names)}, or their numbers from 0")
-    return [places[name] for name in names]
+def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
+    """Return features as 32-bit floats, by the same rule as those that were trained on.
+
+    Parameters
+    ----------
+    spread
+        Standard deviations ``[f]`` of those.
+    """
+    try:
+        values = numbers((x.double() if x.is_floating_point() else x).numpy())
+    except ValueError as error:
+        raise DataError(f"x: {error}; features are numbers") from None
+    kept = x.float()
+    if not bool(kept.isfinite().all()):
+        raise DataError(f"x: found {kept[~kept.isfinite()][0]}; every feature must be a finite 32-bit float")
+    rounding = Rounding(len(spread))
+    rounding.add(values, kept.numpy())
+    if lost := rounding.lost(spread):
+        raise DataError(
+            f"x[:, {lost[0]}]: 32-bit floats, in which features are kept, cannot tell values of this size apart as "
+            "the run's models do; scale them as the run's data were"
+        )
+    return kept
+
+
+def _positions(y: Any, wanted: Wanted) -> Tensor:
+    """Return labels as positions in the run's classes; they may be the names of these.
+
+    Raises
+    ------
+    DataError
+        If one is neither.
+    """
+    try:
+        values = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    except (TypeError, ValueError):
+        raise DataError("y: it is no array of labels; give one whole number or name for each example") from None
+    if values.ndim != 1 or not wanted.class_names:
+        return _tensor(y, "y")  # refused for that
+    mistakes = Mistakes("y", outcome="")
+    found, _ = numbered([values], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", mistakes)
+    mistakes.refuse()
+    return torch.from_numpy(found)
 
 
 def _tensor(values: Any, what: str) -> Tensor:

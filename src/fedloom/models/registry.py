@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from fedloom.errors import ExperimentError
+from fedloom.models.codes import check_codes
 from fedloom.models.convnet import BatchNormConvNet, ConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
@@ -247,6 +248,8 @@ class ModuleSettings(ModelChoice):
         if not classes:
             raise ExperimentError(f"model.name: found {self.name!r} for data with no classes; allowed: quadratic")
         make = factory_of(self.factory, input_shape, classes)
+        if kind == "features":
+            check_codes(make, input_shape)
         model = ModuleModel(make, input_shape, classes, kind, self.head, self.initial)
         return bfloat16(model) if self.precision == "bfloat16" else model
 

@@ -260,7 +260,7 @@ def _dealt(experiment: Experiment) -> Data:
     """What the experiment says of a data set that is dealt out."""
     if isinstance(experiment.data, OwnData):
         raise ExperimentError(
-            "data.own: found with no packed clients; allowed: their folders, each with --data DIR",
+            "data.own: the clients have data of their own; name the folder of each packed client with --data DIR",
             hint="make them: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
         )
     return experiment.data

@@ -193,9 +193,9 @@ def _clients_of(
     """Whose models are asked for: the run's clients, those of another partition, or packed ones."""
     if isinstance(e.data, OwnData):
         if partition is not None or not data:
-            found = "no --data" if partition is None else f"--partition {partition}"
             raise ExperimentError(
-                f"--data: found {found}; the run's clients have data of their own; allowed: --data DIR"
+                "--data: the run's clients have data of their own; name their packed folders with --data DIR, and no "
+                "--partition"
             )
         clients = OwnClients.open(data)
         clients.check(e.data.own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,23 @@ from safetensors import SafetensorError
 
 from fedloom.data.manifest import SPLITS, Kind
 from fedloom.data.own import Own
-from fedloom.data.pack.examples import Batches, Examples, Mistakes, Request, Tell, found_classes, listed, positions
+from fedloom.data.pack.examples import (
+    Batches,
+    Examples,
+    Mistakes,
+    Request,
+    Tell,
+    check_unpacked,
+    listed,
+    names_of,
+    notes_of_classes,
+    positions,
+)
+from fedloom.data.values import are_numbers, found_classes, numbers
 from fedloom.errors import DataError
-from fedloom.words import counted
 
-ROWS = 4096
+VALUES = 2**22
+"""So many numbers are taken in at once, or one example."""
 
 MOST_CHANNELS = 4
 """Images that are no wider, and have more channels, have their channels last."""
@@ -43,23 +56,20 @@ def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) ->
     needed = [f"{prefix}{name}" for prefix in prefixes for name in wanted]
     missing = [name for name in needed if name not in arrays]
     if missing:
-        instead = "" if request.labelled else "--unlabelled: "
+        without = f", or x alone with {request.words['unlabelled']}" if "unlabelled" in request.words else ""
         raise DataError(
-            f"{path}: found the arrays {', '.join(sorted(arrays)) or '(none)'}, and no {', '.join(missing)}; allowed: "
-            f"{instead}x and y, or train_x, train_y and so on; or --unlabelled, without y"
+            f"{path}: it holds the arrays {', '.join(sorted(arrays)) or '(none)'}, and no {', '.join(missing)}; it "
+            f"must hold x and y, or train_x, train_y and so on{without}"
         )
     kind, shape = _form(arrays[needed[0]], request.own, path)
-    batches = Batches(kind, shape, 0 if request.own is None else len(request.own.classes), mistakes)
+    own_classes = None if request.own is None else request.own.classes
+    batches = Batches(kind, shape, len(own_classes or ()), mistakes, _column("x", shape))
     sizes = []
     for prefix in prefixes:
         x = arrays[f"{prefix}x"]
         if x.shape[1:] != shape:
             raise DataError(f"{path}: {prefix}x is of shape {list(x.shape)}; allowed: [n, {_joined(shape)}]")
-        if x.dtype.kind not in "iuf":
-            raise DataError(f"{path}: {prefix}x is of type {x.dtype}; allowed: integers and floats")
-        for start in range(0, len(x), ROWS):
-            piece = x[start : start + ROWS].reshape(min(ROWS, len(x) - start), -1).astype(np.float64)
-            batches.add(piece, _place(f"{prefix}x", start, shape), np.zeros(piece.shape, dtype=np.bool_))
+        _take(batches, x, f"{prefix}x", path)
         sizes.append(len(x))
     starts = np.cumsum([0, *sizes])
 
@@ -67,27 +77,41 @@ def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) ->
         part = int(np.searchsorted(starts, i, side="right")) - 1
         return f"{prefixes[part]}x[{i - starts[part]}]"
 
-    classes = () if request.own is None else request.own.classes
-    y = None
+    y, classes = None, own_classes or ()
     if request.labelled:
-        y, classes = _labels(arrays, prefixes, sizes, request.own, where, mistakes, path)
+        parts = [_labels_of(arrays, prefix, size, path) for prefix, size in zip(prefixes, sizes, strict=True)]
+        y, classes = numbered(parts, own_classes, kind, where, mistakes)
     split = np.repeat(np.arange(3), sizes).astype(np.int64) if given else None
     owners = None
     if request.client is not None:
         owners = _owners(
-            [(f"{prefix}{request.client}", size) for prefix, size in zip(prefixes, sizes, strict=True)], arrays, path
+            [(f"{prefix}{request.client}", size) for prefix, size in zip(prefixes, sizes, strict=True)],
+            arrays,
+            where,
+            mistakes,
         )
-    return Examples(kind, classes, batches.joined(), y, split, where, owners=owners)
+    x, notes = batches.joined()
+    notes += notes_of_classes(classes) if own_classes is None else ()
+    return Examples(kind, classes, x, y, split, where, notes=notes, owners=owners)
 
 
-def _owners(named: list[tuple[str, int]], arrays: Mapping[str, NDArray[Any]], path: Path) -> tuple[str, ...]:
+def _owners(
+    named: list[tuple[str, int]],
+    arrays: Mapping[str, NDArray[Any]],
+    where: Callable[[int], str],
+    mistakes: Mistakes,
+) -> tuple[str, ...]:
     for name, size in named:
         found = arrays[name]
-        if found.shape != (size,) or found.dtype.kind not in "iuU":
+        if found.shape != (size,) or found.dtype.kind not in "iufUS":
             raise DataError(
-                f"{path}: {name} is {found.dtype} of shape {list(found.shape)}; allowed: numbers or names, [{size}]"
+                f"{mistakes.source}: {name} is {found.dtype} of shape {list(found.shape)}; it must be whole numbers or "
+                f"names, [{size}]"
             )
-    return tuple(str(owner) for name, _ in named for owner in arrays[name].tolist())
+    owners = names_of((owner for name, _ in named for owner in arrays[name].tolist()), where, mistakes, "client")
+    missing = [i for i, owner in enumerate(owners) if not owner]
+    mistakes.add_many("client missing", len(missing), (where(i) for i in missing))
+    return tuple(owner or "" for owner in owners)
 
 
 def examples_of(
@@ -153,24 +177,25 @@ def examples_of(
         raise DataError(f"{mistakes.source}: found {found}; allowed: either for every client")
     sizes = [len(x) for _, x in xs]
     kind: Kind = "pixels" if len(form) == 3 else "features"
-    batches = Batches(kind, tuple(int(size) for size in form), 0, mistakes)
+    shape = tuple(int(size) for size in form)
+    batches = Batches(kind, shape, 0, mistakes, _column("x", shape))
     for name, x in xs:
-        for start in range(0, len(x), ROWS):
-            piece = x[start : start + ROWS].reshape(min(ROWS, len(x) - start), -1).astype(np.float64)
-            batches.add(piece, _place(name, start, form), np.zeros(piece.shape, dtype=np.bool_))
+        _take(batches, x, name, mistakes.source)
     starts = np.cumsum([0, *sizes])
 
     def where(i: int) -> str:
         part = int(np.searchsorted(starts, i, side="right")) - 1
         return f"{xs[part][0].removesuffix('x')}y[{i - starts[part]}]"
 
-    y, names = _numbered(ys, None if classes is None else tuple(classes), where, mistakes)
+    y, names = numbered(ys, None if classes is None else tuple(classes), kind, where, mistakes, in_order=True)
+    inputs, notes = batches.joined()
     mistakes.refuse()
     return Examples(
         kind=kind,
         classes=names,
-        x=batches.joined(),
+        x=inputs,
         y=y,
+        notes=(*notes, *(notes_of_classes(names) if classes is None else ())),
         split=None if splits[0] is None else np.repeat(np.array(splits, dtype=np.int64), sizes),
         where=where,
         owners=None
@@ -179,37 +204,50 @@ def examples_of(
     )
 
 
-def _numbered(
-    ys: list[NDArray[Any]], classes: tuple[str, ...] | None, where: Callable[[int], str], mistakes: Mistakes
+def numbered(
+    ys: Sequence[NDArray[Any]],
+    classes: tuple[str, ...] | None,
+    kind: Kind,
+    where: Callable[[int], str],
+    mistakes: Mistakes,
+    *,
+    in_order: bool = False,
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Labels as positions in the classes, and the classes: names as they are, integers as positions."""
+    """Return labels as positions in the classes, and the classes.
+
+    A label is the name of a class. Where the classes are given and their names are no integers, integers are positions.
+
+    Parameters
+    ----------
+    classes
+        Those that are asked for; None: the different labels.
+    in_order
+        The classes are given in the order of the labels: integers are positions, whatever the names.
+
+    Raises
+    ------
+    DataError
+        If labels are neither text nor numbers, or both.
+    """
+    ys = [np.array(part.tolist()) if part.dtype.kind == "O" else part for part in ys]
     kinds = {part.dtype.kind for part in ys}
-    if kinds <= {"U", "O"}:
-        labels = [str(label).strip() for part in ys for label in part.tolist()]
-        names = found_classes(labels) if classes is None else classes
-        place = {name: i for i, name in enumerate(names)}
-        y = np.array([place.get(label, -1) for label in labels], dtype=np.int64)
-        allowed = listed(names)
-    elif kinds <= {"i", "u"}:
-        labels = np.concatenate(ys).tolist()
-        y = np.array(labels, dtype=np.int64)
-        largest = int(y.max(initial=-1))
-        if classes is None and largest >= len(y):  # a number that stands for something else, not a millionth class
-            raise DataError(
-                f"{mistakes.source}: found the label {largest:,} ({where(int(y.argmax()))}) among "
-                f"{counted(len(y), 'example')}; allowed: integers from 0, one for each class, or the names of "
-                "the classes"
-            )
-        names = tuple(map(str, range(largest + 1))) if classes is None else classes
-        allowed = "integers from 0" if classes is None else f"0 to {len(names) - 1}"
-    else:
+    if not any(kinds <= set(allowed) for allowed in ("USO", "iuf", "b")):
         raise DataError(
-            f"{mistakes.source}: found labels of type {', '.join(sorted({str(part.dtype) for part in ys}))}; allowed: "
-            "integers from 0, or the classes' names"
+            f"{mistakes.source}: labels of type {', '.join(sorted({str(part.dtype) for part in ys}))} are no classes; "
+            "labels are whole numbers, or the classes' names"
         )
-    wrong = np.flatnonzero((y < 0) | (y >= len(names))).tolist()
-    mistakes.add_many(f"unknown label; allowed: {allowed}", len(wrong), (f"{where(i)}: {labels[i]!r}" for i in wrong))
-    return y, names
+    labels = names_of((label for part in ys for label in part.tolist()), where, mistakes)
+    if classes is None or not kinds <= set("iuf"):
+        return positions(labels, classes, where, mistakes)
+    if in_order or kind == "tokens" or not are_numbers(classes):
+        y, _ = positions(labels, tuple(map(str, range(len(classes)))), where, mistakes)
+        return y, classes
+    if classes != found_classes(classes):
+        raise DataError(
+            f"{mistakes.source}: the labels are integers, and so are the names of the classes, in another order "
+            f"({listed(classes)}); give the labels as text, which is a class's name"
+        )
+    return positions(labels, classes, where, mistakes)
 
 
 def _form(x: NDArray[Any], own: Own | None, path: Path) -> tuple[Kind, tuple[int, ...]]:
@@ -235,40 +273,45 @@ def _check_channels(x: NDArray[Any], what: str) -> None:
         )
 
 
-def _labels(
-    arrays: Mapping[str, NDArray[Any]],
-    prefixes: list[str],
-    sizes: list[int],
-    own: Own | None,
-    where: Callable[[int], str],
-    mistakes: Mistakes,
-    path: Path,
-) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    parts = []
-    for prefix, size in zip(prefixes, sizes, strict=True):
-        y = arrays[f"{prefix}y"]
-        if y.shape != (size,):
-            raise DataError(f"{path}: {prefix}y is of shape {list(y.shape)}; allowed: [{size}], as many as {prefix}x")
-        parts.append(y)
-    kinds = {part.dtype.kind for part in parts}
-    if kinds <= {"U"}:
-        return positions([str(label).strip() for part in parts for label in part], own, where, mistakes)
-    if not kinds <= {"i", "u"}:
-        raise DataError(f"{path}: y is of type {parts[0].dtype}; allowed: integers from 0, or the classes' names")
-    y = np.concatenate(parts).astype(np.int64)
-    classes = tuple(map(str, range(int(y.max(initial=-1)) + 1))) if own is None else own.classes
-    wrong = np.flatnonzero((y < 0) | (y >= len(classes))).tolist()
-    allowed = f"unknown label; allowed: {'integers from 0' if own is None else f'0 to {len(classes) - 1}'}"
-    mistakes.add_many(allowed, len(wrong), (f"{where(i)}: {y[i]}" for i in wrong))
-    return y, classes
+def _labels_of(arrays: Mapping[str, NDArray[Any]], prefix: str, size: int, path: Path) -> NDArray[Any]:
+    y = arrays[f"{prefix}y"]
+    if y.shape != (size,):
+        raise DataError(f"{path}: {prefix}y is of shape {list(y.shape)}; it must be [{size}], as many as {prefix}x")
+    return y
 
 
 def _npz(path: Path) -> dict[str, NDArray[Any]]:
     try:
+        with zipfile.ZipFile(path) as archive:
+            check_unpacked(path, sum(member.file_size for member in archive.infolist()))
+            for member in archive.infolist():
+                _check_header(archive, member)
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, AttributeError) as error:
-        raise DataError(f"{path}: no whole npz file of plain arrays: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: not a whole npz file of plain arrays: {str(error).splitlines()[0]}") from error
+
+
+def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    """Refuse an array that is not as large as it says, before there is room made for it.
+
+    Raises
+    ------
+    ValueError
+        Of an npz file: the array, and why.
+    """
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"{member.filename} is of version {version} of the npy format; 1.0 and 2.0 are read")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        told = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or min(shape, default=0) < 0 or told != member.file_size - file.tell():
+            raise ValueError(
+                f"{member.filename} says that it is {dtype} of shape {list(shape)}, and holds "
+                f"{member.file_size - file.tell():,} bytes"
+            )
 
 
 def _safetensors(path: Path) -> dict[str, NDArray[Any]]:
@@ -278,8 +321,26 @@ def _safetensors(path: Path) -> dict[str, NDArray[Any]]:
         raise DataError(f"{path}: no whole safetensors file that numpy can hold: {error}") from error
 
 
+def _take(batches: Batches, x: NDArray[Any], name: str, source: Path | str) -> None:
+    """Take in an array of inputs, piece by piece."""
+    if 0 in batches.shape:
+        raise DataError(f"{source}: {name} is of shape {list(x.shape)}, and an input needs at least one number")
+    rows = max(1, VALUES // max(1, math.prod(batches.shape)))
+    for start in range(0, len(x), rows):
+        piece = x[start : start + rows]
+        try:
+            values = numbers(piece).reshape(len(piece), math.prod(batches.shape))
+        except ValueError as error:
+            raise DataError(f"{source}: {name}: {error}") from None
+        batches.add(values, _place(name, start, batches.shape), np.zeros(values.shape, dtype=np.bool_))
+
+
 def _place(name: str, start: int, shape: tuple[int, ...]) -> Callable[[int, int], str]:
     return lambda i, j: f"{name}[{start + i}, {_joined(np.unravel_index(j, shape))}]"
+
+
+def _column(name: str, shape: tuple[int, ...]) -> Callable[[int], str]:
+    return lambda j: f"{name}[:, {_joined(np.unravel_index(j, shape))}]"
 
 
 def _joined(numbers: Any) -> str:

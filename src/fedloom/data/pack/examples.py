@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -11,6 +12,17 @@ from numpy.typing import NDArray
 
 from fedloom.data.manifest import Kind
 from fedloom.data.own import Own
+from fedloom.data.values import (
+    EXPANSION,
+    FEW,
+    LARGE,
+    Rounding,
+    are_numbers,
+    found_classes,
+    label_text,
+    measured,
+    plain_numbers,
+)
 from fedloom.errors import DataError
 from fedloom.words import counted, shortened
 
@@ -18,6 +30,14 @@ Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
 Tell: TypeAlias = Callable[[str, float, float | None], None]
 """Called with what is being done, how much of it is done, and out of how much (None where that is not known)."""
+
+OPTIONS: Mapping[str, str] = {
+    "label": "--label COLUMN (or --unlabelled, without labels)",
+    "split": "--split",
+    "client": "client",
+    "unlabelled": "--unlabelled",
+}
+"""What ``fedloom data pack`` calls the columns, and data without labels."""
 
 SHOWN = 5
 """Places named of each kind of mistake."""
@@ -78,6 +98,8 @@ class Request:
     client
         Name of the column, or array, that says whose each example is; of a folder of images, ``folder`` for its
         outermost folders. None: they are all of one.
+    words
+        What messages call ``label``, ``split``, ``client`` and ``unlabelled``: options, keys, or arguments.
     """
 
     own: Own | None
@@ -86,6 +108,7 @@ class Request:
     split: str | None = None
     resize: bool = False
     client: str | None = None
+    words: Mapping[str, str] = field(default_factory=lambda: OPTIONS)
 
 
 @dataclass
@@ -93,6 +116,7 @@ class Mistakes:
     """Everything that is wrong with a source: each kind of mistake counted, its first places named."""
 
     source: str
+    outcome: str = "; nothing was written"
     _counts: dict[str, int] = field(default_factory=dict)
     _places: dict[str, list[str]] = field(default_factory=dict)
 
@@ -117,7 +141,7 @@ class Mistakes:
         """
         if not self._counts:
             return
-        lines = [f"{self.source}: {counted(sum(self._counts.values()), 'mistake')}; nothing was written"]
+        lines = [f"{self.source}: {counted(sum(self._counts.values()), 'mistake')}{self.outcome}"]
         for what, count in self._counts.items():
             places = "; ".join(self._places[what]) + ("; ..." if count > len(self._places[what]) else "")
             lines.append(f"  {what}, in {counted(count, 'place')}: {places}")
@@ -132,7 +156,13 @@ class Batches:
     shape: tuple[int, ...]
     classes: int
     mistakes: Mistakes
+    name: Callable[[int], str]
+    """Names the j-th number of an input."""
     _kept: list[Inputs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin without values."""
+        self._rounding = Rounding(int(np.prod(self.shape)))
 
     def add(self, values: NDArray[np.float64], where: Callable[[int, int], str], known: NDArray[np.bool_]) -> None:
         """Take in ``[m, f]`` values.
@@ -150,7 +180,9 @@ class Batches:
             self._note("not a finite number", wrong & ~known, values, where)
             self._note("too large for a 32-bit float", large & ~wrong & ~known, values, where)
             with np.errstate(over="ignore", invalid="ignore"):
-                self._kept.append(values.astype(np.float32).reshape(-1, *self.shape))
+                kept = values.astype(np.float32)
+            self._rounding.add(values, kept)
+            self._kept.append(kept.reshape(-1, *self.shape))
             return
         top = 255 if self.kind == "pixels" else self.classes - 1
         wrong = ~((values >= 0) & (values <= top) & (values == np.floor(values)))
@@ -163,40 +195,99 @@ class Batches:
         places = (f"{where(int(i), int(j))}: {values[i, j]:g}" for i, j in zip(*np.nonzero(wrong), strict=True))
         self.mistakes.add_many(what, int(wrong.sum()), places)
 
-    def joined(self) -> Inputs:
-        """Return all that was taken in, ``[n, *shape]``."""
+    def joined(self) -> tuple[Inputs, tuple[str, ...]]:
+        """Return all that was taken in, ``[n, *shape]``, and what was done to it that its owner should know."""
+        lost, noted = self._rounding.lost(), self._rounding.noted()
+        self.mistakes.add_many(
+            "values that 32-bit floats cannot tell apart (subtract an offset first, or leave the column out)",
+            len(lost),
+            (self.name(j) for j in lost),
+        )
+        notes = (f"rounded to the precision of 32-bit floats: {listed([self.name(j) for j in noted])}",)
         dtype = np.float32 if self.kind == "features" else np.uint8
-        return np.concatenate([np.zeros((0, *self.shape), dtype=dtype), *self._kept])
+        x = np.concatenate([np.zeros((0, *self.shape), dtype=dtype), *self._kept])
+        return x, notes if noted else ()
 
 
-def found_classes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the classes of labels, in order: as numbers where all are, else as text."""
-    different = set(names)
-    if all(name.isdecimal() for name in different):
-        return tuple(sorted(different, key=lambda name: (int(name), name)))
-    return tuple(sorted(different))
+def names_of(
+    labels: Iterable[object], where: Callable[[int], str], mistakes: Mistakes, what: str = "label"
+) -> list[str | None]:
+    """Return labels, or owners, as text: numbers in digits where all are, None where one is missing or neither."""
+    known: dict[tuple[type, object], tuple[str | None, str | None]] = {}
+    names: list[str | None] = []
+    for i, label in enumerate(labels):
+        key = (type(label), label) if isinstance(label, str | bytes | int | float) else (type(label), str(label))
+        if key not in known:
+            known[key] = _name_of(label)
+        name, fault = known[key]
+        if fault is not None:
+            mistakes.add(f"a {what} must be text or a whole number", f"{where(i)}: {fault}")
+        names.append(name)
+    plain = plain_numbers(name for name, _ in known.values() if name)
+    return [plain.get(name, name) if name else None for name in names] if plain else names
+
+
+def _name_of(label: object) -> tuple[str | None, str | None]:
+    """Return the name that a label is, and why it is none."""
+    try:
+        return label_text(label), None
+    except ValueError as error:
+        return "?", str(error)
 
 
 def positions(
-    labels: Sequence[str | None], own: Own | None, where: Callable[[int], str], mistakes: Mistakes
+    labels: Sequence[str | None], classes: Sequence[str] | None, where: Callable[[int], str], mistakes: Mistakes
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Return each label's position in the classes, ``[n]``, and the classes.
 
     Parameters
     ----------
     labels
-        None or empty where one is missing.
+        As :func:`names_of` gives them.
+    classes
+        Those that are asked for; None: the different labels.
     """
-    classes = found_classes(label for label in labels if label) if own is None else own.classes
+    if classes is None:
+        classes = _classes_of(labels, where, mistakes)
     place = {name: i for i, name in enumerate(classes)}
     y = np.array([place.get(label or "", -1) for label in labels], dtype=np.int64)
     missing = [i for i in np.flatnonzero(y < 0).tolist() if not labels[i]]
     unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]
     mistakes.add_many("label missing", len(missing), (where(i) for i in missing))
+    consecutive = are_numbers(classes) and tuple(classes) == tuple(map(str, range(len(classes))))
+    allowed = f"0 to {len(classes) - 1}" if consecutive and classes else listed(classes)
     mistakes.add_many(
-        f"unknown label; allowed: {listed(classes)}", len(unknown), (f"{where(i)}: {labels[i]!r}" for i in unknown)
+        f"unknown label; allowed: {allowed}", len(unknown), (f"{where(i)}: {_quoted(labels[i])}" for i in unknown)
     )
-    return y, classes
+    return y, tuple(classes)
+
+
+def _quoted(label: str | None) -> str:
+    return str(label) if label and are_numbers((label,)) else repr(label)
+
+
+def notes_of_classes(classes: Sequence[str]) -> tuple[str, ...]:
+    """Return what the owner of integer labels should know, unless they are those from 0 on."""
+    if not are_numbers(classes) or tuple(classes) == tuple(map(str, range(len(classes)))):
+        return ()
+    return (f"{counted(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
+
+
+def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], mistakes: Mistakes) -> tuple[str, ...]:
+    """Return the different labels, unless they are a measured quantity."""
+    different = {label for label in labels if label}
+    classes = found_classes(different)
+    quantity = set(measured(different))
+    if not quantity and len(different) > max(FEW, len(labels) // 2) and are_numbers(tuple(different)):
+        quantity = different
+    places = [i for i, label in enumerate(labels) if label in quantity]
+    mistakes.add_many(
+        f"a measured quantity ({counted(len(different), 'different number')}), and classes are names or whole numbers "
+        "that repeat",
+        len(places),
+        (f"{where(i)}: {labels[i]}" for i in places),
+    )
+    return classes
 
 
 def split_positions(names: Sequence[str | None], where: Callable[[int], str], mistakes: Mistakes) -> NDArray[np.int64]:
@@ -231,3 +322,36 @@ def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]
             f"{source}: found {found:,} {what}; allowed by data.own.input_shape {list(own.input_shape)}: {needed:,}"
         )
     return own.input_shape
+
+
+def check_unpacked(source: Path, unpacked: int) -> None:
+    """Refuse a small file that would fill the memory.
+
+    Parameters
+    ----------
+    unpacked
+        Bytes that it says it holds.
+
+    Raises
+    ------
+    DataError
+        If that is more than 1 GiB, and more than 100 times the file.
+    """
+    size = source.stat().st_size
+    if unpacked > LARGE and unpacked > EXPANSION * size:
+        raise DataError(
+            f"{source}: a file of {size:,} bytes that unpacks to {unpacked:,} is not read; at most {EXPANSION} times "
+            f"its size is, or {LARGE:,} bytes",
+            hint="store it uncompressed if it is really that large",
+        )
+
+
+def undecodable_line(source: Path) -> int:
+    """Return the number of the first line that is no UTF-8 text."""
+    with source.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return 0

@@ -19,9 +19,10 @@ from fedloom.data.keyed import keyed_generator
 from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard, Moments
 from fedloom.data.pack.arrays import read_arrays
+from fedloom.data.pack.columns import read_parquet
 from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
 from fedloom.data.pack.images import read_images
-from fedloom.data.pack.tables import read_csv, read_parquet
+from fedloom.data.pack.tables import read_csv
 from fedloom.data.pack.texts import read_text
 from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import fill, sync

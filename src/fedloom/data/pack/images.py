@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Mistakes, Request, Tell, found_classes, listed
+from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Mistakes, Request, Tell, listed
+from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
 from fedloom.words import counted
 

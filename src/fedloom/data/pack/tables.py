@@ -1,17 +1,18 @@
-"""Tables: CSV and Parquet, one example a row, a header with the names of the columns."""
+"""Tables: one example a row, a header with the names of the columns; and the reader of CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.data.manifest import Kind
 from fedloom.data.pack.examples import (
     Batches,
     Examples,
@@ -20,17 +21,27 @@ from fedloom.data.pack.examples import (
     Tell,
     input_shape,
     listed,
+    names_of,
+    notes_of_classes,
     positions,
     split_positions,
+    undecodable_line,
 )
-from fedloom.errors import DataError, ExperimentError
+from fedloom.data.values import EXACT, TRUTHS, number, whole
+from fedloom.errors import DataError
 
 ROWS = 4096
 """Rows taken in at once."""
 
+INDEX = re.compile(r"__index_level_[0-9]+__")
+"""The column in which pandas keeps an index without a name in a Parquet file."""
+
+UNNAMED = re.compile(r"Unnamed: [0-9]+")
+"""A column that had no name when pandas read it."""
+
 
 @dataclass
-class _Table:
+class Table:
     """What is read of a table, whatever its format."""
 
     inputs: tuple[int, ...]
@@ -40,10 +51,12 @@ class _Table:
     header: Sequence[str]
     batches: Batches
     row_name: str
-    labels: list[str | None] = field(default_factory=list)
-    splits: list[str | None] = field(default_factory=list)
-    owners: list[str | None] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    labels: list[object] = field(default_factory=list)
+    splits: list[object] = field(default_factory=list)
+    owners: list[object] = field(default_factory=list)
+    places: list[object] = field(default_factory=list)
+    truths: set[int] = field(default_factory=set)
+    digits: set[int] = field(default_factory=set)
 
     def where(self, i: int) -> str:
         """Name the i-th row."""
@@ -58,55 +71,96 @@ class _Table:
         mistakes = self.batches.mistakes
         y, classes = None, () if request.own is None else request.own.classes
         if self.label is not None:
-            y, classes = positions(self.labels, request.own, self.where, mistakes)
-        split = None if self.split is None else split_positions(self.splits, self.where, mistakes)
-        owners = None if self.client is None else tuple(owner or "" for owner in self.owners)
+            labels = names_of(self.labels, self.where, mistakes)
+            y, classes = positions(labels, None if request.own is None else request.own.classes, self.where, mistakes)
+            notes += notes_of_classes(classes) if request.own is None else ()
+        split = None
+        if self.split is not None:
+            split = split_positions(names_of(self.splits, self.where, mistakes, "split"), self.where, mistakes)
+        owners = None
+        if self.client is not None:
+            owners = tuple(name or "" for name in names_of(self.owners, self.where, mistakes, "client"))
         missing = [i for i, owner in enumerate(owners or ()) if not owner]
         mistakes.add_many("client missing", len(missing), (self.where(i) for i in missing))
         kind = self.batches.kind
         columns = tuple(self.header[i] for i in self.inputs) if kind == "features" else None
+        x, changed = self.batches.joined()
         return Examples(
-            kind, classes, self.batches.joined(), y, split, self.where, notes=notes, owners=owners, features=columns
+            kind, classes, x, y, split, self.where, notes=(*notes, *changed), owners=owners, features=columns
         )
 
 
-def _begin(
-    header: Sequence[str], request: Request, mistakes: Mistakes, row_name: str
-) -> tuple[_Table, tuple[str, ...]]:
+def begin(
+    header: Sequence[str], request: Request, mistakes: Mistakes, row_name: str, index: Sequence[str] = ()
+) -> tuple[Table, tuple[str, ...]]:
     """Find the columns by their names.
+
+    Parameters
+    ----------
+    index
+        Columns that number or name the rows, by what the source says: they are no features unless they are asked for.
 
     Raises
     ------
     DataError
-        If one is missing, or there twice, or there are more or fewer than inputs have numbers.
+        If one is missing, or there twice, or has no name, or there are more or fewer than inputs have numbers.
     """
     own, source = request.own, mistakes.source
-    twice = next((name for name in header if header.count(name) > 1), None)
+    twice = next((name for name in header if name and header.count(name) > 1), None)
     if twice is not None:
-        raise DataError(f"{source}: found column {twice!r} twice; allowed: each once")
+        raise DataError(f"{source}: two columns are called {twice!r}; each column needs a name of its own")
 
     def column(name: str, option: str) -> int:
         if name not in header:
-            raise DataError(f"{source}: found no column {name!r}; allowed with {option}: {listed(header)}")
+            raise DataError(f"{source}: there is no column {name!r} ({option}); the columns are {listed(header)}")
         return header.index(name)
 
-    label = column(request.label, "--label COLUMN (or --unlabelled, without labels)") if request.labelled else None
-    split = None if request.split is None else column(request.split, "--split")
-    client = None if request.client is None else column(request.client, "client")
+    label = column(request.label, request.words["label"]) if request.labelled else None
+    split = None if request.split is None else column(request.split, request.words["split"])
+    client = None if request.client is None else column(request.client, request.words["client"])
+    chosen = (label, split, client)
+    notes: list[str] = []
     if own is not None and own.features is not None:
         inputs = tuple(column(name, "data.own.features") for name in own.features)
+        ignored = [name for i, name in enumerate(header) if i not in (*inputs, *chosen)]
+        notes += [f"columns ignored: {listed(ignored)}"] if ignored else []
     else:
-        inputs = tuple(i for i in range(len(header)) if i not in (label, split, client))
-    ignored = [name for i, name in enumerate(header) if i not in (*inputs, label, split, client)]
+        rows = _index(header, [i for i in range(len(header)) if i not in chosen], index, source)
+        inputs = tuple(i for i in range(len(header)) if i not in (*chosen, *rows))
+        names = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
+        notes += [f"columns left out, as an index that numbers the rows: {listed(names)}"] if rows else []
+    kind: Kind = "features"
+    classes = 0
     if own is not None:
         shape = input_shape(own, len(inputs), "columns of inputs", source)
-        batches = Batches(own.kind, shape, len(own.classes), mistakes)
+        kind, classes = own.kind, len(own.classes)
     elif inputs:
-        batches = Batches("features", (len(inputs),), 0, mistakes)
+        shape = (len(inputs),)
     else:
-        raise DataError(f"{source}: found no column beside {listed(header)}; expected features")
-    notes = (f"columns ignored: {listed(ignored)}",) if ignored else ()
-    return _Table(inputs, label, split, client, header, batches, row_name), notes
+        raise DataError(f"{source}: there is no column for features beside {listed(header)}")
+    batches = Batches(kind, shape, classes, mistakes, lambda j: f"column {header[inputs[j]]}")
+    return Table(inputs, label, split, client, header, batches, row_name), tuple(notes)
+
+
+def _index(header: Sequence[str], rest: Sequence[int], index: Sequence[str], source: str) -> list[int]:
+    """Return the columns that are an index of the rows, as pandas writes it.
+
+    Raises
+    ------
+    DataError
+        If a column that is none has no name.
+    """
+    found = [i for i in rest if header[i] in index or INDEX.fullmatch(header[i]) or (i == 0 and _nameless(header[i]))]
+    bare = next((i for i in rest if i not in found and _nameless(header[i])), None)
+    if bare is not None:
+        raise DataError(
+            f"{source}: column {bare + 1} of {len(header)} has no name; name it in the header, or remove it"
+        )
+    return found
+
+
+def _nameless(name: str) -> bool:
+    return not name or UNNAMED.fullmatch(name) is not None
 
 
 def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
@@ -118,7 +172,7 @@ def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Ex
         If it is no such file, has no header, or lacks a column.
     """
     total = path.stat().st_size
-    table: _Table | None = None
+    table: Table | None = None
     rows: list[list[str]] = []
     line = 0
     with path.open("rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
@@ -126,7 +180,7 @@ def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Ex
         try:
             header = [name.strip() for name in next(reader, [])]
             _check_header(header, mistakes.source)
-            table, notes = _begin(header, request, mistakes, "line")
+            table, notes = begin(header, request, mistakes, "line")
             for row in reader:
                 line = reader.line_num
                 if not row:
@@ -141,132 +195,70 @@ def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Ex
                     _take_text(table, rows, mistakes)
                     rows.clear()
         except UnicodeDecodeError:
-            mistakes.add("no UTF-8 text", f"after line {line}")
+            mistakes.add("no UTF-8 text", f"line {undecodable_line(path)}")
         except csv.Error as error:
             mistakes.add("no CSV", f"after line {line}: {error}")
     if table is None:
         mistakes.refuse()
         raise AssertionError("a file without a header was refused")
     _take_text(table, rows, mistakes)
+    mixed = sorted(table.truths & table.digits)
+    mistakes.add_many("true or false among numbers", len(mixed), (table.batches.name(j) for j in mixed))
     return table.examples(request, notes)
 
 
 def _check_header(header: Sequence[str], source: str) -> None:
     if not any(header):
         raise DataError(f"{source}: found nothing in the first line; expected the names of the columns")
-    if all(_number(cell) is not None for cell in header):
+    if all(number(cell) is not None for cell in header):
         raise DataError(f"{source}: found numbers in the first line; expected the names of the columns")
     if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
         raise DataError(f"{source}: found {header[0]!r:.60} in the first line; expected names separated by commas")
 
 
-def _take_text(table: _Table, rows: Sequence[Sequence[str]], mistakes: Mistakes) -> None:
+def _take_text(table: Table, rows: Sequence[Sequence[str]], mistakes: Mistakes) -> None:
     """Take in rows of text; what is no number is noted."""
     if not rows:
         return
-    if table.label is not None:
-        table.labels += [row[table.label].strip() or None for row in rows]
-    if table.split is not None:
-        table.splits += [row[table.split] for row in rows]
-    if table.client is not None:
-        table.owners += [row[table.client].strip() or None for row in rows]
+    for column, texts in ((table.label, table.labels), (table.split, table.splits), (table.client, table.owners)):
+        if column is not None:
+            texts += [row[column] for row in rows]
     first = len(table.places) - len(rows)
     chosen = [[row[i] for i in table.inputs] for row in rows]
+    joined = "".join(text for row in chosen for text in row)
     try:
+        if "_" in joined or not joined.isascii():
+            raise ValueError("Python reads more as numbers than a table may hold")
         values = np.array(chosen).astype(np.float64)
         known = np.zeros(values.shape, dtype=np.bool_)
+        if (np.abs(values) > EXACT).any():
+            raise ValueError("an integer may not be what the file holds")
+        table.digits.update(range(len(table.inputs)))
     except ValueError:
-        values, known = _cell_by_cell(chosen, table.cell(first), mistakes)
+        values, known = _cell_by_cell(chosen, table, first, mistakes)
     table.batches.add(values, table.cell(first), known)
 
 
 def _cell_by_cell(
-    rows: Sequence[Sequence[str]], where: Callable[[int, int], str], mistakes: Mistakes
+    rows: Sequence[Sequence[str]], table: Table, first: int, mistakes: Mistakes
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    where = table.cell(first)
     values = np.zeros((len(rows), len(rows[0])))
     known = np.zeros(values.shape, dtype=np.bool_)
     for i, row in enumerate(rows):
         for j, text in enumerate(row):
-            number = _number(text)
-            if number is None:
+            found = number(text)
+            truth = TRUTHS.get(text.strip().lower())
+            if found is None and truth is None:
                 known[i, j] = True
                 if text.strip():
                     mistakes.add("no number", f"{where(i, j)}: {text!r}")
                 else:
                     mistakes.add("value missing", where(i, j))
+            elif found is not None and abs(found) > EXACT and whole(text):
+                known[i, j] = True
+                mistakes.add("integer beyond 2^53, which cannot be a feature", f"{where(i, j)}: {text}")
             else:
-                values[i, j] = number
+                values[i, j] = truth if found is None else found
+                (table.digits if truth is None else table.truths).add(j)
     return values, known
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def read_parquet(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
-    """Read a Parquet file: a column for each number of an input.
-
-    Raises
-    ------
-    ExperimentError
-        If pyarrow is not installed.
-    DataError
-        If it is no such file, lacks a column, or one holds no numbers.
-    """
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise ExperimentError(
-            f"{path}: reading Parquet needs pyarrow, which is not installed",
-            hint="pip install 'fedloom[parquet]', or pack a CSV file",
-        ) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema, total = file.schema_arrow, file.metadata.num_rows
-            table, notes = _begin(list(schema.names), request, mistakes, "row")
-            numbers = [table.header[i] for i in table.inputs]
-            for name in numbers:
-                kind = schema.field(name).type
-                if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind)):
-                    mistakes.add("column without numbers; allowed: integers and floats", f"{name}: {kind}")
-            mistakes.refuse()
-            named = [
-                name for i in (table.label, table.split, table.client) if i is not None for name in [table.header[i]]
-            ]
-            for batch in file.iter_batches(batch_size=ROWS, columns=[*numbers, *named]):
-                tell("reading rows", len(table.places), total)
-                _take_columns(table, batch, numbers, mistakes)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: no whole Parquet file: {str(error).splitlines()[0]}") from error
-    return table.examples(request, notes)
-
-
-def _take_columns(table: _Table, batch: Any, numbers: Sequence[str], mistakes: Mistakes) -> None:
-    """Take in columns of numbers; what is null is noted."""
-    first = len(table.places)
-    table.places += range(first + 1, first + batch.num_rows + 1)
-    if table.label is not None:
-        table.labels += [_text(value) for value in batch.column(table.header[table.label]).to_pylist()]
-    if table.split is not None:
-        table.splits += [_text(value) for value in batch.column(table.header[table.split]).to_pylist()]
-    if table.client is not None:
-        table.owners += [_text(value) for value in batch.column(table.header[table.client]).to_pylist()]
-    columns = [batch.column(name) for name in numbers]
-    known = np.stack([column.is_null().to_numpy(zero_copy_only=False) for column in columns], axis=1)
-    values = np.stack(
-        [np.asarray(column.to_numpy(zero_copy_only=False), dtype=np.float64) for column in columns], axis=1
-    )
-    values[known] = 0
-    where = table.cell(first)
-    mistakes.add_many(
-        "value missing", int(known.sum()), (where(int(i), int(j)) for i, j in zip(*np.nonzero(known), strict=True))
-    )
-    table.batches.add(values, where, known)
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value).strip() or None

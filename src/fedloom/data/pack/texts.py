@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
+from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, undecodable_line
 from fedloom.errors import DataError, ExperimentError
 
 
@@ -33,7 +33,7 @@ def read_text(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> E
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: no UTF-8 text (byte {error.start})") from error
+        raise DataError(f"{path}: line {undecodable_line(path)} is not UTF-8 text") from error
     codes = {name: i for i, name in enumerate(own.classes)}
     for number, line in enumerate(text.split("\n"), start=1):
         unknown = [character for character in line if character not in codes]

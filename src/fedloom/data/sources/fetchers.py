@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from fedloom.data.idx import GZIP
 from fedloom.data.sources.base import FetchFailed, Progress, Report
+from fedloom.data.values import EXPANSION, LARGE
 from fedloom.storage.folder import read_file
 
 CONNECT_S = 10.0
@@ -260,15 +261,19 @@ def uncompressed(content: bytes, name: str) -> bytes:
     Raises
     ------
     FetchFailed
-        If the compressed content is damaged.
+        If the compressed content is damaged, or a small one that would fill the memory.
     """
     if not content.startswith(GZIP):
         return content
+    most = max(LARGE, EXPANSION * len(content))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-            return file.read()
+            found = file.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise FetchFailed(f"{name} is damaged: {error}") from error
+    if len(found) > most:
+        raise FetchFailed(f"{name}: {len(content):,} bytes that unpack to more than {most:,} are not read")
+    return found
 
 
 def tool(name: str) -> str:

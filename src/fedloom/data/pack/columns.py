@@ -1,0 +1,161 @@
+"""Tables whose columns have types: Parquet files and DataFrames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, check_unpacked
+from fedloom.data.pack.tables import ROWS, Table, begin
+from fedloom.data.values import found_classes, numbers
+from fedloom.errors import DataError, ExperimentError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+NOT_NUMBERS = "column without numbers; features are integers, floats, or true and false"
+NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
+"""The types of numpy whose values a column of numbers has, by the kind of its own."""
+
+
+def read_parquet(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
+    """Read a Parquet file: a column for each number of an input.
+
+    Raises
+    ------
+    ExperimentError
+        If pyarrow is not installed.
+    DataError
+        If it is no such file, lacks a column, or one holds no numbers.
+    """
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ExperimentError(
+            f"{path}: reading Parquet needs pyarrow, which is not installed",
+            hint="pip install 'fedloom[parquet]', or pack a CSV file",
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema, total = file.schema_arrow, file.metadata.num_rows
+            table, notes = begin(list(schema.names), request, mistakes, "row", _index_of(schema))
+            check_unpacked(path, 8 * total * (len(table.inputs) + 1))
+            features = [table.header[i] for i in table.inputs]
+            for name in features:
+                kind = schema.field(name).type
+                if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
+                    mistakes.add(NOT_NUMBERS, f"{name}: {kind}")
+            mistakes.refuse()
+            named = [table.header[i] for i in (table.label, table.split, table.client) if i is not None]
+            for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys([*features, *named]))):
+                tell("reading rows", len(table.places), total)
+                rows = range(len(table.places) + 1, len(table.places) + batch.num_rows + 1)
+                columns = [_of_arrow(batch.column(name)) for name in features]
+                texts = {name: batch.column(name).to_pylist() for name in named}
+                _take(table, columns, texts, rows, mistakes)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
+    return table.examples(request, notes)
+
+
+def _index_of(schema: Any) -> tuple[str, ...]:
+    """Return the columns in which pandas keeps the index of a DataFrame."""
+    found = (schema.pandas_metadata or {}).get("index_columns", ())
+    return tuple(name for name in found if isinstance(name, str))
+
+
+def _of_arrow(column: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return the values of a column, and which of them are missing."""
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    whole = column.fill_null(False if str(column.type) == "bool" else 0) if column.null_count else column
+    return whole.to_numpy(zero_copy_only=False), missing
+
+
+def read_frame(frame: DataFrame, request: Request, mistakes: Mistakes) -> Examples:
+    """Read a DataFrame: a row for each example, those of an owner together, in the order of the owners' names.
+
+    Raises
+    ------
+    DataError
+        If it lacks a column, a name is there twice, or columns have several levels.
+    """
+    if frame.columns.nlevels > 1:
+        raise DataError(
+            f"{mistakes.source}: the columns have {frame.columns.nlevels} levels of names, and each needs one name",
+            hint="frame.columns = ['_'.join(map(str, name)) for name in frame.columns]",
+        )
+    header = [str(name) for name in frame.columns]
+    frame = frame.set_axis(header, axis=1)
+    table, notes = begin(header, request, mistakes, "row")
+    features = [header[i] for i in table.inputs]
+    for name in features:
+        if frame[name].dtype.kind not in NUMERIC:
+            mistakes.add(NOT_NUMBERS, f"{name}: {frame[name].dtype}")
+    mistakes.refuse()
+    named = [header[i] for i in (table.label, table.split, table.client) if i is not None]
+    for start in range(0, len(frame), ROWS):
+        rows = frame.iloc[start : start + ROWS]
+        texts = {name: rows[name].astype(object).where(rows[name].notna(), None).tolist() for name in named}
+        places = [repr(place) for place in rows.index.tolist()]
+        _take(table, [_of_pandas(rows[name]) for name in features], texts, places, mistakes)
+    examples = table.examples(request, notes)
+    mistakes.refuse()
+    return _together(examples)
+
+
+def _of_pandas(series: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    missing = series.isna().to_numpy()
+    values = np.zeros(len(series), dtype=NUMERIC[series.dtype.kind])
+    values[~missing] = series[~missing].to_numpy(dtype=values.dtype)
+    return values, missing
+
+
+def _together(examples: Examples) -> Examples:
+    """Return the examples of each owner together."""
+    if examples.owners is None:
+        return examples
+    place = {name: i for i, name in enumerate(found_classes(examples.owners))}
+    order = np.argsort([place[owner] for owner in examples.owners], kind="stable")
+    return replace(
+        examples,
+        x=examples.x[order],
+        y=None if examples.y is None else examples.y[order],
+        split=None if examples.split is None else examples.split[order],
+        where=lambda i: examples.where(int(order[i])),
+        owners=tuple(examples.owners[i] for i in order),
+    )
+
+
+def _take(
+    table: Table,
+    columns: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]],
+    texts: dict[str, list[object]],
+    places: Sequence[object],
+    mistakes: Mistakes,
+) -> None:
+    """Take in rows: of each feature its values and which are missing, and the columns of labels, splits and owners."""
+    first = len(table.places)
+    table.places += places
+    for column, taken in ((table.label, table.labels), (table.split, table.splits), (table.client, table.owners)):
+        if column is not None:
+            taken += texts[table.header[column]]
+    known = np.stack([missing for _, missing in columns], axis=1)
+    values = np.zeros(known.shape)
+    for j, (found, missing) in enumerate(columns):
+        try:
+            values[:, j] = numbers(np.where(missing, found.dtype.type(0), found))
+        except ValueError as error:
+            known[:, j] = True
+            mistakes.add(str(error), f"{table.batches.name(j)}")
+    absent = known & np.stack([missing for _, missing in columns], axis=1)
+    where = table.cell(first)
+    mistakes.add_many(
+        "value missing", int(absent.sum()), (where(int(i), int(j)) for i, j in zip(*np.nonzero(absent), strict=True))
+    )
+    table.batches.add(values, where, known)

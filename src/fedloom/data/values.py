@@ -1,0 +1,178 @@
+"""The rule for every value that comes in, whatever the entrance: kept, converted with a note, or refused.
+
+Features are kept as 32-bit floats, pixels and tokens as bytes, labels as positions in the list of classes. A value that
+its form cannot hold closely enough is refused with its place (:class:`Rounding`); one that is changed and still useful
+is noted. Folders, tables, arrays, DataFrames, data sets of torchvision and packing all come through here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+EXACT = 2**53
+"""Integers up to here are whole numbers of a 64-bit float, in which values are checked."""
+
+COARSE = 1e-3
+"""A column is refused when 32 bits move its values by more than this part of their range."""
+
+VISIBLE = 1e-5
+"""A column is noted when 32 bits move its values by more than this part of their range."""
+
+FEW = 20
+"""So many numbers may be classes, however few examples there are."""
+
+LARGE, EXPANSION = 2**30, 100
+"""Bytes that any file may unpack to; beyond, as many times its own size."""
+
+_NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf(?:inity)?)", re.IGNORECASE)
+_WHOLE = re.compile(r"(-?[0-9]+)(?:\.0*)?")
+MISSING = ("", "nan", "NaN")
+"""Text that stands where a label or an owner is missing."""
+
+TRUTHS = {"true": 1.0, "false": 0.0}
+
+
+def number(text: str) -> float | None:
+    """Return the number that a text is: ASCII digits, a point, an exponent, ``nan`` or ``inf``; None for all else."""
+    text = text.strip()
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def whole(text: str) -> bool:
+    """Return whether a text is an integer in digits."""
+    return text.strip().lstrip("+-").isdecimal()
+
+
+def numbers(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Return numbers as 64-bit floats; True is 1 and False 0.
+
+    Raises
+    ------
+    ValueError
+        If they are no real numbers, or integers beyond ±2^53, of which a float holds some alone.
+    """
+    if values.dtype.kind not in "iufb":
+        raise ValueError(f"values of type {values.dtype} are not numbers")
+    if values.dtype.kind in "iu" and values.size and (int(values.max()) > EXACT or int(values.min()) < -EXACT):
+        raise ValueError(
+            f"integers beyond 2^53 cannot be features ({int(values.min())} to {int(values.max())}): leave ids out, or "
+            "use the classes' names where they are categories"
+        )
+    return values.astype(np.float64)
+
+
+class Rounding:
+    """Measures what 32 bits keep of columns of numbers that come piece by piece.
+
+    Parameters
+    ----------
+    columns
+        Number of columns f.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._low = np.full(columns, np.inf)
+        self._high = np.full(columns, -np.inf)
+        self._error = np.zeros(columns)
+        self._integers = np.zeros(columns, dtype=np.int64)
+
+    def add(self, values: NDArray[np.float64], kept: NDArray[np.float32]) -> None:
+        """Take in ``[m, f]`` values, and the same as they are kept; those that are not finite do not count."""
+        if not len(values):
+            return
+        finite = np.isfinite(values) & np.isfinite(kept)
+        error = np.where(finite, np.abs(np.where(finite, values, 0) - np.where(finite, kept, 0)), 0)
+        self._low = np.minimum(self._low, np.where(finite, values, np.inf).min(0))
+        self._high = np.maximum(self._high, np.where(finite, values, -np.inf).max(0))
+        self._error = np.maximum(self._error, error.max(0))
+        self._integers += np.count_nonzero((error > 0) & (values == np.floor(values)), axis=0)
+
+    def shares(self, spread: Sequence[float] | None = None) -> NDArray[np.float64]:
+        """Return the largest rounding error of each column, as a part of its range or of a spread that is known.
+
+        It is 0 where all values are equal.
+        """
+        extent = self._high - self._low
+        scale = extent if spread is None else np.asarray(spread, dtype=np.float64)
+        shares: NDArray[np.float64] = np.zeros_like(self._error)
+        np.divide(self._error, scale, out=shares, where=(extent > 0) & (scale > 0))
+        return shares
+
+    def lost(self, spread: Sequence[float] | None = None) -> list[int]:
+        """Return the columns of which 32 bits keep too little."""
+        return [int(i) for i in np.flatnonzero(self.shares(spread) > COARSE)]
+
+    def noted(self) -> list[int]:
+        """Return the columns that are kept and changed so that their owner should know: integers, or visibly."""
+        shares = self.shares()
+        return [int(i) for i in np.flatnonzero((shares <= COARSE) & ((shares > VISIBLE) | (self._integers > 0)))]
+
+
+def label_text(value: object) -> str | None:
+    """Return the name that a label, or an owner, is given by: whole numbers in digits; None where it is missing.
+
+    Raises
+    ------
+    ValueError
+        If it is neither text nor a number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{value!r:.60} is not UTF-8 text") from None
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str):
+        text = value.strip()
+        return None if text in MISSING else text
+    if isinstance(value, bool | int):
+        return str(value)
+    if isinstance(value, float | Decimal):
+        if math.isnan(value):
+            return None
+        known = math.isfinite(value) and -EXACT <= value <= EXACT and value == int(value)
+        return str(int(value)) if known else str(value)
+    raise ValueError(f"{value!s:.60} is a {type(value).__name__}, neither text nor a number")
+
+
+def plain_numbers(names: Iterable[str]) -> dict[str, str]:
+    """Return what whole numbers are called in digits, ``1.0`` as ``1``, where every name is a number; else nothing."""
+    different = set(names)
+    if not all(_NUMBER.fullmatch(name) for name in different):
+        return {}
+    return {name: found[1] for name in different if (found := _WHOLE.fullmatch(name)) and found[1] != name}
+
+
+def measured(names: Iterable[str]) -> list[str]:
+    """Return the names that are numbers with a fraction or an exponent, where every name is a number: no classes."""
+    different = set(names)
+    if not all(_NUMBER.fullmatch(name) for name in different):
+        return []
+    return sorted(name for name in different if not _WHOLE.fullmatch(name))
+
+
+def are_numbers(names: Sequence[str]) -> bool:
+    """Return whether all names are integers in digits: then an integer label is a name, and not a position."""
+    return all(_integer(name) for name in names)
+
+
+def found_classes(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the classes of labels, in order: as numbers where all are, else as text."""
+    different = set(names)
+    if are_numbers(tuple(different)):
+        return tuple(sorted(different, key=lambda name: (int(name), name)))
+    return tuple(sorted(different))
+
+
+def _integer(name: str) -> bool:
+    return len(name) <= 40 and name.removeprefix("-").isdecimal()

@@ -1,0 +1,487 @@
+"""Values that come in as a table, as arrays, or in memory: one rule for every entrance, with what is kept and told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow
+import pyarrow.parquet
+import pytest
+import safetensors.numpy
+import torch
+from facts import tells
+from torch import nn
+
+import fedloom
+from fedloom.data.manifest import Normalization
+from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.pack import PackSettings, pack
+from fedloom.data.pack.examples import Request
+from fedloom.data.sources.base import FetchFailed
+from fedloom.data.sources.fetchers import uncompressed
+from fedloom.data.values import number, numbers
+from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment import of
+from fedloom.models.registry import ModuleSettings
+from fedloom.runner.assemble import make_partition
+
+DEALT = {"scheme": "iid", "clients": 2}
+TASK: dict[str, Any] = {
+    "name": "values",
+    "model": {"name": "mlp", "hidden": [4]},
+    "algorithm": {"name": "fedavg", "local": {"steps": 1}},
+    "federation": {"rounds": 1, "clients_per_round": 2},
+    "runtime": {"workers": 0},
+}
+N = 60
+
+
+def table(label: Any, **columns: Any) -> pandas.DataFrame:
+    """A table of 60 rows with a measured column beside the given ones."""
+    random = np.random.default_rng(0)
+    return pandas.DataFrame({"a": random.normal(size=N).round(3), **columns, "label": label})
+
+
+def of_csv(frame: pandas.DataFrame, folder: Path) -> Any:
+    frame.to_csv(folder / "t.csv", index=False)
+    return _of_file("table", folder / "t.csv")
+
+
+def of_parquet(frame: pandas.DataFrame, folder: Path) -> Any:
+    frame.to_parquet(folder / "t.parquet", index=False)
+    return _of_file("table", folder / "t.parquet")
+
+
+def of_npz(frame: pandas.DataFrame, folder: Path) -> Any:
+    np.savez(folder / "t.npz", **_arrays(frame))
+    return _of_file("arrays", folder / "t.npz")
+
+
+def of_frame(frame: pandas.DataFrame, folder: Path) -> Any:
+    data = fedloom.Federated.from_frame(frame, label="label", scheme=DEALT, root=folder)
+    return data.open().manifest, data.open()
+
+
+def of_arrays(frame: pandas.DataFrame, folder: Path) -> Any:
+    given = _arrays(frame)
+    half = {name: (given["x"][part], given["y"][part]) for name, part in (("p", slice(0, 30)), ("q", slice(30, N)))}
+    data = fedloom.Federated.from_arrays(half, root=folder)
+    return data.open().manifest, data.open()
+
+
+def _arrays(frame: pandas.DataFrame) -> dict[str, Any]:
+    y = frame["label"].to_numpy()
+    return {"x": frame.drop(columns="label").to_numpy(), "y": y.astype(str) if y.dtype == object else y}
+
+
+def _of_file(dataset: str, path: Path) -> Any:
+    data = {"dataset": dataset, "source": {"path": str(path)}, "root": str(path.parent), "partition": DEALT}
+    opened = make_partition(of(TASK, data=data))
+    return opened.manifest, opened
+
+
+ENTRANCES: tuple[Callable[[pandas.DataFrame, Path], Any], ...] = (of_csv, of_parquet, of_npz, of_frame, of_arrays)
+
+
+def values(opened: Any, column: int) -> set[float]:
+    """The different values of a feature, over all clients and splits."""
+    shards = [opened.tensors(entry.id) for entry in opened.manifest.clients]
+    return {float(v) for shard in shards for key in shard if key.endswith("_x") for v in shard[key][:, column]}
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize(
+    ("label", "classes"),
+    [
+        (np.arange(N) % 3 + 1, ("1", "2", "3")),
+        (np.arange(N) % 2 * 10 + 10, ("10", "20")),
+        (np.arange(N) % 2 * 2.0, ("0", "2")),
+        (np.arange(N) % 2 * 2 - 1, ("-1", "1")),
+        (np.where(np.arange(N) % 2, 2**62, 3), ("3", str(2**62))),
+        (np.where(np.arange(N) % 2, np.uint64(2**64 - 1), np.uint64(3)), ("3", str(2**64 - 1))),
+        (np.arange(N) % 2 == 0, ("False", "True")),
+        (np.array([["no", "yes"][i % 2] for i in range(N)], dtype=object), ("no", "yes")),
+    ],
+)
+def test_classes_are_the_different_labels_at_every_entrance(
+    entrance: Callable[..., Any], label: Any, classes: tuple[str, ...], tmp_path: Path
+) -> None:
+    manifest, _ = entrance(table(label), tmp_path)
+    assert manifest.class_names == classes
+    held = sum(sum(entry.class_counts[split][1] for split in entry.class_counts) for entry in manifest.clients)
+    assert abs(held - N // len(classes)) <= 3
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("label", [np.random.default_rng(1).normal(size=N), np.arange(N), np.arange(N) % 2 * 0.7])
+def test_a_measured_quantity_is_no_class_at_any_entrance(
+    entrance: Callable[..., Any], label: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as error:
+        entrance(table(label), tmp_path)
+    assert tells(str(error.value), "measured", len(set(label)), "places")
+
+
+def test_labels_and_owners_of_other_types_are_refused_with_their_count(tmp_path: Path) -> None:
+    days = pandas.date_range("2024-01-01", periods=2).repeat(30)
+    for entrance in (of_frame, of_parquet):
+        with pytest.raises(DataError) as error:
+            entrance(table(days), tmp_path)
+        assert tells(str(error.value), "label", f"{N} places", "row ", "2024-01-01")
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_values_that_32_bits_cannot_tell_apart_are_refused_at_every_entrance(
+    entrance: Callable[..., Any], tmp_path: Path
+) -> None:
+    label = np.arange(N) % 2
+    with pytest.raises(DataError) as error:
+        entrance(table(label, time=1_700_000_000 + np.arange(N)), tmp_path)
+    assert tells(str(error.value), "32-bit", "1 place", "time" if entrance not in (of_npz, of_arrays) else "[:, 1]")
+    with pytest.raises(DataError):
+        entrance(table(label, time=1_700_000_000 + np.arange(N) / 8), tmp_path)
+    manifest, opened = entrance(table(label, time=1_700_000_000 + 86_400 * 365 * np.arange(N)), tmp_path)
+    assert len(values(opened, 1)) == N
+    assert manifest.input_shape == (2,)
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_integers_that_are_rounded_are_told(
+    entrance: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="fedloom.data")
+    entrance(table(np.arange(N) % 2, ids=2**24 + 1 + 10**6 * np.arange(N)), tmp_path)
+    assert tells(caplog.text, "32-bit", "ids" if entrance not in (of_npz, of_arrays) else "[:, 1]")
+    caplog.clear()
+    entrance(table(np.arange(N) % 2, ids=2**24 - np.arange(N)), tmp_path)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("entrance", [of_csv, of_parquet, of_frame])
+def test_integers_beyond_2_53_are_no_features(entrance: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        entrance(table(np.arange(N) % 2, ids=2**60 + np.arange(N)), tmp_path)
+    assert tells(str(error.value), "2^53", "column ids")
+
+
+@pytest.mark.parametrize("entrance", [of_csv, of_parquet, of_frame])
+def test_true_and_false_are_1_and_0(entrance: Callable[..., Any], tmp_path: Path) -> None:
+    smokes = np.arange(N) % 3 == 0
+    _, opened = entrance(table(np.arange(N) % 2, smokes=smokes), tmp_path)
+    assert values(opened, 1) == {0.0, 1.0}
+
+
+def test_true_and_false_among_numbers_are_refused(tmp_path: Path) -> None:
+    mixed = np.array(["True", "2"] * 30, dtype=object)
+    with pytest.raises(DataError) as error:
+        of_csv(table(np.arange(N) % 2, odd=mixed), tmp_path)
+    assert tells(str(error.value), "1 place", "odd")
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"),
+    [
+        ("datetime", pandas.date_range("2024-01-01", periods=N)),
+        ("category", pandas.Categorical(["x", "y"] * 30)),
+        ("complex", np.full(N, 1 + 2j)),
+    ],
+)
+def test_columns_of_other_types_are_refused_by_name(kind: str, column: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        of_frame(table(np.arange(N) % 2, other=column), tmp_path)
+    assert tells(str(error.value), "numbers", "other: ", kind)
+
+
+@pytest.mark.parametrize("kind", ["Int64", "UInt8", "Float32", "boolean"])
+def test_nullable_types_are_taken_as_numbers_and_their_holes_named(kind: str, tmp_path: Path) -> None:
+    whole = pandas.Series([0, 1] * 30).astype(kind)
+    _, opened = of_frame(table(np.arange(N) % 2, other=whole), tmp_path)
+    assert values(opened, 1) == {0.0, 1.0}
+    whole[7] = pandas.NA
+    for entrance in (of_frame, of_parquet, of_csv):
+        with pytest.raises(DataError) as error:
+            entrance(table(np.arange(N) % 2, other=whole), tmp_path)
+        assert tells(str(error.value), "missing", "1 place", "column other")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12", 12.0),
+        (" 1 ", 1.0),
+        ("-.5", -0.5),
+        ("1.", 1.0),
+        ("+2E-3", 0.002),
+        ("12_34", None),
+        ("１２", None),
+        ("0x10", None),
+        ("", None),
+        ("1,5", None),
+        ("1e", None),
+    ],
+)
+def test_a_text_is_a_number_in_ascii_digits_alone(text: str, value: float | None) -> None:
+    assert number(text) == value
+
+
+def test_codes_with_underscores_are_no_numbers(tmp_path: Path) -> None:
+    rows = "\n".join(f"{'12_34' if i == 3 else i},{'ny'[i % 2]}" for i in range(N))
+    (tmp_path / "t.csv").write_text(f"code,label\n{rows}\n")
+    with pytest.raises(DataError) as error:
+        pack(tmp_path / "t.csv", tmp_path / "out", PackSettings())
+    assert tells(str(error.value), "1 place", "line 5, column code", "12_34")
+
+
+def test_binary_text_of_parquet_is_text(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=N)
+    label = [b"no" if i % 2 else "größer".encode() for i in range(N)]
+    who = [b"ann" if i < 30 else b"bob" for i in range(N)]
+    pyarrow.parquet.write_table(pyarrow.table({"a": x, "label": label, "who": who}), tmp_path / "t.parquet")
+    source = {"path": str(tmp_path / "t.parquet"), "client": "who"}
+    data = {"dataset": "table", "source": source, "root": str(tmp_path), "partition": {"scheme": "natural"}}
+    manifest = make_partition(of(TASK, data=data)).manifest
+    assert manifest.class_names == ("größer", "no")
+    assert [entry.owner for entry in manifest.clients] == ["ann", "bob"]
+    label[4] = b"\xff"
+    pyarrow.parquet.write_table(pyarrow.table({"a": x, "label": label}), tmp_path / "u.parquet")
+    with pytest.raises(DataError) as error:
+        pack(tmp_path / "u.parquet", tmp_path / "out", PackSettings())
+    assert tells(str(error.value), "1 place", "row 5", "UTF-8")
+
+
+def test_an_index_is_no_feature_and_columns_without_a_name_are_refused(tmp_path: Path) -> None:
+    frame = table(np.repeat([0, 1], 30))
+    frame.to_csv(tmp_path / "t.csv")
+    frame.sample(frac=1, random_state=0).to_parquet(tmp_path / "t.parquet")
+    pandas.read_csv(tmp_path / "t.csv").to_csv(tmp_path / "again.csv", index=False)
+    frame.set_index(pandas.Index([*range(200, 260, 2), *range(101, 161, 2)], name="patient")).to_parquet(
+        tmp_path / "named.parquet"
+    )
+    for name, column in (
+        ("t.csv", "without a name"),
+        ("t.parquet", "__index_level_0__"),
+        ("again.csv", "Unnamed: 0"),
+        ("named.parquet", "patient"),
+    ):
+        packed = pack(tmp_path / name, tmp_path / f"out-{name}", PackSettings(id="a"))
+        assert packed.card.features == ("a",)
+        assert tells(packed.notes[0], "index", column)
+    frame.assign(**{"Unnamed: 3": 1.0}).to_csv(tmp_path / "u.csv", index=False)
+    with pytest.raises(DataError) as error:
+        pack(tmp_path / "u.csv", tmp_path / "out-u", PackSettings(id="a"))
+    assert tells(str(error.value), "column 3 of 3")
+
+
+def test_numbered_columns_are_found_and_levels_of_names_are_refused(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(N, 4))
+    frame = pandas.DataFrame(np.c_[x, np.arange(N) % 2])
+    data = fedloom.Federated.from_frame(frame, label=4, scheme=DEALT, root=tmp_path)
+    assert data.open().manifest.input_shape == (4,)
+    deep = frame.set_axis(pandas.MultiIndex.from_product([["x"], range(5)]), axis=1)
+    with pytest.raises(DataError) as error:
+        fedloom.Federated.from_frame(deep, label="x", scheme=DEALT, root=tmp_path)
+    assert tells(str(error.value), "2 levels")
+
+
+# --- newcomers and packed clients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("classes", "y", "positions"),
+    [
+        (("10", "20"), [20, 10], [1, 0]),
+        (("1", "2", "3"), np.array([3.0, 1.0]), [2, 0]),
+        (("1", "2", "3"), torch.tensor([2, 3]), [1, 2]),
+        (("1", "2", "3"), ["2", "3"], [1, 2]),
+        (("no", "yes"), [1, 0], [1, 0]),
+        (("False", "True"), [True, False], [1, 0]),
+    ],
+)
+def test_a_newcomer_gives_labels_as_they_were_given_in_training(
+    classes: tuple[str, ...], y: Any, positions: list[int]
+) -> None:
+    wanted = Wanted("table", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)))
+    found = Newcomer.from_arrays("eve", [[1, 2], [3, 4]], y, wanted).client("eve").train
+    assert found.y is not None
+    assert found.y.tolist() == positions
+    assert found.x.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    with pytest.raises(DataError) as error:
+        Newcomer.from_arrays("eve", [[1, 2], [3, 4]], [5, 5], wanted)
+    assert tells(str(error.value), "unknown label", "2 places", "y[0]", 5)
+
+
+def test_classes_given_in_order_are_those_of_positions_and_newcomers_name_them(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(N, 2)), np.arange(N) % 3
+    clients = {"ann": (x[:30], y[:30]), "bob": (x[30:], y[30:])}
+    classes = ("10", "2", "30")  # as folders of these names are sorted
+    data = fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
+    assert data.open().manifest.class_names == classes
+    held = [data.open().tensors(who) for who in ("ann", "bob")]
+    first = {tuple(row) for row in x[y == 0].astype(np.float32).tolist()}
+    for shard in held:
+        assert {tuple(row) for row in shard["train_x"][shard["train_y"] == 0].tolist()} <= first
+    wanted = Wanted("t", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)))
+    with pytest.raises(DataError) as error:
+        Newcomer.from_arrays("eve", x[:2], [2, 2], wanted)  # the class 2, or the third?
+    assert tells(str(error.value), "10, 2, 30", "text")
+    named = Newcomer.from_arrays("eve", x[:2], ["2", "30"], wanted).client("eve").train.y
+    assert named is not None
+    assert named.tolist() == [1, 2]
+
+
+def test_a_newcomer_within_the_run_s_range_is_taken(tmp_path: Path) -> None:
+    wanted = Wanted("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (1e7,)))
+    x = 1_700_000_000 + np.arange(20)[:, None]
+    assert len(Newcomer.from_arrays("eve", x, None, wanted).client("eve").train) == 20
+    narrow = Wanted("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (20.0,)))
+    with pytest.raises(DataError, match="32-bit"):
+        Newcomer.from_arrays("eve", x, None, narrow)
+    named = Wanted("t", "features", (1,), ("a", "b"), Normalization((0.0,), (1.0,)), features=("age",))
+    with pytest.raises(DataError) as error:
+        Newcomer.from_arrays("eve", pandas.DataFrame({"weight": [1.0, 2.0]}), None, named)
+    assert tells(str(error.value), "weight", "age")
+
+
+def test_a_packed_client_and_a_run_name_classes_alike(tmp_path: Path) -> None:
+    for name, y in (("t.npz", np.arange(N) % 2 * 10 + 10), ("u.npz", np.arange(N) % 2)):
+        np.savez(tmp_path / name, x=np.random.default_rng(0).normal(size=(N, 2)), y=y)
+    wanted = Wanted("t", "features", (2,), ("10", "20", "30"), Normalization((0.0, 0.0), (1.0, 1.0)))
+    packed = pack(tmp_path / "t.npz", tmp_path / "t", PackSettings(id="t"))
+    assert packed.card.classes == ("10", "20")
+    found = Newcomer.from_folder(tmp_path / "t", wanted).client("t").train.y
+    assert found is not None
+    assert set(found.tolist()) == {0, 1}
+    pack(tmp_path / "u.npz", tmp_path / "u", PackSettings(id="u"))
+    with pytest.raises(DataError) as error:
+        Newcomer.from_folder(tmp_path / "u", wanted)
+    assert tells(str(error.value), "'0'", "10, 20, 30")
+
+
+# --- files that are read again, and files that would fill the memory -------------------------------------------------
+
+
+def test_a_source_behind_a_link_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    frame = table(np.arange(N) % 2)
+    (tmp_path / "real").mkdir()
+    frame.to_csv(tmp_path / "real" / "a.csv", index=False)
+    (tmp_path / "t.csv").symlink_to(tmp_path / "real" / "a.csv")
+    before, _ = _of_file("table", tmp_path / "t.csv")
+    about = (tmp_path / "real" / "a.csv").stat()
+    text = (tmp_path / "real" / "a.csv").read_text()
+    (tmp_path / "real" / "a.csv").write_text(text.replace("0", "1", 1))
+    os.utime(tmp_path / "real" / "a.csv", ns=(about.st_atime_ns, about.st_mtime_ns))  # as copying with -p leaves it
+    after, _ = _of_file("table", tmp_path / "t.csv")
+    assert after.source_sha256 != before.source_sha256
+
+
+def npz(path: Path, header: dict[str, Any], content: int, claimed: int | None = None) -> Path:
+    """An npz file whose x has this header, and so many zero bytes; y is as it should be."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("x.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            piece = bytes(2**20)
+            for start in range(0, content, len(piece)):
+                file.write(piece[: content - start])
+        with archive.open("y.npy", "w") as file:
+            np.lib.format.write_array(file, np.arange(9))
+    return path
+
+
+@pytest.mark.parametrize("rows", [10**15, -3, 8, 10])
+def test_an_array_that_is_not_as_large_as_its_header_says_is_refused(rows: int, tmp_path: Path) -> None:
+    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, 3)}
+    with pytest.raises(DataError) as error:
+        pack(npz(tmp_path / "t.npz", header, 9 * 12), tmp_path / "out", PackSettings())
+    assert tells(str(error.value), "t.npz", "x.npy", rows, 108)
+
+
+def test_a_small_file_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    rows = 2**30 // 1024 + 1
+    header = {"descr": "|u1", "fortran_order": False, "shape": (rows, 1024)}
+    with pytest.raises(DataError) as error:
+        pack(npz(tmp_path / "t.npz", header, rows * 1024), tmp_path / "out", PackSettings())
+    assert tells(str(error.value), "t.npz", "unpacks")
+    rows = 2**27
+    column = pyarrow.DictionaryArray.from_arrays(np.zeros(rows, dtype=np.int8), [1.0])
+    pyarrow.parquet.write_table(pyarrow.table({"label": column}), tmp_path / "t.parquet")
+    with pytest.raises(DataError) as error:
+        pack(tmp_path / "t.parquet", tmp_path / "out", PackSettings(request=Request(None, labelled=False)))
+    assert tells(str(error.value), "t.parquet", "unpacks")
+
+
+def test_a_small_gzip_file_that_would_fill_the_memory_is_refused() -> None:
+    piece = gzip.compress(bytes(2**26))
+    with pytest.raises(FetchFailed) as error:
+        uncompressed(piece * 17, "labels.gz")
+    assert tells(str(error.value), "labels.gz", f"{2**30:,}")
+    assert uncompressed(piece, "labels.gz") == bytes(2**26)
+
+
+def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
+    import hashlib
+
+    from fedloom.data.federated import OwnDataset
+    from fedloom.data.own import Own, OwnClients, own_manifest
+
+    table(np.arange(N) % 2).to_csv(tmp_path / "t.csv", index=False)
+    pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(id="a"))
+    shard = safetensors.numpy.load_file(tmp_path / "out" / "shard.safetensors")
+    shard["train_y"] = np.full(len(shard["train_y"]), 0.7, dtype=np.float32)
+    content = safetensors.numpy.save(shard)
+    (tmp_path / "out" / "shard.safetensors").write_bytes(content)
+    card = json.loads((tmp_path / "out" / "client.json").read_text())
+    card["sha256"] = hashlib.sha256(content).hexdigest()
+    (tmp_path / "out" / "client.json").write_text(json.dumps(card))
+    own = Own(kind="features", input_shape=(1,), classes=("0", "1"))
+    clients = OwnClients.open([tmp_path / "out"])
+    dataset = OwnDataset(clients, own_manifest(own, clients.entries, 1, clients.measured(own)))
+    with pytest.raises(DataError) as error:
+        dataset.client("a")
+    assert tells(str(error.value), "train_y", "int64", "float32")
+
+
+# --- codes of categories ----------------------------------------------------------------------------------------------
+
+
+class Codes(nn.Module):
+    """Looks a feature up as a code, or the number of a bucket."""
+
+    def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.cut, self.table, self.out = cut, nn.Embedding(50, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.table(self.cut(x[:, 0])))
+        return found
+
+
+def folded() -> nn.Module:
+    """A module that folds codes into its table."""
+    return Codes(lambda x: x.long() % 50)
+
+
+def bucketed() -> nn.Module:
+    """A module that looks up in which bucket a standardized value is."""
+    return Codes(lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])))
+
+
+def test_codes_that_are_cut_from_standardized_features_are_refused_before_training() -> None:
+    with pytest.raises(ExperimentError) as error:
+        ModuleSettings(factory=f"{__name__}:folded").build((1,), 3, "features")
+    assert tells(str(error.value), "model.factory", "'table'", "standardized")
+    assert ModuleSettings(factory=f"{__name__}:bucketed").build((1,), 3, "features").layout
+
+
+def test_numbers_of_other_types_are_refused() -> None:
+    for values_, kind in ((np.array(["1"]), "<U1"), (np.array([1j]), "complex128"), (np.array([None]), "object")):
+        with pytest.raises(ValueError, match=kind):
+            numbers(values_)
