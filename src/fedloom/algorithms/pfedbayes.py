@@ -52,10 +52,7 @@ class PFedBayesServer(base.ServerHalf):
         """One round of Algorithm 1."""
         v = self.state["v"]
         updated = round.sample().send(GlobalGaussian(v), LocalizedGaussian)
-        weights = self._drawn(updated, round)
-        matched = self.settings.aggregation == "moments"
-        average = self._matched(updated, weights) if matched else updated.mean(updated.v, weights)
-        self.state["v"] = torch.lerp(v, average, self.settings.beta)
+        self.state["v"] = torch.lerp(v, self._average(v, updated, self._drawn(updated, round)), self.settings.beta)
         return {"client_steps": updated.total(updated.steps), "loss": float(updated.mean(updated.loss))}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
@@ -72,11 +69,20 @@ class PFedBayesServer(base.ServerHalf):
         weights[answered[order[:most]]] = 1 / most
         return weights
 
-    def _matched(self, updated: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
-        """Lemma A.2 over the clients that are averaged."""
-        clients = MeanField(updated.v)
-        mu = updated.mean(clients.mu, weights)
-        return matched_moments(mu, updated.mean(clients.sigma.square() + (clients.mu - mu).square(), weights))
+    def _average(self, v: Tensor, updated: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
+        """Average of the localized distributions ``[2, d]``; a parameter that no client moved stays the same, to the bit.
+
+        A weighted sum of equal numbers is not exact, and Adam would turn its rounding error into steps of its learning
+        rate at the next visit.
+        """
+        moved = updated.v - v
+        average = v + updated.mean(moved, weights)
+        if self.settings.aggregation == "parameters":
+            return average
+        clients, mu = MeanField(updated.v), average[MU]  # Lemma A.2
+        second = updated.mean(clients.sigma.square() + (clients.mu - mu).square(), weights)
+        still = updated.mean((moved != 0).to(v.dtype), weights).sum(0) == 0
+        return torch.where(still, v, matched_moments(mu, second))
 
 
 class PFedBayesClient(base.ClientHalf):
