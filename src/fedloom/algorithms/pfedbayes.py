@@ -70,7 +70,7 @@ class PFedBayesServer(base.ServerHalf):
         return weights
 
     def _average(self, v: Tensor, updated: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
-        """Average of the localized distributions ``[2, d]``; a parameter that no client moved stays the same, to the bit.
+        """Average of the localized distributions ``[2, d]``; what no client moved stays the same, to the bit.
 
         A weighted sum of equal numbers is not exact, and Adam would turn its rounding error into steps of its learning
         rate at the next visit.
