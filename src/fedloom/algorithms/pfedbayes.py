@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import Local
+from fedloom.algorithms.client import Local, NothingToTrainOn
 from fedloom.algorithms.optimizers import adam_
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
@@ -108,17 +108,22 @@ class PFedBayesClient(base.ClientHalf):
     @conversation
     def personalize(self, clients: Group, opening: Prior) -> Predictors:
         """``personal`` is the q_i that the client kept, or one made from the prior; ``global`` is the prior."""
-        s = self.settings
-        v, new = clients.recall("v", opening.v.expand(len(clients), -1, -1)), clients.new
+        s, prior = self.settings, opening.v.expand(len(clients), -1, -1)
+        v, new = clients.recall("v", prior), clients.new
+        made = {"personal": v, "global": prior}
         if new and s.personalize_steps:
-            q, w = MeanField(v[new]), MeanField(opening.v.expand(len(new), -1, -1))
-            self.visit(clients, new, q, w, s.personalize_steps, "personalize")
+            q, w = MeanField(v[new]), MeanField(prior[new])
+            try:
+                self.visit(clients, new, q, w, s.personalize_steps, "personalize")
+            except NothingToTrainOn:
+                if len(clients) > 1:  # served one by one
+                    raise
+                del made["personal"]
             v[new] = q.v
-        predictors: Predictors = []
-        for i in range(len(clients)):
-            both = {"personal": v[i], "global": opening.v}
-            predictors.append({name: self._predictor(of, clients.generator(i, name)) for name, of in both.items()})
-        return predictors
+        return [
+            {name: self._predictor(of[i], clients.generator(i, name)) for name, of in made.items()}
+            for i in range(len(clients))
+        ]
 
     def visit(
         self,

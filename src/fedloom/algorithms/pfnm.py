@@ -18,12 +18,12 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, train
-from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune
+from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune, or_shared_alone
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
-from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
 from fedloom.theory.matching import match, pooled
 
@@ -161,7 +161,7 @@ class PFNMClient(base.ClientHalf):
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
         """``global`` is the global network, ``personal`` that after fine-tuning."""
         model, start = wide(self.task, opening.theta), opening.theta.expand(len(clients), -1)
-        return predictors_of(model, **fine_tune(model, clients, start, self.settings))
+        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Those of fine-tuning."""
