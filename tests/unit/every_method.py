@@ -58,7 +58,7 @@ def ours() -> set[str]:
     return {name for name in available() if find(name).server.__module__.startswith("fedloom.")}
 
 
-def run(
+def made(
     folder: Path,
     name: str,
     model: FlatModel = PLAIN,
@@ -66,13 +66,17 @@ def run(
     unseen: Sequence[str] = (),
     **settings: Any,
 ) -> Federation:
-    """A run of one round, by METHODS and further settings."""
+    """A federation that is to train for one round, by METHODS and further settings."""
     data = clients(SIZES) if data is None else data
     method = find(name.split()[0])
     roster = tuple(c.id for c in data if c.id not in unseen)
     problem = Task(model, CLASSES, IMAGE, len(data), torch.float64, roster=roster)
-    made = method.settings.model_validate(METHODS[name] | settings)
-    rounds = int(method.trains)
-    f = federation(folder, method, made, problem, data, rounds=rounds, unseen=unseen, evaluation_cohort=2)
+    s = method.settings.model_validate(METHODS[name] | settings)
+    return federation(folder, method, s, problem, data, rounds=int(method.trains), unseen=unseen, evaluation_cohort=2)
+
+
+def run(folder: Path, name: str, *args: Any, **kwargs: Any) -> Federation:
+    """The federation that :func:`made` makes, after its round."""
+    f = made(folder, name, *args, **kwargs)
     f.run()
     return f

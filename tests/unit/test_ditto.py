@@ -126,6 +126,19 @@ def test_on_a_quadratic_v_is_the_proximal_point() -> None:
         close(found.theta[0], (h * c + strength * w) / (h + strength), atol=1e-9)
 
 
+def test_before_round_1_a_model_is_local_training_unless_new_clients_make_no_steps(tmp_path: Path) -> None:
+    """What ``best`` chooses among at round 0; without steps a client that was never drawn has w."""
+    data = clients(SIZES)
+    for steps in (50, 0):
+        f = run(tmp_path / str(steps), made(personalize_steps=steps), rounds=0, unseen=["c2"])
+        w = f.state["theta"]
+        for c in data:
+            random = generator(SEED, "evaluate/personal", c.id, 0)
+            expected = visit(made(), w, w, c, steps, random) if steps else w
+            close(theta_of(f, 0, c.id), expected)
+            assert torch.equal(theta_of(f, 0, c.id), w) is (steps == 0)
+
+
 def test_v_is_that_of_the_last_counted_round(tmp_path: Path) -> None:
     """A client that is lost in every round has none, and is served as an unseen one; the others keep theirs."""
     f = run(tmp_path, made(), rounds=2, lost={0: 1})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -147,6 +147,12 @@ def test_bad_arguments_are_named() -> None:
         measure({"personal": Fixed()}, data, ["personal"], batch_size=0)
     with pytest.raises(ValueError, match="client-0000 has no predictor 'global'"):
         measure({"personal": Fixed()}, data, ["personal", "global"], batch_size=1)
+    alone = replace(data, train=Split(data.train.x[:0], torch.tensor([], dtype=torch.int64)))
+    found = measure({"global": Fixed()}, alone, ["personal", "global"], batch_size=1)
+    assert found.counts[:, 1, 0, 1].tolist() == [0, 3]  # total, of the test split
+    assert not any(tensor[0].any() for tensor in found)
+    with pytest.raises(ValueError, match="client-0000 has no predictor 'personal'"):
+        measure({}, alone, ["personal", "global"], batch_size=1)
 
 
 def test_calibration_against_a_hand_computation() -> None:

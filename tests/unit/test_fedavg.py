@@ -18,6 +18,7 @@ from fedloom.algorithms.recipe import MakeItYours
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, QuorumError
 from fedloom.federation.randomness import generator
+from fedloom.models.predictors import predictor_of
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -125,11 +126,13 @@ def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> N
     c = client("c7", 4)
     c = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, c.classes)
     opening = MakeItYours(torch.zeros(task().model.layout.size).double())
-    with pytest.raises(StopIteration) as end:
-        next(FEDAVG.client(made(), task()).open(group([c]), opening))
-    assert set(end.value.value[0]) == {"personal", "global"}
-    with pytest.raises(DataError, match=r"client c7: .*labels"):
-        FEDAVG.client(made(personalize_steps=1), task()).open(group([c]), opening)
+    for steps, names in ((0, {"personal", "global"}), (1, {"global"})):
+        with pytest.raises(StopIteration) as end:
+            next(FEDAVG.client(made(personalize_steps=steps), task()).open(group([c]), opening))
+        (named,) = end.value.value
+        assert set(named) == names
+    with pytest.raises(DataError, match=r"client c7 .*labels"):
+        predictor_of("c7", named, "personal")
 
 
 def test_a_model_that_is_not_finite_is_not_taken_over(tmp_path: Path) -> None:

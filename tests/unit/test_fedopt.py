@@ -63,10 +63,11 @@ def test_without_its_optimizer_it_is_fedavg_to_the_bit(
             assert torch.equal(mine.predictors[key][which].tensors()["theta"], predictor.tensors()["theta"])
 
 
-def test_fedavgm_is_sgd_with_momentum_on_the_mean_update(tmp_path: Path) -> None:
-    f = made(tmp_path / "m", FEDAVGM, rounds=3, server_lr=0.7, momentum=0.8)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fedavgm_is_sgd_with_momentum_on_the_mean_update(tmp_path: Path, nesterov: bool) -> None:
+    f = made(tmp_path / "m", FEDAVGM, rounds=3, server_lr=0.7, momentum=0.8, nesterov=nesterov)
     theta = f.state["theta"]
-    optimizer = torch.optim.SGD([theta], lr=0.7, momentum=0.8)
+    optimizer = torch.optim.SGD([theta], lr=0.7, momentum=0.8, nesterov=nesterov)
     for t in (1, 2, 3):
         theta.grad = -mean_update(tmp_path / str(t), theta.clone(), t)
         optimizer.step()
@@ -129,3 +130,10 @@ def test_what_is_held_out_reaches_no_model(tmp_path: Path, name: str) -> None:
 def test_each_rule_has_its_own_keys_and_bounds(name: str, key: str, value: float) -> None:
     with pytest.raises(ValidationError, match=key):
         METHODS[name].settings.model_validate({key: value})
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(ValidationError, match="nesterov"):
+        FEDAVGM.settings.model_validate({"nesterov": True, "momentum": 0.0})
+    with pytest.raises(ValidationError, match="nesterov"):
+        FEDADAM.settings.model_validate({"nesterov": True})

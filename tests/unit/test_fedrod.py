@@ -98,10 +98,10 @@ def test_without_balance_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path) 
         assert torch.equal(personal, avg.state["theta"]) is (c == "c2")  # who is new has no head to add
 
 
-@pytest.mark.parametrize("balance", [1.0, 0.5])
-def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float) -> None:
-    """With a client that lacks a label: its count is zero."""
-    s, data = made(balance=balance), clients(SIZES)
+@pytest.mark.parametrize(("balance", "personal"), [(1.0, "shared"), (0.5, "shared"), (1.0, "local")])
+def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float, personal: str) -> None:
+    """With a client that lacks a label: its count is zero. ``personal`` is upon the server's θ, or the client's own."""
+    s, data = made(balance=balance, personal=personal), clients(SIZES)
     data[1] = lacking(data[1], 2)
     theta = federation(tmp_path / "start", FEDROD, s, task(), data).state["theta"]
     heads = {c.id: torch.zeros(D - BODY, dtype=torch.float64) for c in data[:2]}
@@ -114,13 +114,16 @@ def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float) -> N
         theta = (weights[:, None] * torch.stack(ends)).sum(0) / weights.sum()
     f = run(tmp_path / "run", s, data=data)
     close(f.state["theta"], theta)
-    for c in data[:2]:
-        expected = torch.cat([theta[:BODY], theta[BODY:] + heads[c.id]])
+    for c, end in zip(data[:2], ends, strict=True):
+        base = theta if personal == "shared" else end
+        expected = torch.cat([base[:BODY], base[BODY:] + heads[c.id]])
         close(f.predictors[2, c.id]["personal"].tensors()["theta"], expected)
+        close(f.predictors[2, c.id]["global"].tensors()["theta"], theta)
         p = f.predictors[2, c.id]["personal"].log_probabilities(c.test.x)
-        z = SMALL.features(SMALL.layout.split(theta), c.test.x)
+        z = SMALL.features(SMALL.layout.split(base), c.test.x)
         own = F.linear(z, heads[c.id][: 5 * CLASSES].view(CLASSES, 5), heads[c.id][5 * CLASSES :])
-        close(p, (SMALL.logits(theta, c.test.x) + own).log_softmax(1))
+        close(p, (SMALL.logits(base, c.test.x) + own).log_softmax(1))
+    assert torch.equal(f.predictors[2, "c2"]["personal"].tensors()["theta"], f.state["theta"])
     assert (FEDROD.client(s, task()).personalization_steps("personal", 6), s.weighting) == (0, "examples")
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Group, Task
-from fedloom.algorithms.client import train
+from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.pfedhn import PFEDHN, PFedHNSettings, TrainThis, TryThis
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
@@ -106,6 +106,24 @@ def test_rounds_are_pytorchs_sgd_on_the_joint_gradient(tmp_path: Path, clip: flo
     close(f.state["embeddings"][:2], torch.stack(rows).detach())
     for i, c in enumerate(data):
         close(f.predictors[2, c.id]["personal"].tensors()["theta"], hypernetwork(h, rows[i]).detach())
+
+
+@pytest.mark.parametrize("clip", [0.05, 50.0])
+def test_a_clients_gradient_is_clipped_where_asked_for(clip: float) -> None:
+    """As the authors' code does at 50: by its norm over all parameters, before every step."""
+    local = {"steps": 4, "batch_size": 3, "lr": 0.05, "momentum": 0.9, "clip": clip}
+    c, w = clients(SIZES)[1], MODEL.init(torch.Generator().manual_seed(3), torch.float64)
+    half, theta = PFEDHN.client(made(local=local), problem()), w.clone().requires_grad_()
+    found = next(half.open(group([c]), TrainThis(w[None]))).tensors()["delta_theta"][0]
+    optimizer, norms = torch.optim.SGD([theta], lr=0.05, momentum=0.9), []
+    assert c.train.y is not None
+    for index in batches(len(c.train), 3, 4, generator(0, "train", c.id, 1)):
+        optimizer.zero_grad()
+        F.cross_entropy(MODEL.logits(theta, c.train.x[index]), c.train.y[index]).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_([theta], clip)))
+        optimizer.step()
+    assert (max(norms) > clip) is (clip < 1)
+    close(found, theta.detach() - w)
 
 
 @pytest.mark.parametrize("clip", [50.0, 0.01])

@@ -79,6 +79,31 @@ def test_gains_are_differences_of_the_log_posterior() -> None:
             assert float(found[row, 3 + k]) == pytest.approx(expected, abs=1e-12)
 
 
+def test_gains_and_means_with_a_prior_mean_are_those_of_least_squares() -> None:
+    """An atom is the θ of least prior (θ - μ0)² + Σ p (v - θ)²; a gain is by how much the sum of those is less."""
+    prior, networks, gamma = 0.7, 4, 1.5
+    centre = torch.tensor([0.0, 0.1, -2.0]).double()
+    v, p = normal(2, 3), torch.tensor([0.5, 1.0, 2.0]).double()
+    others, precisions = normal(2, 1, 3, seed=2), normal(2, 3, seed=3).abs() + 0.1
+    total, precision, count = pooled(others, precisions, torch.tensor([[0], [0]]), prior, centre)
+
+    def fitted(values: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, float]:
+        """The best atom ``[K]`` of some neurons, and its sum of squares."""
+        x = torch.stack([centre, *values], 1)  # [K, m]
+        root = torch.stack([torch.full_like(centre, prior), *weights], 1).sqrt()
+        atom = torch.linalg.lstsq(root[..., None], (root * x)[..., None]).solution[:, 0, 0]
+        return atom, float((root * (x - atom[:, None])).square().sum())
+
+    held, of = [others[0, 0], others[1, 0]], list(precisions)
+    close((total / precision)[0], fitted(held, of)[0])
+    found = gains(v, p, total, precision, count, networks, prior, gamma, 1, centre)
+    for row in range(2):
+        apart = fitted(held, of)[1] + fitted([v[row]], [p])[1]
+        expected = apart - fitted([*held, v[row]], [*of, p])[1]
+        expected += 2 * math.log(2 / (networks - 2)) - 2 * math.log(gamma / networks)
+        assert float(found[row, 0] - found[row, 1]) == pytest.approx(expected, abs=1e-9)
+
+
 @pytest.mark.parametrize("length", [2, 4])
 def test_an_assignment_is_the_best_of_all(length: int) -> None:
     v, p = normal(length, 5, seed=length), torch.ones(5).double()
@@ -230,6 +255,20 @@ def test_one_client_alone_gets_its_network_times_its_precisions(tmp_path: Path) 
         found = run.predictors[1, "c0"]["global"].tensors()["theta"]
         v, out = neurons(p, run.state["models"])
         close(found, factor * network(v[0].index_select(0, run.state["atoms"][0].argsort()), out[0], p), atol)
+
+
+def test_biases_shrink_towards_their_prior_mean(tmp_path: Path) -> None:
+    """J = 1: (p b + μ0/σ0²)/(p + 1/σ0²), hidden and output; weights shrink towards 0."""
+    p, data = problem(1), clients((9,))
+    run = federation(tmp_path, PFNM, made(bias_mean=0.1, sigma=0.5, sigma0=2.0, output="uniform"), p, data)
+    run.run()
+    found = p.model.layout.split(run.predictors[1, "c0"]["global"].tensors()["theta"])
+    own = p.model.layout.split(run.state["models"][0])
+    order = run.state["atoms"][0].argsort()
+    close(found["fc1.bias"], (4 * own["fc1.bias"][order] + 0.1 / 4) / (4 + 1 / 4))
+    close(found["fc2.bias"], (4 * own["fc2.bias"] + 0.1 / 4) / (4 + 1 / 4))
+    close(found["fc1.weight"], 4 * own["fc1.weight"][order] / (4 + 1 / 4))
+    close(found["fc2.weight"], 4 * own["fc2.weight"][:, order] / (4 + 1 / 4))
 
 
 def test_rounds_merge_and_go_on_from_ones_own_atoms(tmp_path: Path) -> None:

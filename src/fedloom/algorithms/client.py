@@ -98,18 +98,22 @@ def batches(n: int, size: int, steps: int, generator: torch.Generator) -> Iterat
         steps -= n // size
 
 
+class NothingToTrainOn(DataError):
+    """A client's train split has no examples, or none with the labels that local training needs."""
+
+
 def examples(client: ClientData, *, labelled: bool = False) -> Split:
     """A client's train split.
 
     Raises
     ------
-    DataError
+    NothingToTrainOn
         If it is empty, or has no labels where it must be ``labelled``.
     """
     if len(client.train) == 0:
-        raise DataError(f"client {client.id}: its train split is empty, at least one example is needed")
+        raise NothingToTrainOn(f"client {client.id}: its train split is empty, at least one example is needed")
     if labelled and client.train.y is None:
-        raise DataError(f"client {client.id}: its train split has no labels, which local training needs")
+        raise NothingToTrainOn(f"client {client.id}: its train split has no labels, which local training needs")
     return client.train
 
 
@@ -150,7 +154,7 @@ class Local:
 
     Raises
     ------
-    DataError
+    NothingToTrainOn
         If a client has no examples, or none with the labels that the model needs.
     ExperimentError
         If there are several clients, whose batches are filled up to one length, and the model normalizes by the batch.

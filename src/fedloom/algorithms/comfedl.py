@@ -19,10 +19,10 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
 from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, laid_out, mean_loss, train
-from fedloom.algorithms.recipe import MakeItYours, SharedModel
+from fedloom.algorithms.recipe import MakeItYours, SharedModel, or_shared_alone
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
-from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
 from fedloom.theory.compositional import composed_loss, optimal_weights
 
@@ -121,11 +121,16 @@ class ComFedLClient(base.ClientHalf):
     @conversation
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
         """``global`` is the shared model; ``personal`` is that after ``adapt_steps`` steps on the train split."""
-        theta = shared = opening.theta.expand(len(clients), -1)
-        if self.settings.adaptation is not None:
-            s, key = self.settings.adaptation, "inner_lr" if self.settings.objective == "damaml" else "local.lr"
-            theta = train(self.task.model, clients, shared, s, purpose="adapt", key=key).theta
-        return predictors_of(self.task.model, personal=theta, **{"global": shared})
+        model, shared = self.task.model, opening.theta.expand(len(clients), -1)
+
+        def adapted() -> dict[str, Tensor]:
+            theta, s = shared, self.settings.adaptation
+            if s is not None:
+                key = "inner_lr" if self.settings.objective == "damaml" else "local.lr"
+                theta = train(model, clients, shared, s, purpose="adapt", key=key).theta
+            return {"personal": theta, "global": shared}
+
+        return or_shared_alone(model, clients, shared, adapted)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """``adapt_steps``, or what it stands for, for ``personal``."""

@@ -18,9 +18,9 @@ from fedloom.algorithms import base
 from fedloom.algorithms.afl import CLIENTS_BEFOREHAND, ClientWeights, spread
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
 from fedloom.algorithms.client import Local, LocalSGD
-from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune
+from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune, or_shared_alone
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
 
 
@@ -120,8 +120,8 @@ class DRFAClient(base.ClientHalf):
     @conversation
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
         """``global`` is the shared model, ``personal`` that after fine-tuning."""
-        start = opening.theta.expand(len(clients), -1)
-        return predictors_of(self.task.model, **fine_tune(self.task.model, clients, start, self.settings))
+        model, start = self.task.model, opening.theta.expand(len(clients), -1)
+        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Those of fine-tuning."""

@@ -3,15 +3,15 @@
 S. J. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, H. B. McMahan, Adaptive federated
 optimization, ICLR 2021, arXiv 2003.00295, Algorithm 2: no bias correction, and v starts at τ². FedAvgM: T.-M. H. Hsu,
 H. Qi, M. Brown, Measuring the effects of non-identical data distribution for federated visual classification, 2019,
-arXiv 1909.06335, §4.3. Clients run FedAvg's SGD. Lines are those of docs/algorithms/fedopt.md.
+arXiv 1909.06335, §4.2. Clients run FedAvg's SGD. Lines are those of docs/algorithms/fedopt.md.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, Task
@@ -34,7 +34,7 @@ class OptimizingServer(SharedModelServer):
         delta = mean_update(updates, s)  # line 5
         if isinstance(s, FedAvgMSettings):
             self.state["m"] = m = s.momentum * self.state["m"] + delta  # line 6, FedAvgM
-            return w + s.server_lr * m  # line 8, FedAvgM
+            return w + s.server_lr * (delta + s.momentum * m if s.nesterov else m)  # line 8, FedAvgM
         assert isinstance(s, AdaptiveSettings)
         self.state["m"] = m = s.beta1 * self.state["m"] + (1 - s.beta1) * delta  # line 6
         self.state["v"] = v = s.second(self.state["v"], delta.square())  # line 7
@@ -45,6 +45,15 @@ class FedAvgMSettings(FineTuning):
     """Keys of ``algorithm`` for FedAvgM."""
 
     momentum: float = Field(default=0.9, ge=0, lt=1, description="the server's momentum β; 0 is FedAvg")
+    nesterov: bool = Field(
+        default=False, description="step along Δ + β m (Nesterov's momentum) in place of m, the formula of the paper"
+    )
+
+    @model_validator(mode="after")
+    def _accelerated_by_momentum(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs momentum above 0, because without momentum it changes nothing (got 0)")
+        return self
 
 
 class AdaptiveSettings(FineTuning):

@@ -9,7 +9,7 @@ personal head adds to the generic logits and minimizes the plain loss; nothing o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,8 @@ def both_heads(model: FlatModel, group: Group, theta: Tensor, s: FedRoDSettings)
     h = d - model.layout.body_size
     start = torch.cat([theta, heads(model, group, theta), raised(group, theta, s)], dim=1)  # line 1
     trained = train(two, group, start, s.local, only="body")  # lines 2-3: all but the last entry, which is no layer
-    group.keep(head=trained.theta[:, d : d + h])  # line 4
+    own = {"theta": trained.theta[:, :d]} if s.personal == "local" else {}
+    group.keep(head=trained.theta[:, d : d + h], **own)  # line 4
     return Trained(trained.theta[:, :d], trained.steps, trained.loss)
 
 
@@ -84,9 +85,10 @@ def _labels(client: ClientData) -> Tensor:
 
 
 def with_both_heads(model: FlatModel, group: Group, theta: Tensor, s: FedRoDSettings) -> dict[str, Tensor]:
-    """``personal`` is θ with the sum of both heads (line 6), ``global`` is θ, which is all that a new client gets."""
+    """``personal`` is a model with the sum of both heads (line 6), ``global`` is θ, which is all a new client gets."""
     size = model.layout.body_size
-    return {"personal": torch.cat([theta[:, :size], theta[:, size:] + heads(model, group, theta)], 1), "global": theta}
+    own = group.recall("theta", theta) if s.personal == "local" else theta
+    return {"personal": torch.cat([own[:, :size], own[:, size:] + heads(model, group, theta)], 1), "global": theta}
 
 
 class FedRoDSettings(Averaging):
@@ -95,6 +97,11 @@ class FedRoDSettings(Averaging):
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="training in a round, of all parts together")
     balance: float = Field(
         default=1.0, ge=0, le=100, description="factor on log n_c in the generic loss; 0 is the plain loss"
+    )
+    personal: Literal["shared", "local"] = Field(
+        default="shared",
+        description="body and generic head that a personal head is added to: the shared ones as they are now, or the "
+        "client's own as its last training left them, which it then keeps",
     )
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import Local
+from fedloom.algorithms.client import Local, NothingToTrainOn
 from fedloom.algorithms.optimizers import adam_
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
@@ -52,10 +52,7 @@ class PFedBayesServer(base.ServerHalf):
         """One round of Algorithm 1."""
         v = self.state["v"]
         updated = round.sample().send(GlobalGaussian(v), LocalizedGaussian)
-        weights = self._drawn(updated, round)
-        matched = self.settings.aggregation == "moments"
-        average = self._matched(updated, weights) if matched else updated.mean(updated.v, weights)
-        self.state["v"] = torch.lerp(v, average, self.settings.beta)
+        self.state["v"] = torch.lerp(v, self._average(v, updated, self._drawn(updated, round)), self.settings.beta)
         return {"client_steps": updated.total(updated.steps), "loss": float(updated.mean(updated.loss))}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
@@ -72,11 +69,20 @@ class PFedBayesServer(base.ServerHalf):
         weights[answered[order[:most]]] = 1 / most
         return weights
 
-    def _matched(self, updated: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
-        """Lemma A.2 over the clients that are averaged."""
-        clients = MeanField(updated.v)
-        mu = updated.mean(clients.mu, weights)
-        return matched_moments(mu, updated.mean(clients.sigma.square() + (clients.mu - mu).square(), weights))
+    def _average(self, v: Tensor, updated: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
+        """Average of the localized distributions ``[2, d]``; what no client moved stays the same, to the bit.
+
+        A weighted sum of equal numbers is not exact, and Adam would turn its rounding error into steps of its learning
+        rate at the next visit.
+        """
+        moved = updated.v - v
+        average = v + updated.mean(moved, weights)
+        if self.settings.aggregation == "parameters":
+            return average
+        clients, mu = MeanField(updated.v), average[MU]  # Lemma A.2
+        second = updated.mean(clients.sigma.square() + (clients.mu - mu).square(), weights)
+        still = updated.mean((moved != 0).to(v.dtype), weights).sum(0) == 0
+        return torch.where(still, v, matched_moments(mu, second))
 
 
 class PFedBayesClient(base.ClientHalf):
@@ -102,17 +108,22 @@ class PFedBayesClient(base.ClientHalf):
     @conversation
     def personalize(self, clients: Group, opening: Prior) -> Predictors:
         """``personal`` is the q_i that the client kept, or one made from the prior; ``global`` is the prior."""
-        s = self.settings
-        v, new = clients.recall("v", opening.v.expand(len(clients), -1, -1)), clients.new
+        s, prior = self.settings, opening.v.expand(len(clients), -1, -1)
+        v, new = clients.recall("v", prior), clients.new
+        made = {"personal": v, "global": prior}
         if new and s.personalize_steps:
-            q, w = MeanField(v[new]), MeanField(opening.v.expand(len(new), -1, -1))
-            self.visit(clients, new, q, w, s.personalize_steps, "personalize")
+            q, w = MeanField(v[new]), MeanField(prior[new])
+            try:
+                self.visit(clients, new, q, w, s.personalize_steps, "personalize")
+            except NothingToTrainOn:
+                if len(clients) > 1:  # served one by one
+                    raise
+                del made["personal"]
             v[new] = q.v
-        predictors: Predictors = []
-        for i in range(len(clients)):
-            both = {"personal": v[i], "global": opening.v}
-            predictors.append({name: self._predictor(of, clients.generator(i, name)) for name, of in both.items()})
-        return predictors
+        return [
+            {name: self._predictor(of[i], clients.generator(i, name)) for name, of in made.items()}
+            for i in range(len(clients))
+        ]
 
     def visit(
         self,

@@ -18,12 +18,12 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, train
-from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune
+from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune, or_shared_alone
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
-from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
 from fedloom.theory.matching import match, pooled
 
@@ -105,6 +105,7 @@ class PFNMServer(base.ServerHalf):
         atoms[known] = match(  # line 5
             neurons(self.task, models[known])[0], self._precisions(classes[known]), atoms[known], self._assign,
             prior=s.sigma0**-2, gamma=s.gamma, cap=s.cap, sweeps=s.sweeps, generator=round.generator("sweeps"),
+            centre=self._centre(),
         )  # fmt: skip
         self.state |= {"models": models, "atoms": atoms, "classes": classes}
         steps, loss = updates.total(updates.steps), float(updates.mean(updates.loss))
@@ -114,6 +115,13 @@ class PFNMServer(base.ServerHalf):
         """Send the global network; before the first round an untrained one of the clients' width."""
         merged = self._merged()
         return cohort.send(MakeItYours(self.state["start"] if merged is None else network(*merged, self.task)))
+
+    def _centre(self) -> Tensor:
+        """μ0 of a neuron's numbers ``[K]``: 0 but for its bias."""
+        incoming = self.task.model.layout.entries[0][1][1]
+        centre = torch.zeros(incoming + 1 + self.task.classes, dtype=torch.float64)
+        centre[incoming] = self.settings.bias_mean
+        return centre
 
     def _precisions(self, classes: Tensor) -> Tensor:
         """Of the numbers of a neuron, by network ``[J, K]``; ``classes`` ``[J, C]`` are examples."""
@@ -130,9 +138,9 @@ class PFNMServer(base.ServerHalf):
         if not known.any():
             return None
         (v, out), p = neurons(self.task, self.state["models"][known]), self._precisions(self.state["classes"][known])
-        total, precision, _ = pooled(v, p, self.state["atoms"][known], prior)
-        p_out = p[:, -out.shape[1] :]
-        return total / precision, (p_out * out).sum(0) / (prior + p_out.sum(0))
+        total, precision, _ = pooled(v, p, self.state["atoms"][known], prior, self._centre())
+        p_out, mean = p[:, -out.shape[1] :], self.settings.bias_mean
+        return total / precision, (prior * mean + (p_out * out).sum(0)) / (prior + p_out.sum(0))
 
 
 class PFNMClient(base.ClientHalf):
@@ -153,7 +161,7 @@ class PFNMClient(base.ClientHalf):
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
         """``global`` is the global network, ``personal`` that after fine-tuning."""
         model, start = wide(self.task, opening.theta), opening.theta.expand(len(clients), -1)
-        return predictors_of(model, **fine_tune(model, clients, start, self.settings))
+        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Those of fine-tuning."""
@@ -166,6 +174,9 @@ class PFNMSettings(Settings):
 
     sigma: float = Field(default=1.0, ge=1e-6, le=1e6, description="σ, deviation of a client's neuron from its atom")
     sigma0: float = Field(default=1.0, ge=1e-6, le=1e6, description="σ0, deviation of atoms from 0")
+    bias_mean: float = Field(
+        default=0.0, ge=-1e6, le=1e6, description="μ0 of biases, hidden and output; the authors' code has 0.1"
+    )
     gamma: float = Field(default=1.0, ge=1e-6, le=1e6, description="γ: the larger, the more atoms")
     sweeps: int = Field(default=5, ge=1, description="passes over the clients in a matching")
     cap: int = Field(default=700, ge=1, description="largest width of the global network")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import LocalSGD, Trained, train
+from fedloom.algorithms.client import LocalSGD, NothingToTrainOn, Trained, train
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel, Layout
@@ -143,6 +143,30 @@ def fine_tune(model: FlatModel, group: Group, theta: Tensor, s: Any) -> dict[str
     if s.personalize_steps:
         personal = train(model, group, theta, s.local.lasting(steps=s.personalize_steps), purpose="fine-tune").theta
     return {"personal": personal, "global": theta}
+
+
+def or_shared_alone(
+    model: FlatModel, group: Group, shared: Tensor, make: Callable[[], Mapping[str, Tensor] | Predictors]
+) -> Predictors:
+    """Return the predictors that ``make`` makes, or ``global`` alone for a client that has nothing to train on.
+
+    Parameters
+    ----------
+    shared
+        ``[g, d]``, what ``global`` is.
+
+    Raises
+    ------
+    NothingToTrainOn
+        If such a client is one of several in the group, which is then served one by one.
+    """
+    try:
+        made = make()
+    except NothingToTrainOn:
+        if len(group) > 1:
+            raise
+        made = {"global": shared}
+    return predictors_of(model, **made) if isinstance(made, Mapping) else made
 
 
 def part_of(layout: Layout, shared: str) -> slice:
@@ -320,9 +344,15 @@ def shared_model(
 
         @conversation
         def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
-            start = opening.theta.expand(len(clients), -1)
-            made = personalize(self.task.model, clients, start, self.settings)
-            return predictors_of(self.task.model, **made) if isinstance(made, Mapping) else made
+            model, start = self.task.model, opening.theta.expand(len(clients), -1)
+
+            def make() -> Mapping[str, Tensor] | Predictors:
+                return personalize(model, clients, start, self.settings)
+
+            if "global" in titles:
+                return or_shared_alone(model, clients, start, make)
+            made = make()
+            return predictors_of(model, **made) if isinstance(made, Mapping) else made
 
         def personalization_steps(self, predictor: str, examples: int) -> int:
             return steps(self.settings, examples) if predictor == "personal" else 0

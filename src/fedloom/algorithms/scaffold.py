@@ -18,9 +18,9 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, train
-from fedloom.algorithms.recipe import FineTuning, MakeItYours, fine_tune
+from fedloom.algorithms.recipe import FineTuning, MakeItYours, fine_tune, or_shared_alone
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.models.predictors import Predictors
 
 
 class ScaffoldServer(base.ServerHalf):
@@ -70,8 +70,8 @@ class ScaffoldClient(base.ClientHalf):
     @conversation
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
         """The shared model, fine-tuned as FedAvg's."""
-        theta = opening.theta.expand(len(clients), -1)
-        return predictors_of(self.task.model, **fine_tune(self.task.model, clients, theta, self.settings))
+        model, w = self.task.model, opening.theta.expand(len(clients), -1)
+        return or_shared_alone(model, clients, w, lambda: fine_tune(model, clients, w, self.settings))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """``personalize_steps`` for ``personal``."""

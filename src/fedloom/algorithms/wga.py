@@ -23,9 +23,10 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
 from fedloom.algorithms.client import Batch, Local, LocalSGD, train
 from fedloom.algorithms.optimizers import adam_direction
+from fedloom.algorithms.recipe import or_shared_alone
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
 from fedloom.theory import collaboration
 from fedloom.theory.collaboration import next_bias, weighted_gradient
@@ -221,13 +222,18 @@ class WGAClient(base.ClientHalf):
     @conversation
     def personalize(self, clients: Group, opening: OwnModel) -> Predictors:
         """``personal`` is the client's own state, or what its own steps make of the mean; ``global`` is the mean."""
-        s, model, personal = self.settings, self.task.model, opening.theta.clone()
-        if new := [i for i, steps in enumerate(opening.steps.flatten().tolist()) if steps]:
-            lr = s.local_lr or s.lr
-            sgd = LocalSGD(steps=int(opening.steps.max()), batch_size=s.batch_size, lr=lr, momentum=0.0)
-            made = train(model, clients, personal[new], sgd, members=new, purpose="personalize", key="local_lr")
-            personal[new] = made.theta
-        return predictors_of(model, personal=personal, **{"global": opening.mean.expand(len(clients), -1)})
+        s, model, mean = self.settings, self.task.model, opening.mean.expand(len(clients), -1)
+
+        def stepped() -> dict[str, Tensor]:
+            personal = opening.theta.clone()
+            if new := [i for i, steps in enumerate(opening.steps.flatten().tolist()) if steps]:
+                lr = s.local_lr or s.lr
+                sgd = LocalSGD(steps=int(opening.steps.max()), batch_size=s.batch_size, lr=lr, momentum=0.0)
+                made = train(model, clients, personal[new], sgd, members=new, purpose="personalize", key="local_lr")
+                personal[new] = made.theta
+            return {"personal": personal, "global": mean}
+
+        return or_shared_alone(model, clients, mean, stepped)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """``personalize_steps`` for a client without a state of its own."""

@@ -147,6 +147,9 @@ def measure(
     that the train split lacks) is wrong and costs ``LOSS_CAP``. So is an example whose prediction is NaN, as after a
     diverged training: leaving it out would flatter the mean.
 
+    A client that has nothing to train on, no examples or, where there are classes, no labels, may lack a predictor. All
+    that is measured of it is 0, which leaves the client out of its statistics.
+
     Parameters
     ----------
     predictors
@@ -166,15 +169,19 @@ def measure(
     if batch_size < 1:
         raise ValueError(f"batch_size: found {batch_size}, allowed: 1 or more")
     missing = [name for name in names if name not in predictors]
-    if missing:
+    nothing_to_train_on = len(client.train) == 0 or (client.train.y is None and client.classes > 0)
+    if missing and not (nothing_to_train_on and len(missing) < len(names)):
         raise ValueError(f"client {client.id} has no predictor {missing[0]!r} (it has: {', '.join(predictors)})")
+    if missing:
+        _log.info("client %s has nothing to train on: %s is not measured", client.id, ", ".join(missing))
     mask = None if client.train.y is None or len(client.train) == 0 else client.present
     found: dict[int, Measured] = {}
     with torch.no_grad():
         for name in names:
-            if id(predictors[name]) not in found:  # one predictor may have two names
+            if name in predictors and id(predictors[name]) not in found:  # one predictor may have two names
                 found[id(predictors[name])] = _measure(predictors[name], client, mask, batch_size)
-    rows = [found[id(predictors[name])] for name in names]
+    nothing = Measured(*(t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()))
+    rows = [found[id(predictors[name])] if name in predictors else nothing for name in names]
     for name, row in zip(names, rows, strict=True):
         if not all(bool(tensor.isfinite().all()) for tensor in row):  # a predictor broke its contract in an unknown way
             raise ArithmeticError(f"client {client.id}: what was measured of {name!r} is not finite")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
 
 
@@ -34,6 +35,22 @@ class Predictor(Protocol):
 
 Predictors: TypeAlias = list[dict[str, Predictor]]
 """One dict per client of the group: ``personal`` and, where there is one, ``global``."""
+
+
+def predictor_of(client: str, named: Mapping[str, Predictor], name: str) -> Predictor:
+    """Return one of a client's predictors.
+
+    Raises
+    ------
+    DataError
+        If the client has none of that name, since it has nothing to train on.
+    """
+    if name not in named:
+        raise DataError(
+            f"client {client} has no {name} model: it takes training examples with labels to make one. Pack some, or "
+            f"ask for the {' or the '.join(named)} model."
+        )
+    return named[name]
 
 
 class ModelPredictor:

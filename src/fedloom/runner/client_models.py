@@ -12,7 +12,7 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.messages import Message
-from fedloom.models.predictors import Predictors
+from fedloom.models.predictors import Predictors, predictor_of
 from fedloom.runner import assemble
 from fedloom.runner.personal import torch_threads
 from fedloom.runner.personal_model import PersonalModel, card_of
@@ -150,7 +150,7 @@ def _give(
                     model=e.model.name,
                     client=client.id,
                 )
-                use(client.id, PersonalModel(named[predictor], card))
+                use(client.id, PersonalModel(predictor_of(client.id, named, predictor), card))
             return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
 
         loop.carrier = assemble.in_process(parts, dataset, loop.folder, keep)

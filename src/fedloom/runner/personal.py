@@ -34,7 +34,7 @@ from fedloom.federation.loop import vocabulary
 from fedloom.federation.served import About, served_round
 from fedloom.federation.states import NoStates
 from fedloom.messages import Message, Metrics
-from fedloom.models.predictors import Predictor, Predictors
+from fedloom.models.predictors import Predictor, Predictors, predictor_of
 from fedloom.runner import assemble
 from fedloom.runner.assemble import Parts
 from fedloom.runner.ledger import Ledger
@@ -524,8 +524,10 @@ def torch_threads(threads: int) -> Iterator[None]:
 def _made(
     client: _Client, predictors: dict[str, Predictor], asked: Asked, answered: Answered, promise: Promise | None
 ) -> PersonalModel:
-    if asked.predictor not in predictors:
-        raise ExperimentError(f"predictor: found {asked.predictor!r}; allowed: {', '.join(predictors)}")
+    known = client.parts.client_half().predictors
+    if asked.predictor not in known:
+        raise ExperimentError(f"predictor: found {asked.predictor!r}; allowed: {', '.join(known)}")
+    predictor = predictor_of(client.id, predictors, asked.predictor)
     e = client.parts.experiment
     card = card_of(
         json.loads(client.about.problem),
@@ -539,7 +541,7 @@ def _made(
         precision=answered.precision,
         privacy=promise,
     )
-    return PersonalModel(predictors[asked.predictor], card)
+    return PersonalModel(predictor, card)
 
 
 def _from_run(where: str, asked: Asked) -> PersonalModel:

@@ -74,21 +74,27 @@ def kl(q: MeanField, w: MeanField) -> Tensor:
 def add_posterior_gradient(d_mu: Tensor, d_sigma: Tensor, q: MeanField, w: MeanField, scale: float) -> None:
     """Add ``scale`` · ∂KL(q ‖ w)/∂(μ_q, σ_q) in place (derivative of eq. 8)::
 
-    ∂KL/∂μ_q = (μ_q - μ_w) / σ_w²        ∂KL/∂σ_q = σ_q / σ_w² - 1 / σ_q
+    ∂KL/∂μ_q = (μ_q - μ_w) / σ_w²        ∂KL/∂σ_q = (σ_q - σ_w)(σ_q + σ_w) / (σ_w² σ_q)
+
+    The factored form is exactly 0 where q = w. Rounding would leave σ_q / σ_w² - 1 / σ_q a few units of the last place
+    there, which Adam would normalize to steps of its learning rate.
     """
     variance = w.sigma.square()
     d_mu.addcdiv_(q.mu - w.mu, variance, value=scale)
-    d_sigma.addcdiv_(q.sigma, variance, value=scale).addcdiv_(q.sigma.new_ones(()), q.sigma, value=-scale)
+    spread = (q.sigma - w.sigma).mul_(q.sigma + w.sigma)
+    d_sigma.addcdiv_(spread, variance.mul_(q.sigma), value=scale)
 
 
 def prior_gradient(q: MeanField, w: MeanField) -> tuple[Tensor, Tensor]:
     """∂KL(q ‖ w)/∂(μ_w, ρ_w) (derivative of eq. 28)::
 
-    ∂KL/∂μ_w = (μ_w - μ_q) / σ_w²        ∂KL/∂σ_w = (σ_w² - σ_q² - (μ_w - μ_q)²) / σ_w³
+    ∂KL/∂μ_w = (μ_w - μ_q) / σ_w²        ∂KL/∂σ_w = ((σ_w - σ_q)(σ_w + σ_q) - (μ_w - μ_q)²) / σ_w³
+
+    Both are exactly 0 where q = w, as in :func:`add_posterior_gradient`.
     """
     variance = w.sigma.square()
     distance = w.mu - q.mu
-    spread = torch.addcmul(variance, q.sigma, q.sigma, value=-1).addcmul_(distance, distance, value=-1)
+    spread = (w.sigma - q.sigma).mul_(w.sigma + q.sigma).addcmul_(distance, distance, value=-1)
     d_mu = distance.div_(variance)
     return d_mu, spread.div_(variance.mul_(w.sigma)).mul_(w.slope)
 

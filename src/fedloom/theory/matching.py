@@ -2,7 +2,7 @@
 
 M. Yurochkin, M. Agarwal, S. Ghosh, K. Greenewald, T. N. Hoang, Y. Khazaeni, Bayesian nonparametric federated learning
 of neural networks, ICML 2019, arXiv 1905.12022, §3. A neuron is a vector v of K numbers, a draw around an atom
-N(0, σ0²) with a precision for each number; J networks have L neurons each, matched to different atoms.
+N(μ0, σ0²) with a precision for each number; J networks have L neurons each, matched to different atoms.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ Assign = Callable[[Tensor], Tensor]
 """``[L, I] -> [L]``: the columns, all different, with the largest sum."""
 
 
-def pooled(neurons: Tensor, precisions: Tensor, assignment: Tensor, prior: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ p v, 1/σ0² + Σ p, and the number of neurons of each atom: ``[I, K], [I, K], [I]``.
+def pooled(
+    neurons: Tensor, precisions: Tensor, assignment: Tensor, prior: float, centre: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """μ0/σ0² + Σ p v, 1/σ0² + Σ p, and the number of neurons of each atom: ``[I, K], [I, K], [I]``.
 
     Parameters
     ----------
@@ -30,9 +32,11 @@ def pooled(neurons: Tensor, precisions: Tensor, assignment: Tensor, prior: float
         ``[J, L]`` atoms 0 ... I - 1, each one somebody's.
     prior
         1/σ0².
+    centre
+        μ0, the mean of an atom: one number, or ``[K]``.
     """
     width = int(assignment.max()) + 1 if assignment.numel() else 0
-    total = neurons.new_zeros(width, neurons.shape[2])
+    total = neurons.new_zeros(width, neurons.shape[2]) + prior * centre
     precision, count = torch.full_like(total, prior), neurons.new_zeros(width)
     for v, p, atoms in zip(neurons, precisions, assignment, strict=True):
         total[atoms] += p * v
@@ -43,7 +47,7 @@ def pooled(neurons: Tensor, precisions: Tensor, assignment: Tensor, prior: float
 
 def gains(
     v: Tensor, p: Tensor, total: Tensor, precision: Tensor, count: Tensor, networks: int, prior: float, gamma: float,
-    new: int,
+    new: int, centre: Tensor | float = 0.0,
 ) -> Tensor:  # fmt: skip
     """What each neuron of a network adds to twice the log posterior, by atom: ``[L, I + new]`` (eq. 9 and 10).
 
@@ -57,11 +61,15 @@ def gains(
         J, this one included.
     new
         Columns of atoms that nobody has yet.
+    centre
+        As for :func:`pooled`.
     """
     a, q = p * v, precision + p
     old = (total.square() / q - total.square() / precision).sum(1) + 2 * (count / (networks - count)).log()
     old = old + 2 * a @ (total / q).T + a.square() @ (1 / q).T
-    fresh = (a.square() / (prior + p)).sum(1, keepdim=True) + 2 * math.log(gamma / networks)
+    empty = torch.zeros_like(p) + prior * centre
+    fresh = ((empty + a).square() / (prior + p) - empty.square() / prior).sum(1, keepdim=True)
+    fresh = fresh + 2 * math.log(gamma / networks)
     return torch.cat([old, fresh - 2 * torch.arange(1, new + 1, dtype=v.dtype).log()], dim=1)
 
 
@@ -76,12 +84,13 @@ def match(
     cap: int,
     sweeps: int,
     generator: torch.Generator,
+    centre: Tensor | float = 0.0,
 ) -> Tensor:
     """Match the neurons of J networks: each in turn, given the others' assignment, ``sweeps`` times in random order.
 
     Parameters
     ----------
-    neurons, precisions
+    neurons, precisions, prior, centre
         As for :func:`pooled`.
     assignment
         Where to start from, ``[J, L]``; -1 in the row of a network that has none yet.
@@ -99,9 +108,9 @@ def match(
             others = assignment[:, 0] >= 0
             others[j] = False
             assignment[others] = without_gaps(assignment[others])
-            total, precision, count = pooled(neurons[others], precisions[others], assignment[others], prior)
+            total, precision, count = pooled(neurons[others], precisions[others], assignment[others], prior, centre)
             new = min(length, cap - len(count))
-            args = total, precision, count, len(neurons), prior, gamma, new
+            args = total, precision, count, len(neurons), prior, gamma, new, centre
             assignment[j] = assign(gains(neurons[j], precisions[j], *args))
     return without_gaps(assignment)
 
