@@ -92,7 +92,8 @@ def run(
     from fedloom import experiment as experiments
 
     options = _options(out, resume, partition, packed, observe, publish, report, track, replay)
-    return carry_out(experiments.of(experiment, **with_module(overrides)), options, progress)
+    e = experiments.of(experiment, begun=options.out if resume else None, **with_module(overrides))
+    return carry_out(e, options, progress)
 
 
 def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunObserver = True) -> Run:

@@ -67,7 +67,8 @@ class LocalFiles(Settings):
     path: str = Field(
         min_length=1,
         description="The folder of images, CLASS/NAME.png, or with train/, validation/ and test/ above; the .csv or "
-        ".parquet file; or the .npz or .safetensors file with x and y. A relative path starts from the current folder.",
+        ".parquet file; or the .npz or .safetensors file with x and y. A relative path starts from the current folder; "
+        "a run records it as an absolute one.",
     )
     client: str | None = Field(
         default=None,
