@@ -310,3 +310,11 @@ def test_examples_of_unseen_clients_and_those_kept_back_are_not_measured() -> No
         assert np.array_equal(
             *(getattr(assign_examples(official, CLASSES, alike), what) for what in ("measured", "training_pool"))
         )
+
+
+def test_classes_that_no_client_has_are_named() -> None:
+    official = own([1] * 200)
+    how = PartitionSettings(ClassesScheme(clients=2, classes_per_client=1), 1, 0.0, 0.25)
+    dealt = assign_examples(official, CLASSES, how)
+    (idle,) = set(range(CLASSES)) - set(official.train.labels[np.concatenate(dealt.examples["train"])].tolist())
+    assert any(tells(note, "train examples", f"class {idle}") for note in dealt.notes)

@@ -228,6 +228,12 @@ def _note_unused(
     demand, pool = mixes.sum(0), available[splits[0]]
     scarce = int(np.divide(pool, demand, out=np.full(len(demand), np.inf), where=demand > 0).argmin())
     dealt = ", ".join(f"{used[split]:,} of {available[split].sum():,} {split} examples" for split in splits)
+    if idle := np.flatnonzero((demand == 0) & (pool > 0)).tolist():
+        named = ", ".join(map(str, idle[:10])) + (", ..." if len(idle) > 10 else "")
+        return (
+            f"only {dealt} are dealt out: no client's mix has class {named}. More clients or "
+            "more classes per client use them"
+        )
     return (
         f"only {dealt} are dealt out: class {scarce} has {pool[scarce]:,} and limits each client whose mix has it. To "
         "use more, leave that class out, or choose a scheme that asks for less of it"

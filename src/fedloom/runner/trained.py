@@ -19,7 +19,7 @@ from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.evaluation.summary import Evaluation, groups
-from fedloom.experiment import Experiment, OwnData
+from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.checkpoint import check_fits
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal
@@ -154,7 +154,7 @@ def restore(
     # The models have learned inputs as the training partition normalizes them.
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
     dataset = dataset.described_by(manifest)
-    if partition is None and not data and manifest.fingerprint != trained_on.fingerprint:
+    if partition is None and isinstance(e.data, Data) and manifest.fingerprint != trained_on.fingerprint:
         raise DataError(
             f"{run}: the run's clients have partition {trained_on.fingerprint[:12]}, which is not in the data root "
             f"{data_root(e.data.root)}, and this FedLoom makes {manifest.fingerprint[:12]} of its settings",
@@ -219,6 +219,6 @@ def _clients_of(
     folder_of_run = find_partition(trained_on, e.data.root)
     if folder_of_run is None:
         return assemble.make_partition(e)
-    dataset = FederatedDataset.open(folder_of_run)
-    dataset.verify()
-    return dataset
+    kept = FederatedDataset.open(folder_of_run)
+    kept.verify()
+    return kept
