@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pandas
 import pytest
 import torch
 from facts import tells
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
@@ -35,7 +36,7 @@ from fedloom.data.schemes import (
 )
 from fedloom.data.sources import Official, Pool
 from fedloom.data.sources.base import Owners
-from fedloom.errors import ExperimentError
+from fedloom.errors import DataError, ExperimentError
 
 SPLITS = ("train", "validation", "test")
 CLASSES = 3
@@ -78,6 +79,7 @@ def shared(official: Official, dealt: Assignment) -> set[str]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.scheme)
+@settings(max_examples=40)
 @given(
     copies=st.lists(st.integers(1, 5), min_size=60, max_size=90),
     seed=st.integers(0, 1000),
@@ -239,6 +241,23 @@ def test_a_column_of_splits_with_common_inputs_is_noted_on_the_command_line(
         caplog.clear()
         assert CliRunner().invoke(app, ["partition", str(tmp_path / "e.yaml")]).exit_code == 0
         assert any(tells(text, "split", 10, "10 test examples") for text in warned(caplog))
+
+
+def test_damaged_notes_are_refused_and_made_again(tmp_path: Path) -> None:
+    data = {"all": (np.repeat(RNG.normal(size=(30, 3)), 2, 0), np.arange(60) % 2)}
+    made = fedloom.Federated.from_arrays(data, root=tmp_path)
+    (path,) = (tmp_path / "partitions").glob(f"{made.open().manifest.dataset}-*/notes.json")
+    whole = path.read_bytes()
+    for damaged in (b"[", b"[]", b'{"version": 9, "notes": []}'):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError) as error:
+            made.open()
+        assert tells(str(error.value), "notes.json")
+        experiment = {"name": "t", "data": made.section, "model": {"name": "logistic"}, "algorithm": {"name": "local"}}
+        experiment["federation"] = {"rounds": 0, "clients_per_round": 1}
+        (tmp_path / "e.json").write_text(json.dumps(experiment))
+        assert CliRunner().invoke(app, ["partition", str(tmp_path / "e.json")], catch_exceptions=False).exit_code == 0
+        assert path.read_bytes() == whole
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -200,15 +200,16 @@ def _notes_on_copies(official: Official) -> list[str]:
     copies = len(official.equal) - len(np.unique(official.equal))
     if copies:
         repeat = counted(copies, "example repeats another's input", "examples repeat another's input")
-        notes.append(f"{repeat}; equal inputs stay in one split, unless the source divides them itself")
+        notes.append(f"{repeat}; equal inputs stay in one split")
     shared = np.isin(official.equal[first_test:], official.equal[:first_test])
     if shared.any():
         first = int(shared.argmax())
+        those = f"{shared.sum():,} of {counted(len(shared), 'test example')}"
+        pair = f"test example {first} and training example {official.equal[first_test + first]}"
         notes.append(
-            f"the source's own split has {shared.sum():,} of {counted(len(shared), 'test example')} whose inputs are "
-            f"training inputs, too (first: test example {first} and training example "
-            f"{official.equal[first_test + first]}); accuracy on them is no accuracy on new inputs. Remove one of "
-            "each, or let FedLoom divide the data: without a column of splits, without test data"
+            f"the split that the source itself gives stays: {those} have inputs that are training inputs, too (first: "
+            f"{pair}); accuracy on them is no accuracy on new inputs. Remove one of each, or let FedLoom divide the "
+            "data: without a column of splits, without test data"
         )
     return notes
 

@@ -17,6 +17,7 @@ from fedloom.data import sources
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.folders import data_root, locked, published
 from fedloom.data.manifest import (
+    FIX,
     SPLITS,
     VERSION,
     ClientEntry,
@@ -38,8 +39,8 @@ log = logging.getLogger("fedloom.data")
 ASSIGNMENT = 2
 """Version of how examples are assigned and normalized: to be raised with every change of either."""
 
-NOTES = "notes.json"
-"""File beside the manifest, where there is anything to note: a list of sentences."""
+NOTES, NOTES_VERSION = "notes.json", 1
+"""File beside the manifest, where there is anything to note: its version, and sentences."""
 
 CHUNK = 4096
 """Examples taken at once where a pass over a whole pool is made: pools may be views that are far larger than memory."""
@@ -92,9 +93,24 @@ def partition(
 
 
 def notes_of(folder: Path) -> tuple[str, ...]:
-    """Return what a person should know of a partition: who or what was left out, and which inputs are repeated."""
+    """Return what a person should know of a partition: who or what was left out, and which inputs are repeated.
+
+    Raises
+    ------
+    DataError
+        If the file is damaged, or of another version.
+    """
     path = folder / NOTES
-    return tuple(json.loads(read_file(path))) if path.exists() else ()
+    if not path.exists():
+        return ()
+    try:
+        found = json.loads(read_file(path))
+        version, notes = found["version"], tuple(map(str, found["notes"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged ({error!r})", hint=FIX) from error
+    if version != NOTES_VERSION:
+        raise DataError(f"{path} is of version {version}; this FedLoom reads version {NOTES_VERSION}", hint=FIX)
+    return notes
 
 
 def _make(
@@ -219,7 +235,7 @@ def write(
         entries.append(ClientEntry(name, bool(is_seen), train_size, validation_size, test_size, counts, digest, owner))
     sync(shards)
     if assignment.notes:
-        fill(folder / NOTES, json.dumps(assignment.notes).encode())
+        fill(folder / NOTES, json.dumps({"version": NOTES_VERSION, "notes": assignment.notes}).encode())
     measured = assignment.measured
     manifest = Manifest(
         version=VERSION,
@@ -308,6 +324,7 @@ def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettin
 def _damaged(folder: Path) -> bool:
     """Whether a partition on disk is not what its manifest says; logs what is wrong."""
     try:
+        notes_of(folder)
         for client in read_manifest(folder).clients:
             read_shard(folder, client)
     except DataError as error:
