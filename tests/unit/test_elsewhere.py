@@ -85,6 +85,16 @@ def test_a_run_is_resumed_from_elsewhere(elsewhere: Path, file: str) -> None:
         command("run", "../e.yaml", "--out", "new")
 
 
+def test_a_sweep_is_resumed_from_elsewhere(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(elsewhere)
+    assert command("run", "e.yaml", "--seeds", "1", "--out", "s", "--no-report").exit_code == 0
+    monkeypatch.chdir(elsewhere / "elsewhere")
+    again = ["run", "../e.yaml", "--seeds", "1,2", "--out", "../s", "--resume", "--no-report"]
+    assert command(*again).exit_code == 0
+    swept = fedloom.sweep(Path("../e.yaml"), seeds="1-3", out="../s", resume=True, report=False, progress=False)
+    assert [run.finished for run in swept] == [True] * 3
+
+
 def test_a_run_is_resumed_with_its_own_examples_alone(elsewhere: Path) -> None:
     held = dict(np.load(elsewhere / "d.npz"))
     np.savez("moved.npz", **held)

@@ -133,7 +133,8 @@ def run(
         return
     if replay is not None:
         raise ExperimentError("--replay: found with --seeds or --grid; allowed: with a single run")
-    points = experiments.points(experiment, overrides, seeds, grid or ())
+    begun = experiments.begun_in(out) if resume else None
+    points = experiments.points(experiment, overrides, seeds, grid or (), begun=begun)
     from fedloom.api.watch import SweepWatch
     from fedloom.cli.sweep import show_sweep
     from fedloom.runner.sweep import run_sweep
