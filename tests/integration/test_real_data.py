@@ -132,7 +132,7 @@ def test_the_protocol_of_the_papers(root: Path) -> None:
     for entry in dataset.manifest.clients:
         assert sorted(entry.class_counts["train"])[-2:] == [250, 250]
         assert sorted(entry.class_counts["test"])[-2:] == [50, 50]
-    pooled = [dataset.client(entry.id).train.x for entry in dataset.manifest.clients]
+    pooled = [dataset.client(client).train.x for client in dataset.manifest.roster]
     assert float(sum(x.sum() for x in pooled) / sum(x.numel() for x in pooled)) == pytest.approx(0, abs=1e-3)
 
 

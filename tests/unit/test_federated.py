@@ -172,7 +172,7 @@ def test_owners_features_and_tokens_reach_the_client(
         "test_per_client": None,
     }  # fmt: skip
     assert Manifest.from_json(manifest.to_json()) == manifest
-    train = torch.cat([dataset.client(entry.id).train.x for entry in manifest.clients])
+    train = torch.cat([dataset.client(client).train.x for client in manifest.roster])
     if kind == "features":
         assert train.dtype == torch.float32
         assert torch.allclose(train.mean(0), torch.zeros(2), atol=1e-5)

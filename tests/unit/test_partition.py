@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedloom.data import partition as partitioning
 from fedloom.data import sources
-from fedloom.data.apportion import largest_remainders, quotas, stratified
+from fedloom.data.apportion import deal_classes, largest_remainders, quotas, stratified
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.data.manifest import Normalization
@@ -30,7 +30,6 @@ from fedloom.data.schemes import (
     ImbalancedScheme,
     MixScheme,
     Scheme,
-    deal_classes,
     unseen_count,
 )
 from fedloom.data.sources import Official, Pool

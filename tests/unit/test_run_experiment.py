@@ -6,11 +6,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from facts import tells
 from run_folders import write_run
 
-from fedloom.errors import ExitCode, ExperimentError
+import fedloom
+from fedloom.errors import ExitCode, ExperimentError, QuorumError
 from fedloom.experiment import load
 from fedloom.federation.checkpoint import Checkpoint, Checkpoints
 from fedloom.federation.folder import RunFolder
@@ -88,3 +91,26 @@ def test_a_run_does_not_go_back(tmp_path: Path) -> None:
     fewer = EXPERIMENT.model_copy(update={"federation": EXPERIMENT.federation.model_copy(update={"rounds": 399})})
     with pytest.raises(ExperimentError, match=r"federation\.rounds: found 399 with --resume; allowed: at least 400"):
         check_folder(folder, fewer, resume=True)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_in_which_nobody_could_be_measured_fails(workers: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    people = {name: (random.normal(size=(40, 3)) * 1e6, np.arange(40) % 2) for name in ("ann", "bob", "cy")}
+    data = fedloom.Federated.from_arrays(people, root=tmp_path, unseen_fraction=0.3)
+    experiment = {
+        "name": "diverges",
+        "data": data,
+        "model": {"name": "mlp", "hidden": [4]},
+        "algorithm": {"name": "local", "local": {"steps": 20, "lr": 1e30}},
+        "federation": {"rounds": 0, "clients_per_round": 2},
+        "runtime": {"workers": workers},
+    }
+    for resume in (False, True):
+        with pytest.raises(QuorumError) as error:
+            fedloom.run(experiment, out=tmp_path / "run", resume=resume, report=False, progress=False)
+        assert tells(str(error.value), "3 clients", "round 0", "client-0000")
+        assert error.value.exit_code is ExitCode.QUORUM
+        assert RunFolder(tmp_path / "run").read("summary.json") is None
+    sane = {**experiment, "algorithm": {"name": "local", "local": {"steps": 20, "lr": 0.01}}}
+    assert fedloom.run(sane, out=tmp_path / "sane", report=False, progress=False).summary["seen"]["clients"] == 2

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from fedloom.data import sources
+from fedloom.data.apportion import deal_classes
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
-from fedloom.data.schemes import DominantScheme, FixedScheme, ImbalancedScheme, MixScheme, Scheme, deal_classes
+from fedloom.data.schemes import DominantScheme, FixedScheme, ImbalancedScheme, MixScheme, Scheme
 from fedloom.data.sources import Official, Pool
 from fedloom.errors import ExperimentError
 

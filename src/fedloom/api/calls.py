@@ -92,7 +92,8 @@ def run(
     from fedloom import experiment as experiments
 
     options = _options(out, resume, partition, packed, observe, publish, report, track, replay)
-    return carry_out(experiments.of(experiment, **with_module(overrides)), options, progress)
+    e = experiments.of(experiment, begun=options.out if resume else None, **with_module(overrides))
+    return carry_out(e, options, progress)
 
 
 def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunObserver = True) -> Run:
@@ -170,9 +171,10 @@ def sweep(
     asked = seeds if seeds is None or isinstance(seeds, str) else ",".join(map(str, seeds))
     if asked is None and not axes:
         raise ExperimentError("sweep: found neither grid nor seeds; allowed: one of them, or both")
-    e = experiments.of(experiment, **with_module(overrides))
-    points = experiments.points(e, (), asked, axes)
     options = _options(out, resume, partition, packed, observe, publish, report, track, None)
+    begun = experiments.begun_in(options.out) if resume else None
+    e = experiments.of(experiment, begun=begun, **with_module(overrides))
+    points = experiments.points(e, (), asked, axes, begun=begun)
     done = carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
     for error in done.failures.values():
         in_keywords(error)

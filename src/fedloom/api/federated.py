@@ -193,8 +193,8 @@ class Federated:
 
     @classmethod
     def _at(cls, path: Path, root: str | Path | None, settings: Mapping[str, Any]) -> Federated:
-        home = {} if root is None else {"root": str(root)}
-        return cls({"dataset": "arrays", "source": {"path": str(path)}, **home, **settings})
+        home = {} if root is None else {"root": str(Path(root).expanduser().absolute())}
+        return cls({"dataset": "arrays", "source": {"path": str(path.absolute())}, **home, **settings})
 
     def model_dump(self, mode: str = "json") -> dict[str, Any]:
         """Return the section ``data``, as sections of an experiment do."""

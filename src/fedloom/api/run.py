@@ -75,7 +75,7 @@ class Run:
         """What was run, with every default filled in."""
         from fedloom import experiment as experiments
 
-        return experiments.load(self.folder / "experiment.yaml")
+        return experiments.load_recorded(self.folder)
 
     @property
     def factory(self) -> str | None:

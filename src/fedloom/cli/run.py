@@ -129,11 +129,12 @@ def run(
     if seeds is None and not grid:
         if parallel > 1:
             raise ExperimentError("--parallel: found without --seeds or --grid; allowed: with one of them")
-        _run(experiments.load(experiment, overrides), options)
+        _run(experiments.load(experiment, overrides, begun=out if resume else None), options)
         return
     if replay is not None:
         raise ExperimentError("--replay: found with --seeds or --grid; allowed: with a single run")
-    points = experiments.points(experiment, overrides, seeds, grid or ())
+    begun = experiments.begun_in(out) if resume else None
+    points = experiments.points(experiment, overrides, seeds, grid or (), begun=begun)
     from fedloom.api.watch import SweepWatch
     from fedloom.cli.sweep import show_sweep
     from fedloom.runner.sweep import run_sweep
@@ -215,7 +216,7 @@ def aggregator(
         report=report,
         track=tuple(track or ()),
     )
-    _run(experiments.load(experiment, set_ or ()), options)
+    _run(experiments.load(experiment, set_ or (), begun=out if resume else None), options)
 
 
 def _run(experiment: Experiment, options: RunOptions) -> None:

@@ -232,8 +232,9 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
     from fedloom.data.remote import publish
     from fedloom.storage import open_store
 
-    experiment, cluster, say = step.experiment, step.cluster, step.say
-    check(experiment, cluster, step.task_config)
+    cluster, say = step.cluster, step.say
+    check(step.experiment, cluster, step.task_config)
+    experiment = step.experiment.located()  # as the aggregator records it
     manifest = read_manifest(step.partition)
     plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
     own, endpoint_from = dict(os.environ), None

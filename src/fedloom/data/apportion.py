@@ -13,6 +13,33 @@ Mixes: TypeAlias = NDArray[np.float64]
 """``[n, C]``; rows sum to one."""
 
 
+def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDArray[np.int64]:
+    """Give k distinct classes to every client, each class as often as any other (±1); ``[n, k]``, in the order drawn.
+
+    Each of the C classes gets ⌊nk/C⌋ or ⌈nk/C⌉ places, at random where they are not equal. Clients choose in
+    random order. With R clients still to choose, a class that has R places left must go to every one of them; the
+    rest are drawn at random, in proportion to the places left. Then no class has more than R - 1 places left for the
+    R - 1 clients that remain and the places add up to k(R - 1): so there are always k distinct classes to choose from,
+    and the draw ends, whatever the seed.
+    """
+    generator = keyed_generator(seed, "classes")
+    places = np.full(classes, clients * per_client // classes)
+    places[shuffled(generator, classes)[: clients * per_client % classes]] += 1
+    held = np.empty((clients, per_client), dtype=np.int64)
+    for chosen, client in enumerate(shuffled(generator, clients)):
+        picked = [int(c) for c in np.flatnonzero(places == clients - chosen)]
+        free = places.copy()
+        free[picked] = 0
+        while len(picked) < per_client:
+            drawn = int(np.searchsorted(np.cumsum(free), int(generator.random() * free.sum()), side="right"))
+            picked.append(drawn)
+            free[drawn] = 0
+        # Mixed, so that a share is not tied to the classes that had to be taken.
+        held[client] = np.asarray(picked)[shuffled(generator, per_client)]
+        places[picked] -= 1
+    return held
+
+
 def feasible_sizes(mixes: Mixes, available: NDArray[np.int64], cap: int | None = None) -> NDArray[np.int64]:
     """Return how many examples each client gets of a pool, ``[n]``.
 

@@ -14,7 +14,7 @@ have one class mix:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ from fedloom.data.reserve import Reserved, reserved_classes
 from fedloom.data.schemes import (
     ByClass,
     ClassesScheme,
+    FixedScheme,
     ImbalancedScheme,
     MeansScheme,
     MixScheme,
@@ -37,6 +38,10 @@ from fedloom.data.schemes import (
 )
 from fedloom.data.sources import Official, Source
 from fedloom.errors import ExperimentError
+from fedloom.words import counted
+
+UNUSED = 0.2
+"""Part of a pool that may stay unused without a note."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +83,23 @@ class Assignment:
         For each split, one array of positions per client, ascending.
     training_pool
         Positions that training examples were drawn from, ascending.
+    measured
+        Those of the training pool that normalization is measured on, ascending: all but what unseen clients hold.
     owners
         For each client, the name of its natural owner; None if it has none.
     reserved
         What was kept back before; None: nothing.
+    notes
+        Sentences on what a person should know: who or what was left out, and which inputs are repeated.
     """
 
     seen: NDArray[np.bool_]
     examples: Mapping[str, list[NDArray[np.int64]]]
     training_pool: NDArray[np.int64]
+    measured: NDArray[np.int64]
     owners: tuple[str | None, ...]
     reserved: Reserved | None = None
+    notes: tuple[str, ...] = ()
 
 
 def assign_examples(
@@ -109,28 +120,53 @@ def assign_examples(
         If the scheme cannot be met, or a client would go without a train, validation or test example, or without one
         of the classes that its scheme gives it.
     """
-    scheme, seed = settings.scheme, settings.seed
+    scheme = settings.scheme
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
-    if isinstance(scheme, NaturalScheme):
-        owned = assign_owners(official, scheme, settings.validation_fraction, seed, dataset)
-        seen = draw_seen(len(owned.owners), settings.unseen_fraction, seed)
-        return Assignment(seen, owned.examples, owned.training_pool, owned.owners, owned.reserved)
+    if not isinstance(scheme, NaturalScheme):
+        return _assign_by_mix(official, classes, scheme, settings)
+    owned = assign_owners(official, scheme, settings.validation_fraction, settings.seed, dataset)
+    seen = draw_seen(len(owned.owners), settings.unseen_fraction, settings.seed)
+    measured = [pool for pool, is_seen in zip(owned.training_pools, seen, strict=True) if is_seen]
+    return Assignment(
+        seen,
+        owned.examples,
+        np.sort(np.concatenate(owned.training_pools)),
+        np.sort(np.concatenate(measured)),
+        owned.owners,
+        owned.reserved,
+        (*_notes_on_copies(official), *owned.notes),
+    )
+
+
+def _assign_by_mix(official: Official, classes: int, scheme: MixScheme, settings: PartitionSettings) -> Assignment:
+    """Assign examples by class mix; raises as :func:`assign_examples`."""
+    seed = settings.seed
     seen = draw_seen(scheme.clients, settings.unseen_fraction, seed)
     train = _by_class(official.train.labels, classes)
     test = [members + len(official.train) for members in _by_class(official.test.labels, classes)]
     reserved = None
     if scheme.reserve is not None:
-        train, test, reserved = reserved_classes(train, test, scheme.reserve)
-    pools = scheme.pools(train, test, settings.validation_fraction, seed)
+        train, test, reserved = reserved_classes(train, test, scheme.reserve, official.group)
+    pools = scheme.pools(train, test, official.group, settings.validation_fraction, seed)
     available = {split: np.array([len(members) for members in pools[split]]) for split in SPLITS}
     mixes = scheme.mixes(available["train"], seen, seed)
-    examples = {}
+    examples, notes = {}, _notes_on_copies(official)
+    used: dict[str, int] = {}
+    unused: list[str] = []
     for split in SPLITS:
         size = scheme.sizes(split, mixes, available[split], seen, seed)
         counts = quotas(mixes, size, available[split], seed, split)
         _refuse_shortfall(counts, size, mixes, split, scheme, available[split])
         examples[split] = _hand_out(pools[split], counts, seed, split)
-    return Assignment(seen, examples, np.sort(np.concatenate(pools["train"])), (None,) * scheme.clients, reserved)
+        used[split] = int(counts.sum())
+        if _unused(scheme, split, size, used[split], int(available[split].sum())):
+            unused.append(split)
+    if unused:
+        notes.append(_note_unused(unused, used, available, mixes))
+    pool = np.sort(np.concatenate(pools["train"]))
+    of_unseen = [mine for mine, is_seen in zip(examples["train"], seen, strict=True) if not is_seen]
+    measured = np.setdiff1d(pool, np.concatenate(of_unseen), assume_unique=True) if of_unseen else pool
+    return Assignment(seen, examples, pool, measured, (None,) * scheme.clients, reserved, tuple(notes))
 
 
 def draw_seen(clients: int, unseen_fraction: float, seed: int) -> NDArray[np.bool_]:
@@ -154,6 +190,55 @@ def _hand_out(members: ByClass, counts: NDArray[np.int64], seed: int, split: str
         for hand, share in zip(hands, np.split(order, np.cumsum(counts[:, c])), strict=False):
             hand.append(share)
     return [np.sort(np.concatenate(hand)) for hand in hands]
+
+
+def _notes_on_copies(official: Official) -> list[str]:
+    """Return notes on the repeated inputs of a data set of one's own: how many, and those in both given splits."""
+    if official.equal is None:
+        return []
+    notes, first_test = [], len(official.train)
+    copies = len(official.equal) - len(np.unique(official.equal))
+    if copies:
+        repeat = counted(copies, "example repeats another's input", "examples repeat another's input")
+        notes.append(f"{repeat}; equal inputs stay in one split")
+    shared = np.isin(official.equal[first_test:], official.equal[:first_test])
+    if shared.any():
+        first = int(shared.argmax())
+        those = f"{shared.sum():,} of {counted(len(shared), 'test example')}"
+        pair = f"test example {first} and training example {official.equal[first_test + first]}"
+        notes.append(
+            f"the split that the source itself gives stays: {those} have inputs that are training inputs, too (first: "
+            f"{pair}); accuracy on them is no accuracy on new inputs. Remove one of each, or let FedLoom divide the "
+            "data: without a column of splits, without test data"
+        )
+    return notes
+
+
+def _unused(scheme: MixScheme, split: str, size: NDArray[np.int64], used: int, available: int) -> bool:
+    """Return whether much of a pool is dealt to nobody, though no limit asks for that."""
+    cap = scheme.cap(split)
+    exact = isinstance(scheme, FixedScheme) or (isinstance(scheme, ImbalancedScheme) and split == "train")
+    asked = exact or (cap is not None and bool((size >= cap).all()))
+    return not asked and available - used > max(UNUSED * available, scheme.clients)
+
+
+def _note_unused(
+    splits: Sequence[str], used: Mapping[str, int], available: Mapping[str, NDArray[np.int64]], mixes: Mixes
+) -> str:
+    """Return a note on the examples of these splits that are dealt to nobody, and the class that limits the others."""
+    demand, pool = mixes.sum(0), available[splits[0]]
+    scarce = int(np.divide(pool, demand, out=np.full(len(demand), np.inf), where=demand > 0).argmin())
+    dealt = ", ".join(f"{used[split]:,} of {available[split].sum():,} {split} examples" for split in splits)
+    if idle := np.flatnonzero((demand == 0) & (pool > 0)).tolist():
+        named = ", ".join(map(str, idle[:10])) + (", ..." if len(idle) > 10 else "")
+        return (
+            f"only {dealt} are dealt out: no client's mix has class {named}. More clients or "
+            "more classes per client use them"
+        )
+    return (
+        f"only {dealt} are dealt out: class {scarce} has {pool[scarce]:,} and limits each client whose mix has it. To "
+        "use more, leave that class out, or choose a scheme that asks for less of it"
+    )
 
 
 def _refuse_shortfall(

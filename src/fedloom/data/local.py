@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.apportion import stratified
+from fedloom.data.copies import equal_inputs
 from fedloom.data.folders import data_root, locked, published
 from fedloom.data.keyed import keyed_generator
 from fedloom.data.pack.arrays import examples_of, read_arrays
 from fedloom.data.pack.columns import read_frame, read_parquet
 from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, listed
-from fedloom.data.pack.folder import equal_inputs
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
@@ -75,7 +75,8 @@ class LocalFiles(Settings):
     path: str = Field(
         min_length=1,
         description="The folder of images, CLASS/NAME.png, or with train/, validation/ and test/ above; the .csv or "
-        ".parquet file; or the .npz or .safetensors file with x and y. A relative path starts from the current folder.",
+        ".parquet file; or the .npz or .safetensors file with x and y. A relative path starts from the current folder; "
+        "a run records it as an absolute one.",
     )
     client: str | None = Field(
         default=None,
@@ -239,7 +240,8 @@ def _source(home: Path, name: str) -> Source:
         train, test = (
             Pool(tensors[f"{part}_x"], tensors[f"{part}_y"], tensors.get(f"{part}_owner")) for part in ("train", "test")
         )
-        return Official(train, test, None if card.owners is None else Owners(card.owners, divided=card.divided))
+        owners = None if card.owners is None else Owners(card.owners, divided=card.divided)
+        return Official(train, test, owners, equal_inputs(np.concatenate([train.inputs, test.inputs])))
 
     return Source(
         name=name,

@@ -45,7 +45,9 @@ def draw_means(source: Source, scheme: MeansScheme, settings: PartitionSettings)
     cut = scheme.train_per_client - held_out
     test = len(pools["train"]) + np.arange(len(pools["test"])).reshape(scheme.clients, -1)
     split_positions = {"train": list(positions[:, :cut]), "validation": list(positions[:, cut:]), "test": list(test)}
-    assignment = Assignment(seen, split_positions, np.sort(positions[:, :cut].reshape(-1)), (None,) * scheme.clients)
+    pool = np.sort(positions[:, :cut].reshape(-1))
+    measured = np.sort(positions[seen, :cut].reshape(-1))
+    assignment = Assignment(seen, split_positions, pool, measured, (None,) * scheme.clients)
     shaped = dataclasses.replace(source, input_shape=(scheme.dimension,))
     return shaped, Official(pools["train"], pools["test"]), assignment
 

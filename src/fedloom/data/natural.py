@@ -9,31 +9,45 @@ what is held out, so that held-out windows share no text with training windows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.apportion import stratified
+from fedloom.data.copies import firsts_of
 from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserved, reserved_owners
 from fedloom.data.schemes import NaturalScheme
 from fedloom.data.sources import Official
 from fedloom.errors import ExperimentError
+from fedloom.words import counted
 
 TEST_FRACTION = 0.2
 """Part of an owner's examples that is for testing, where neither the data set nor the user divides them (as LEAF)."""
 
 
+NAMED = 5
+"""Owners named in a note."""
+
+
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """What the owners that became clients hold; see :class:`~fedloom.data.assignment.Assignment`."""
+    """What the owners that became clients hold; see :class:`~fedloom.data.assignment.Assignment`.
+
+    Attributes
+    ----------
+    training_pools
+        For each client, the positions that its training examples were drawn from, ascending.
+    """
 
     owners: tuple[str, ...]
     examples: Mapping[str, list[NDArray[np.int64]]]
-    training_pool: NDArray[np.int64]
+    training_pools: list[NDArray[np.int64]]
     reserved: Reserved | None
+    notes: tuple[str, ...]
 
 
 def assign_owners(
@@ -52,7 +66,7 @@ def assign_owners(
             "allowed: classes, dirichlet, dominant, imbalanced, fixed, iid",
             hint="with data of your own, data.source.client says whose an example is (docs/data.md)",
         )
-    names = official.owners.names
+    names, group = official.owners.names, official.group
     division = _Division(
         labels=np.concatenate([official.train.labels, official.test.labels]),
         first_test=len(official.train),
@@ -60,13 +74,22 @@ def assign_owners(
         test_fraction=scheme.test_fraction or (None if official.owners.divided else TEST_FRACTION),
         validation_fraction=validation_fraction,
         seed=seed,
+        group=group,
+        place=np.full(len(group), -1),
     )
     whose = np.concatenate([official.train.owners, official.test.owners])
-    holdings = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose, minlength=len(names)))[:-1])
-    divided = [division.divide(name, mine) for name, mine in zip(names, holdings, strict=True)]
+    notes = []
     allowed, reserved = np.ones(len(names), dtype=np.bool_), None
+    available = np.ones(len(whose), dtype=np.bool_)
     if scheme.reserve is not None:
         allowed, reserved = reserved_owners(names, scheme.reserve)
+        if scheme.reserve.deal:
+            available = ~allowed[whose] | ~np.isin(group, group[~allowed[whose]])
+            if not available.all():
+                copies = counted(int((~available).sum()), "example")
+                notes.append(f"{copies} of the owners kept back are left out: owners not kept back have equal inputs")
+    holdings = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose, minlength=len(names)))[:-1])
+    divided = [division.divide(name, mine[available[mine]]) for name, mine in zip(names, holdings, strict=True)]
     few = [bool(of) and sum(parts.sizes) < scheme.min_examples for of, parts in zip(allowed, divided, strict=True)]
     empty = [bool(of) and min(parts.sizes) == 0 for of, parts in zip(allowed, divided, strict=True)]
     qualified = [owner for owner in np.flatnonzero(allowed).tolist() if not few[owner] and not empty[owner]]
@@ -80,6 +103,8 @@ def assign_owners(
             f"validation or test example; allowed: {'at most ' + str(len(qualified)) + ', or ' if qualified else ''}"
             "a smaller min_examples, or another test_fraction or data.validation_fraction"
         )
+    if any(few) or any(empty):
+        notes.append(_left_out(names, few, empty, scheme.min_examples))
     drawn = sorted(shuffled(keyed_generator(seed, "owners"), len(qualified))[:wanted].tolist())
     chosen = [qualified[place] for place in drawn]
     caps = {"train": scheme.train_per_client, "validation": None, "test": scheme.test_per_client}
@@ -89,9 +114,21 @@ def assign_owners(
             split: [division.thin_out(getattr(divided[owner], split), cap, names[owner], split) for owner in chosen]
             for split, cap in caps.items()
         },
-        training_pool=np.sort(np.concatenate([divided[owner].train for owner in chosen])),
+        training_pools=[divided[owner].train for owner in chosen],
         reserved=reserved,
+        notes=tuple(notes),
     )
+
+
+def _left_out(names: Sequence[str], few: Sequence[bool], empty: Sequence[bool], min_examples: int) -> str:
+    """Return a note that names the owners who do not qualify, and why."""
+    lacking = [is_empty and not is_few for is_empty, is_few in zip(empty, few, strict=True)]
+    why = []
+    for which, reason in ((few, f"fewer than {min_examples} examples (min_examples)"), (lacking, "an empty split")):
+        who = [name for name, is_one in zip(names, which, strict=True) if is_one]
+        if who:
+            why.append(f"{', '.join(who[:NAMED])}{', ...' if len(who) > NAMED else ''} ({len(who)} with {reason})")
+    return f"{sum(few) + sum(lacking)} of {counted(len(names), 'owner')} cannot become clients: {'; '.join(why)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +156,11 @@ class _Division:
         Position of the first official test example.
     test_fraction
         None: the official division stays.
+    group
+        ``[n]``: the group of equal inputs that each example is in. A group stays in one split, also across owners: the
+        first owner that has it decides which.
+    place
+        ``[n]``: the position in ``SPLITS`` of the groups that are divided so far, -1 of all others; filled in here.
     """
 
     labels: NDArray[np.int64]
@@ -127,26 +169,50 @@ class _Division:
     test_fraction: float | None
     validation_fraction: float
     seed: int
+    group: NDArray[np.int64]
+    place: NDArray[np.int64]
 
     def divide(self, name: str, mine: NDArray[np.int64]) -> _Parts:
         """Divide an owner's positions, ascending; a part may come out empty."""
+        if self.overlap:
+            return self._by_time(mine)
+        given = self.test_fraction is None
+        rest = mine[mine < self.first_test] if given else mine
+        firsts = firsts_of(rest, self.group)
+        place = self.place[self.group[firsts]]
+        if self.test_fraction is not None:
+            self._hold_out(firsts, place, self.test_fraction, name, "test")
+        self._hold_out(firsts, place, self.validation_fraction, name, "validation")
+        place[place < 0] = SPLITS.index("train")
+        self.place[self.group[firsts]] = place
+        train, validation, test = (rest[self.place[self.group[rest]] == split] for split in range(len(SPLITS)))
+        return _Parts(train, validation, mine[mine >= self.first_test] if given else test)
+
+    def _by_time(self, mine: NDArray[np.int64]) -> _Parts:
+        """Divide positions in time order: the last ones are held out, with a gap before them."""
         if self.test_fraction is None:
             train, test = mine[mine < self.first_test], mine[mine >= self.first_test]
         else:
-            train, test = self._hold_out(mine, self.test_fraction, name, "test")
-        train, validation = self._hold_out(train, self.validation_fraction, name, "validation")
+            train, test = self._last(mine, self.test_fraction)
+        train, validation = self._last(train, self.validation_fraction)
         return _Parts(train, validation, test)
 
+    def _last(self, positions: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return what is kept and what is held out."""
+        cut = len(positions) - _held_out(fraction, len(positions))
+        return positions[: max(cut - self.overlap, 0)], positions[cut:]
+
     def _hold_out(
-        self, positions: NDArray[np.int64], fraction: float, name: str, split: str
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return what is kept and what is held out: a fraction, at least one if there is one."""
-        size = min(max(1, math.floor(fraction * len(positions) + 0.5)), len(positions))
-        if self.overlap:
-            cut = len(positions) - size
-            return positions[: max(cut - self.overlap, 0)], positions[cut:]
-        out = self._drawn(positions, size, name, "hold out", split)
-        return positions[~out], positions[out]
+        self, firsts: NDArray[np.int64], place: NDArray[np.int64], fraction: float, name: str, split: str
+    ) -> None:
+        """Draw groups for a split, beside those that are in it already, and note it in ``place`` ``[len(firsts)]``."""
+        own = SPLITS.index(split)
+        candidates = place <= own  # not held out for a later split, which comes first
+        free = np.flatnonzero(place < 0)
+        size = _held_out(fraction, int(candidates.sum())) - int((place == own).sum())
+        if len(free) and size > 0:
+            size = min(size, len(free))
+            place[free[self._drawn(firsts[free], size, name, "hold out", split)]] = own
 
     def thin_out(self, positions: NDArray[np.int64], cap: int | None, name: str, split: str) -> NDArray[np.int64]:
         """Return at most ``cap`` of the positions: evenly spaced in time, or drawn class by class."""
@@ -158,3 +224,8 @@ class _Division:
 
     def _drawn(self, positions: NDArray[np.int64], size: int, *purpose: str) -> NDArray[np.bool_]:
         return stratified(self.labels[positions], size, keyed_generator(self.seed, "owner", *purpose))
+
+
+def _held_out(fraction: float, count: int) -> int:
+    """Return how many of so many examples are held out: a fraction, at least one if there is one."""
+    return min(max(1, math.floor(fraction * count + 0.5)), count)

@@ -17,6 +17,7 @@ from fedloom.data import sources
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.folders import data_root, locked, published
 from fedloom.data.manifest import (
+    FIX,
     SPLITS,
     VERSION,
     ClientEntry,
@@ -31,12 +32,15 @@ from fedloom.data.means import draw_means
 from fedloom.data.schemes import MeansScheme, Scheme
 from fedloom.data.sources import Official, Pool, Source
 from fedloom.errors import DataError
-from fedloom.storage.folder import PRIVATE_FOLDER, fill, sync
+from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 
 log = logging.getLogger("fedloom.data")
 
-ASSIGNMENT = 1
-"""Version of how examples are assigned: to be raised with every change that assigns other examples."""
+ASSIGNMENT = 2
+"""Version of how examples are assigned and normalized: to be raised with every change of either."""
+
+NOTES, NOTES_VERSION = "notes.json", 1
+"""File beside the manifest, where there is anything to note: its version, and sentences."""
 
 CHUNK = 4096
 """Examples taken at once where a pass over a whole pool is made: pools may be views that are far larger than memory."""
@@ -81,11 +85,47 @@ def partition(
     settings.check(source)
     checksums = sources.checksums(source, root)
     folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
-    if folder.exists() and not fix:
-        return folder
+    if fix or not folder.exists():
+        _make(folder, source, checksums, settings, root, fix)
+    for note in notes_of(folder):
+        log.warning("%s", note)
+    return folder
+
+
+def notes_of(folder: Path) -> tuple[str, ...]:
+    """Return what a person should know of a partition: who or what was left out, and which inputs are repeated.
+
+    Raises
+    ------
+    DataError
+        If the file is damaged, or of another version.
+    """
+    path = folder / NOTES
+    if not path.exists():
+        return ()
+    try:
+        found = json.loads(read_file(path))
+        version, notes = found["version"], tuple(map(str, found["notes"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged ({error!r})", hint=FIX) from error
+    if version != NOTES_VERSION:
+        raise DataError(f"{path} is of version {version}; this FedLoom reads version {NOTES_VERSION}", hint=FIX)
+    return notes
+
+
+def _make(
+    folder: Path,
+    source: Source,
+    checksums: Mapping[str, str],
+    settings: PartitionSettings,
+    root: Path | str | None,
+    fix: bool,
+) -> None:
+    """Make a partition, unless another process has made it meanwhile, or it is there and whole."""
+    scheme = settings.scheme
     with locked(folder):
         if folder.exists() and not (fix and _damaged(folder)):
-            return folder
+            return
         if isinstance(scheme, MeansScheme):
             source, official, assignment = draw_means(source, scheme, settings)
         else:
@@ -95,7 +135,6 @@ def partition(
             assignment = assign_examples(official, source.classes, settings, source.name)
         with published(folder) as staging:
             write(staging, source, checksums, official, settings, assignment)
-    return folder
 
 
 def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path | None:
@@ -195,7 +234,9 @@ def write(
         train_size, validation_size, test_size = (len(assignment.examples[split][client]) for split in SPLITS)
         entries.append(ClientEntry(name, bool(is_seen), train_size, validation_size, test_size, counts, digest, owner))
     sync(shards)
-    pool = assignment.training_pool
+    if assignment.notes:
+        fill(folder / NOTES, json.dumps({"version": NOTES_VERSION, "notes": assignment.notes}).encode())
+    measured = assignment.measured
     manifest = Manifest(
         version=VERSION,
         dataset=source.name,
@@ -207,7 +248,7 @@ def write(
         seed=settings.seed,
         unseen_fraction=settings.unseen_fraction,
         validation_fraction=settings.validation_fraction,
-        normalization=_as_they_are(source) if source.synthetic else normalization(official, source.kind, pool),
+        normalization=_as_they_are(source) if source.synthetic else normalization(official, source.kind, measured),
         source_sha256=dict(checksums),
         clients=tuple(entries),
         reserved=assignment.reserved,
@@ -225,7 +266,7 @@ def normalization(official: Official, kind: Kind, pool: NDArray[np.int64]) -> No
     Parameters
     ----------
     pool
-        Positions of the training examples, ascending.
+        Positions of the training examples that count, ascending.
     """
     if kind == "tokens":
         return Normalization((), ())
@@ -283,6 +324,7 @@ def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettin
 def _damaged(folder: Path) -> bool:
     """Whether a partition on disk is not what its manifest says; logs what is wrong."""
     try:
+        notes_of(folder)
         for client in read_manifest(folder).clients:
             read_shard(folder, client)
     except DataError as error:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedloom.data.copies import leading
 from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.errors import ExperimentError
 
@@ -87,25 +88,39 @@ class Reserved:
 
 
 def reserved_classes(
-    train: Sequence[NDArray[np.int64]], test: Sequence[NDArray[np.int64]], reserve: Reserve
+    train: Sequence[NDArray[np.int64]],
+    test: Sequence[NDArray[np.int64]],
+    reserve: Reserve,
+    group: NDArray[np.int64] | None = None,
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], Reserved]:
     """Return the positions of each class that clients are given, of train and of test, and what is kept back.
+
+    Parameters
+    ----------
+    group
+        ``[n]``: the group of equal inputs that each example is in (:mod:`fedloom.data.copies`), kept back whole or not
+        at all; None: no input is repeated.
 
     Raises
     ------
     ExperimentError
         If nothing of a class would be left.
     """
-    given: tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]] = ([], [])
-    back = []
+    if group is None:
+        group = np.arange(1 + max(int(members.max(initial=-1)) for members in (*train, *test)))
+    sizes = np.bincount(group, minlength=len(group))
+    back = np.zeros(len(group), dtype=np.bool_)
     for c, (of_train, of_test) in enumerate(zip(train, test, strict=True)):
         kept = reserve.size(len(of_train), f"training examples of class {c}")
         of_tests = math.floor(kept / max(len(of_train), 1) * len(of_test) + 0.5)
-        for name, members, size, out in (("train", of_train, kept, given[0]), ("test", of_test, of_tests, given[1])):
-            chosen = _chosen(len(members), size, name, c)
-            back.append(members[chosen])
-            out.append(members[chosen if reserve.deal else ~chosen])
-    return *given, _named(np.concatenate(back).tolist())
+        for name, members, size in (("train", of_train, kept), ("test", of_test, of_tests)):
+            firsts = members[group[members] == members]
+            order = firsts[shuffled(keyed_generator(_SEED, "reserve", name, c), len(firsts))]
+            target = math.floor(size * int(sizes[order].sum()) / max(len(members), 1) + 0.5)
+            back[order[leading(sizes[order], target)]] = True
+    given = [[members[back[group[members]] == reserve.deal] for members in pool] for pool in (train, test)]
+    every = np.concatenate([*train, *test])
+    return given[0], given[1], _named(every[back[group[every]]].tolist())
 
 
 def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.bool_], Reserved]:
@@ -116,16 +131,11 @@ def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.
     ExperimentError
         If no owner would be left.
     """
-    chosen = _chosen(len(names), reserve.size(len(names), "owners"), "owners")
+    chosen = np.zeros(len(names), dtype=np.bool_)
+    order = shuffled(keyed_generator(_SEED, "reserve", "owners"), len(names))
+    chosen[order[: reserve.size(len(names), "owners")]] = True
     which = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
     return (chosen if reserve.deal else ~chosen), _named(which)
-
-
-def _chosen(whole: int, size: int, *purpose: str | int) -> NDArray[np.bool_]:
-    """``[whole]`` bool: the first ``size`` in an order that is the same for all sizes."""
-    chosen = np.zeros(whole, dtype=np.bool_)
-    chosen[shuffled(keyed_generator(_SEED, "reserve", *purpose), whole)[:size]] = True
-    return chosen
 
 
 def _named(which: Sequence[int] | Sequence[str]) -> Reserved:

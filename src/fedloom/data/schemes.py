@@ -25,8 +25,10 @@ from pydantic import (
     model_validator,
 )
 
-from fedloom.data.apportion import Mixes, feasible_sizes, largest_remainders
+from fedloom.data.apportion import Mixes, deal_classes, feasible_sizes
+from fedloom.data.copies import fill_pools, hold_out
 from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserve
 from fedloom.data.shift import Shift
 from fedloom.errors import ExperimentError
@@ -131,7 +133,9 @@ class MixScheme(_ReservingScheme):
         """
         return feasible_sizes(mixes, available, self.cap(split))
 
-    def pools(self, train: ByClass, test: ByClass, validation_fraction: float, seed: int) -> Mapping[str, ByClass]:
+    def pools(
+        self, train: ByClass, test: ByClass, group: NDArray[np.int64], validation_fraction: float, seed: int
+    ) -> Mapping[str, ByClass]:
         """Return the disjoint pools that the three splits are drawn from.
 
         Test is the official test set; ``validation_fraction`` of each class of the official train set is held out.
@@ -140,13 +144,10 @@ class MixScheme(_ReservingScheme):
         ----------
         train, test
             Positions of the official examples of each class.
+        group
+            ``[n]``: the group of equal inputs that each example is in, which stays whole (:mod:`fedloom.data.copies`).
         """
-        held_out = largest_remainders(np.array([len(members) for members in train]) * validation_fraction)
-        kept, validation = [], []
-        for c, members in enumerate(train):
-            order = members[shuffled(keyed_generator(seed, "validation", c), len(members))]
-            validation.append(order[: held_out[c]])
-            kept.append(order[held_out[c] :])
+        kept, validation = hold_out(train, group, validation_fraction, seed)
         return {"train": kept, "validation": validation, "test": test}
 
 
@@ -378,7 +379,9 @@ class FixedScheme(MixScheme):
         held = deal_classes(self.clients, len(available), self.labels_per_client, seed)
         return _shared_out(held, len(available), np.full(self.labels_per_client, 1 / self.labels_per_client))
 
-    def pools(self, train: ByClass, test: ByClass, validation_fraction: float, seed: int) -> Mapping[str, ByClass]:
+    def pools(
+        self, train: ByClass, test: ByClass, group: NDArray[np.int64], validation_fraction: float, seed: int
+    ) -> Mapping[str, ByClass]:
         """Return pools, from the official sets joined, of just what the clients that hold each class need.
 
         With p_c = h_c m, h_c clients holding class c, the shared rule gives each k m examples, m of each label.
@@ -401,11 +404,18 @@ class FixedScheme(MixScheme):
         holders = np.bincount(held.reshape(-1), minlength=len(train))
         joined = [np.concatenate(both) for both in zip(train, test, strict=True)]
         self._refuse_shortage(holders, np.array([len(members) for members in joined]), per_client)
-        pools: dict[str, list[NDArray[np.int64]]] = {"train": [], "validation": [], "test": []}
-        for c, members in enumerate(joined):
-            order = members[shuffled(keyed_generator(seed, "fixed", c), len(members))]
-            for pool, part in zip(pools.values(), np.split(order, np.cumsum(holders[c] * per_client)), strict=False):
-                pool.append(part)
+        mixed = [members[shuffled(keyed_generator(seed, "fixed", c), len(members))] for c, members in enumerate(joined)]
+        needed = holders[:, None] * per_client
+        pools = dict(zip(SPLITS, fill_pools(mixed, needed, group), strict=True))
+        for place, (split, pool) in enumerate(pools.items()):
+            short = next((c for c, part in enumerate(pool) if len(part) < needed[c, place]), None)
+            if short is not None:
+                raise ExperimentError(
+                    f"data.partition.train_per_class: found {self.train_per_class}. Equal inputs stay in one split, "
+                    f"and then class {short} has {len(pool[short]):,} {split} examples for its clients, who need "
+                    f"{needed[short, place]:,}. Ask for fewer examples per class, or for fewer clients or "
+                    "labels_per_client."
+                )
         return pools
 
     def _refuse_shortage(
@@ -495,33 +505,6 @@ Scheme: TypeAlias = Annotated[
 def unseen_count(clients: int, unseen_fraction: float) -> int:
     """Number of unseen clients: the fraction rounded to the nearest, halves up, so that at least one is seen."""
     return min(math.floor(clients * unseen_fraction + 0.5), clients - 1)
-
-
-def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDArray[np.int64]:
-    """Give k distinct classes to every client, each class as often as any other (±1); ``[n, k]``, in the order drawn.
-
-    Each of the C classes gets ⌊nk/C⌋ or ⌈nk/C⌉ places, at random where they are not equal. Clients choose in
-    random order. With R clients still to choose, a class that has R places left must go to every one of them; the
-    rest are drawn at random, in proportion to the places left. Then no class has more than R - 1 places left for the
-    R - 1 clients that remain and the places add up to k(R - 1): so there are always k distinct classes to choose from,
-    and the draw ends, whatever the seed.
-    """
-    generator = keyed_generator(seed, "classes")
-    places = np.full(classes, clients * per_client // classes)
-    places[shuffled(generator, classes)[: clients * per_client % classes]] += 1
-    held = np.empty((clients, per_client), dtype=np.int64)
-    for chosen, client in enumerate(shuffled(generator, clients)):
-        picked = [int(c) for c in np.flatnonzero(places == clients - chosen)]
-        free = places.copy()
-        free[picked] = 0
-        while len(picked) < per_client:
-            drawn = int(np.searchsorted(np.cumsum(free), int(generator.random() * free.sum()), side="right"))
-            picked.append(drawn)
-            free[drawn] = 0
-        # Mixed, so that a share is not tied to the classes that had to be taken.
-        held[client] = np.asarray(picked)[shuffled(generator, per_client)]
-        places[picked] -= 1
-    return held
 
 
 def _shared_out(held: NDArray[np.int64], classes: int, shares: NDArray[np.float64]) -> Mixes:

@@ -9,8 +9,8 @@ torch, and are imported here when one of their names is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedloom.experiment.grids import Point, grid_values, points, seeds_of
-from fedloom.experiment.loading import load, loads, of
+from fedloom.experiment.grids import Point, begun_in, grid_values, points, seeds_of
+from fedloom.experiment.loading import load, load_recorded, loads, of
 from fedloom.experiment.yaml_reader import as_yaml
 
 if TYPE_CHECKING:
@@ -25,10 +25,12 @@ __all__ = [
     "Point",
     "Runtime",
     "as_yaml",
+    "begun_in",
     "from_shared_json",
     "grid_values",
     "json_schema",
     "load",
+    "load_recorded",
     "loads",
     "of",
     "points",

@@ -71,6 +71,8 @@ def points(
     overrides: Sequence[str],
     seeds: str | None,
     grid: Sequence[str],
+    *,
+    begun: Path | None = None,
 ) -> list[Point]:
     """Every run of a sweep, the seeds of one setting next to each other.
 
@@ -84,6 +86,8 @@ def points(
         ``1,2,3`` or ``1-3``; None keeps the experiment's.
     grid
         ``key=v1,v2`` each; the runs are the product.
+    begun
+        One of the runs, of a sweep that is resumed; as of :func:`~fedloom.experiment.of`.
 
     Raises
     ------
@@ -104,12 +108,17 @@ def points(
     for values in itertools.product(*(values for _, values in axes)):
         settings = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
         try:
-            made = of(experiment, [*overrides, *settings])
+            made = of(experiment, [*overrides, *settings], begun=begun)
         except ExperimentError as error:
             raise ExperimentError(f"at {', '.join(settings)}: {error}") from error
         name = _folder_name([f"{label}={_short(value)}" for label, value in zip(labels, values, strict=True)], settings)
         found.append(Point(name, (*overrides, *settings), made))
     return found
+
+
+def begun_in(folder: Path | None) -> Path | None:
+    """Return the folder of a run that a sweep's folder holds; None if there is none."""
+    return None if folder is None else next((file.parent for file in sorted(folder.glob("*/experiment.yaml"))), None)
 
 
 def seeds_of(text: str) -> list[int]:

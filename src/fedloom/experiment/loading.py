@@ -20,11 +20,14 @@ from fedloom.words import shortened
 if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment
 
+RECORDED = "experiment.yaml"
+"""File of an experiment in the folder of its run."""
+
 Overrides = Sequence[str]
 """Of the form ``data.partition.clients=20``: dotted key, then a YAML value."""
 
 
-def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
+def load(path: str | Path, overrides: Overrides = (), *, begun: Path | None = None) -> Experiment:
     """Read an experiment file.
 
     Parameters
@@ -33,6 +36,9 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
         The file: its path, or its URL, ``s3://bucket/prefix/name``.
     overrides
         ``key=value`` each: a dotted key, and a YAML value that replaces what the file has there.
+    begun
+        The folder of a run that is resumed: where a relative path of ``data`` leads nowhere from the current folder,
+        the run's own path is taken. None: none is resumed.
 
     Raises
     ------
@@ -41,21 +47,47 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
     StorageError, RefusedError
         If the store of a URL cannot be used.
     """
+    return loads(_read(path), overrides, source=str(path), begun=begun)
+
+
+def load_recorded(folder: Path) -> Experiment:
+    """Read the experiment of a run from the run's folder.
+
+    It was checked when the run began, so the source of a data set of one's own is not opened, and may be gone.
+
+    Raises
+    ------
+    ExperimentError
+        If the file cannot be read, or is not an experiment.
+    """
+    from fedloom.data.local import LOCAL
+    from fedloom.experiment.validation import validated
+
+    path = folder / RECORDED
+    value, origins = _mapping(_read(path), str(path))
+    data = value.get("data")
+    is_local = isinstance(data, dict) and data.get("dataset") in LOCAL
+    return validated(value, str(path), origins, combined=not is_local)
+
+
+def _read(path: str | Path) -> str:
+    """Return the text of an experiment file; raises as :func:`load`."""
     try:
         if is_url(path):
             place, _, name = str(path).rpartition("/")
             content = open_store(place).read(name)
         else:
             content = read_file(Path(path))
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
     except OSError as error:
         raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
-    return loads(text, overrides, source=str(path))
 
 
-def loads(text: str, overrides: Overrides = (), *, source: str = "the experiment") -> Experiment:
+def loads(
+    text: str, overrides: Overrides = (), *, source: str = "the experiment", begun: Path | None = None
+) -> Experiment:
     """Read the text of an experiment file.
 
     Parameters
@@ -66,29 +98,66 @@ def loads(text: str, overrides: Overrides = (), *, source: str = "the experiment
         As of :func:`load`.
     source
         What to call the text in errors.
+    begun
+        As of :func:`load`.
 
     Raises
     ------
     ExperimentError
         As of :func:`load`.
     """
+    value, origins = _mapping(text, source)
+    return _checked(value, origins, overrides, source, begun)
+
+
+def _mapping(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Return the mapping in a text, and where each key was written."""
     value, origins = parse(text, source)
     if not isinstance(value, dict):
         raise ExperimentError(
             f"{source}: found {shown(value)}; allowed: a mapping with the keys name, data, model, ..."
         )
-    return _checked(value, origins, overrides, source)
+    return value, origins
 
 
-def _checked(value: dict[str, Any], origins: dict[KeyPath, str], overrides: Overrides, source: str) -> Experiment:
+def _checked(
+    value: dict[str, Any],
+    origins: dict[KeyPath, str],
+    overrides: Overrides,
+    source: str,
+    begun: Path | None = None,
+) -> Experiment:
     for override in overrides:
         _set(value, origins, override)
+    if begun is not None and (begun / RECORDED).is_file():
+        _take_paths(value, begun / RECORDED)
     from fedloom.experiment.validation import validated  # imports torch: after all that may fail before
 
     return validated(value, source, origins)
 
 
-def of(experiment: Experiment | Mapping[str, Any] | str | Path, overrides: Overrides = (), **keys: Any) -> Experiment:
+def _take_paths(value: dict[str, Any], recorded: Path) -> None:
+    """Replace relative paths of ``data`` that lead nowhere from the current folder by those that a run recorded."""
+    run, _ = _mapping(_read(recorded), str(recorded))
+    new, old = value.get("data"), run.get("data")
+    for key in ("root", "path"):
+        if key == "path":
+            new, old = (data.get("source") if isinstance(data, dict) else None for data in (new, old))
+        if not isinstance(new, dict) or not isinstance(old, dict):
+            return
+        path, before = new.get(key), old.get(key)
+        if isinstance(path, str) and isinstance(before, str):
+            place = Path(path).expanduser()
+            new[key] = path if place.is_absolute() or place.exists() else before
+
+
+def of(
+    experiment: Experiment | Mapping[str, Any] | str | Path,
+    overrides: Overrides = (),
+    *,
+    begun: Path | None = None,
+    **keys: Any,
+) -> Experiment:
     """Return the experiment that a file, a mapping or an object describes, with some of its keys replaced.
 
     Parameters
@@ -96,7 +165,7 @@ def of(experiment: Experiment | Mapping[str, Any] | str | Path, overrides: Overr
     experiment
         The path or URL of an experiment file; its content as a mapping, in which sections may be objects; or an
         experiment.
-    overrides
+    overrides, begun
         As of :func:`load`.
     keys
         Further ones by name, with two underscores for each dot: ``federation__rounds=10``.
@@ -108,13 +177,13 @@ def of(experiment: Experiment | Mapping[str, Any] | str | Path, overrides: Overr
     """
     replaced = [*overrides, *(f"{key.replace('__', '.')}={as_yaml(plain(value, key))}" for key, value in keys.items())]
     if isinstance(experiment, str | Path):
-        return load(experiment, replaced)
+        return load(experiment, replaced, begun=begun)
     source = "the experiment"
     value = plain(experiment, source)
     if not isinstance(value, dict):
         allowed = "the path of a file, a mapping, or an Experiment"
         raise ExperimentError(f"{source}: found a {type(experiment).__name__}; allowed: {allowed}")
-    return _checked(value, {}, replaced, source)
+    return _checked(value, {}, replaced, source, begun)
 
 
 def plain(value: Any, what: str) -> Any:

@@ -60,6 +60,10 @@ def _folder(text: str) -> str:
     return text
 
 
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
 def _place(text: str) -> str:
     try:
         s3_place(text)
@@ -319,6 +323,20 @@ class Experiment(Section):
     def runs(self) -> Path:
         """The folder in which the run's own folder is made."""
         return Path("runs" if self.storage is None or is_url(self.storage) else self.storage).expanduser()
+
+    def located(self) -> Experiment:
+        """Return the experiment with absolute paths, as a run records it; relative ones start in the current folder."""
+        changed: dict[str, Any] = {}
+        if isinstance(self.data, Data):
+            of_data: dict[str, Any] = {}
+            if self.data.root is not None:
+                of_data["root"] = _absolute(self.data.root)
+            if self.data.source is not None:
+                of_data["source"] = self.data.source.model_copy(update={"path": _absolute(self.data.source.path)})
+            changed["data"] = self.data.model_copy(update=of_data)
+        if self.storage is not None and not is_url(self.storage):
+            changed["storage"] = _absolute(self.storage)
+        return self.model_copy(update=changed)
 
     def resolved_yaml(self) -> str:
         """Return the experiment with every default filled in, as a file that ``load`` reads to the same experiment."""

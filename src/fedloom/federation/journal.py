@@ -77,6 +77,11 @@ class Attempt:
     experiment: str = ""
     paused: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def losses(self) -> dict[str, str]:
+        """Clients that it lost, and why."""
+        return {loss.client: loss.reason for conversation in self.conversations for loss in conversation.lost}
+
 
 @dataclass
 class Costs:

@@ -150,6 +150,7 @@ class Loop:
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self.personalization_payload = (0, 0)
         self.after_steps: dict[int, Evaluation] = {}
+        self.unmeasured: dict[str, str] = {}  # clients that the last evaluation lost, and why
         shapes = {
             **answer_shapes(algorithm.messages, server.sizes),
             Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
@@ -376,6 +377,8 @@ class Loop:
             finally:
                 cohort.close()
             self.observer.evaluating(self.round, min(start + size, len(clients)), len(clients))
+        if steps is None:
+            self.unmeasured = attempt.losses
         answered = int(present.sum())
         if answered:
             # Per client: what personalization moved, without the metrics, which only an evaluation wants.
@@ -402,7 +405,7 @@ class Loop:
                 self._personalize(session, session.hold(clients[start : start + self.schedule.evaluation_cohort]))
         finally:
             session.close()
-        return {loss.client: loss.reason for conversation in attempt.conversations for loss in conversation.lost}
+        return attempt.losses
 
     def _personalize(self, session: Attempting, cohort: CarriedCohort) -> Replies[Metrics] | None:
         """Hold the conversation; None if nothing came of it, and each client's loss says why."""

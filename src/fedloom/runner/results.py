@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import DataError
+from fedloom.errors import DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.summary import (
     LATE,
@@ -27,7 +27,7 @@ from fedloom.federation.loop import Extra, Loop
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
 from fedloom.theory.privacy import gaussian_epsilon
-from fedloom.words import as_csv
+from fedloom.words import as_csv, counted
 
 if TYPE_CHECKING:
     from fedloom.runner.assemble import Parts
@@ -108,7 +108,20 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
 
 
 def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
-    """Write what a run ends with: ``clients.csv`` and ``summary.json``, which is returned."""
+    """Write what a run ends with: ``clients.csv`` and ``summary.json``, which is returned.
+
+    Raises
+    ------
+    QuorumError
+        If the last evaluation asked clients and none of them could be measured: there are no results.
+    """
+    if len(final.clients) and not final.present.any():
+        client, why = next(iter(run.unmeasured.items()), (final.clients[0], "no answer"))
+        everyone = counted(len(final.clients), "client")
+        raise QuorumError(
+            f"None of {everyone} could be measured after round {run.round}. {client}: {why}",
+            hint="fix the cause and go on with --resume; with other settings, run anew, elsewhere with --out",
+        )
     e = parts.experiment
     folder = run.folder
     last, _ = folder.last_evaluation(run.round) or ({}, 0)

@@ -20,13 +20,15 @@ FREE_ON_RESUME = (
     ("storage",),
     ("tracking",),
     ("data", "root"),
+    ("data", "source", "path"),
     ("federation", "rounds"),
     ("federation", "deadline_s"),
     ("federation", "attempts"),
     ("federation", "checkpoint_every_s"),
 )
-"""What may differ between a run and its resumption: none of it changes a number. Where clients keep states, these do
-not follow to another ``storage``: see :func:`check_states`."""
+"""What may differ between a run and its resumption: none of it changes a number. That what is read at another path is
+the same, the partition shows (:func:`check_partition`). Where clients keep states, these do not follow to another
+``storage``: see :func:`check_states`."""
 
 
 def check_folder(
@@ -60,13 +62,14 @@ def check_folder(
         raise ExperimentError(
             f"{folder.path}: found a run there already", hint="go on with --resume, or choose another folder with --out"
         )
-    old = experiments.load(folder.path / "experiment.yaml").model_dump(mode="json")
-    new = e.model_dump(mode="json")
+    old = experiments.load_recorded(folder.path).located().model_dump(mode="json")
+    new = e.located().model_dump(mode="json")
     for path in FREE_ON_RESUME:
         for tree in (old, new):
+            inner: Any = tree
             for key in path[:-1]:
-                tree = tree[key]
-            tree.pop(path[-1], None)
+                inner = inner.get(key) or {}
+            inner.pop(path[-1], None)
     if is_open:
         check_begun_open(folder)
         check_changes(old, new)

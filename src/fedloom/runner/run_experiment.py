@@ -153,7 +153,7 @@ def run_experiment(
             """Make the run's folder, once nothing but the work itself can fail."""
             if store is None or not options.resume:
                 held.enter_context(folder.held())
-            folder.make(e.resolved_yaml())
+            folder.make(e.located().resolved_yaml())
             keep_log(folder.logs / "aggregator.jsonl")
             if not is_open or is_known(parts.manifest):
                 folder.write("partition.json", parts.manifest.to_json())

@@ -13,12 +13,13 @@ import torch
 
 from fedloom import experiment as experiments
 from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
+from fedloom.data.folders import data_root
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.evaluation.summary import Evaluation, groups
-from fedloom.experiment import Experiment, OwnData
+from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.checkpoint import check_fits
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal
@@ -141,7 +142,7 @@ def restore(
     which = check_checkpoint(checkpoint)
     folder = RunFolder.open(run)
     text = folder.text("partition.json")
-    e = experiments.load(run / "experiment.yaml")
+    e = experiments.load_recorded(run)
     trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
     dataset = _clients_of(folder, e, trained_on, partition, data)
     for what in ("dataset", "classes", "input_shape"):
@@ -153,6 +154,12 @@ def restore(
     # The models have learned inputs as the training partition normalizes them.
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
     dataset = dataset.described_by(manifest)
+    if partition is None and isinstance(e.data, Data) and manifest.fingerprint != trained_on.fingerprint:
+        raise DataError(
+            f"{run}: the run's clients have partition {trained_on.fingerprint[:12]}, which is not in the data root "
+            f"{data_root(e.data.root)}, and this FedLoom makes {manifest.fingerprint[:12]} of its settings",
+            hint="evaluate it where the partition still is, or with the FedLoom that it ran with",
+        )
     assemble.use_device("cpu", e.runtime.threads)
     parts = assemble.make_parts(e, dataset.manifest, trained_on)
     loop = assemble.loop(
@@ -206,4 +213,12 @@ def _clients_of(
         return dataset
     if data:
         raise ExperimentError("--data: found with a run of data.dataset; allowed: --partition, or neither")
-    return assemble.make_partition(e) if partition is None else FederatedDataset.open(partition)
+    if partition is not None:
+        return FederatedDataset.open(partition)
+    # It needs neither the source, which may be elsewhere by now, nor to be made again as this version would.
+    folder_of_run = find_partition(trained_on, e.data.root)
+    if folder_of_run is None:
+        return assemble.make_partition(e)
+    kept = FederatedDataset.open(folder_of_run)
+    kept.verify()
+    return kept

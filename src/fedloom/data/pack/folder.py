@@ -14,6 +14,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedloom.data.apportion import stratified
+from fedloom.data.copies import equal_inputs
 from fedloom.data.folders import published
 from fedloom.data.keyed import keyed_generator
 from fedloom.data.manifest import CLIENT_ID, SPLITS
@@ -194,15 +195,6 @@ def _divided(
             "allowed: at least one different input in each of train, validation and test"
         )
     return split, notes
-
-
-def equal_inputs(x: NDArray[Any]) -> NDArray[np.int64]:
-    """Return ``[n]``: the position of the first example with the same input."""
-    rows = np.ascontiguousarray(x.reshape(len(x), -1) + x.dtype.type(0))  # -0.0 becomes 0.0
-    raw = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).reshape(-1)
-    _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
-    group: NDArray[np.int64] = first[inverse.reshape(-1)].astype(np.int64)
-    return group
 
 
 def _drawn(examples: Examples, group: NDArray[np.int64], settings: PackSettings, name: str) -> NDArray[np.int64]:

@@ -68,11 +68,24 @@ class Owners:
 
 @dataclass(frozen=True, eq=False)
 class Official:
-    """What a source's files hold: the official train and test pool, and whose the examples are, where that is known."""
+    """What a source's files hold: the official train and test pool, and whose the examples are, where that is known.
+
+    Attributes
+    ----------
+    equal
+        ``[n]``, of a data set of one's own: the position, in the train and then the test examples, of the first example
+        with the same input. None: each example counts as different, as in published data sets, whose division stands.
+    """
 
     train: Pool
     test: Pool
     owners: Owners | None = None
+    equal: NDArray[np.int64] | None = None
+
+    @property
+    def group(self) -> NDArray[np.int64]:
+        """``[n]``: the group of equal inputs that each example is in (:mod:`fedloom.data.copies`)."""
+        return np.arange(len(self.train) + len(self.test)) if self.equal is None else self.equal
 
     def __post_init__(self) -> None:
         """Refuse owners in one place only, or out of range."""

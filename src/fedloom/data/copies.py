@@ -1,0 +1,143 @@
+"""Equal inputs, and draws that keep them together: no input is trained on and tested on.
+
+Examples with equal inputs form a *group*, named by the position of its first example; every example without a copy is
+a group of its own. A group belongs to the class of its first example. All draws here take whole groups, and where no
+input is repeated they are the draws of single examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.apportion import largest_remainders
+from fedloom.data.keyed import keyed_generator, shuffled
+
+Positions: TypeAlias = NDArray[np.int64]
+
+
+def equal_inputs(x: NDArray[Any]) -> Positions:
+    """Return ``[n]``: the position of the first example with the same input."""
+    rows = np.ascontiguousarray(x.reshape(len(x), -1) + x.dtype.type(0))  # -0.0 becomes 0.0
+    raw = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).reshape(-1)
+    _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
+    group: Positions = first[inverse.reshape(-1)].astype(np.int64)
+    return group
+
+
+def firsts_of(positions: Positions, group: Positions) -> Positions:
+    """Return the first of these ascending positions in each group, ascending."""
+    return positions[np.sort(np.unique(group[positions], return_index=True)[1])]
+
+
+def near(sizes: Positions, target: int) -> NDArray[np.bool_]:
+    """Choose groups, in the order given, whose sizes add up to about ``target``.
+
+    A group is chosen if it brings the sum nearer to the target. At least one group is chosen where two or more could
+    be and the target is not 0, and one is left unless the target is everything.
+
+    Parameters
+    ----------
+    sizes
+        ``[g]``: examples in each group.
+    target
+        Examples wanted, 0 to the sum of the sizes.
+
+    Returns
+    -------
+    NDArray
+        ``[g]`` bool.
+    """
+    chosen = np.zeros(len(sizes), dtype=np.bool_)
+    left = target
+    for place, size in enumerate(sizes.tolist()):
+        if left <= 0:
+            break
+        if size <= 2 * left:
+            chosen[place] = True
+            left -= size
+    if target > 0 and len(sizes) > 1 and not chosen.any():
+        chosen[int(sizes.argmin())] = True
+    if len(sizes) > 1 and chosen.all() and target < sizes.sum():
+        chosen[-1] = False
+    return chosen
+
+
+def leading(sizes: Positions, target: int) -> NDArray[np.bool_]:
+    """Choose the first groups whose sizes add up to about ``target``; a larger target chooses these and more.
+
+    Returns
+    -------
+    NDArray
+        ``[g]`` bool.
+    """
+    return np.asarray(2 * np.cumsum(sizes) - sizes <= 2 * target)
+
+
+def hold_out(
+    train: Sequence[Positions], group: Positions, fraction: float, seed: int
+) -> tuple[list[Positions], list[Positions]]:
+    """Divide the training examples of each class into those that are kept and those for validation.
+
+    Parameters
+    ----------
+    train
+        Positions of the training examples of each class, ascending.
+    group
+        ``[n]``: the group of each example of the data set.
+    fraction
+        Part of each class that is for validation.
+    """
+    sizes = np.bincount(np.concatenate([np.zeros(0, dtype=np.int64), *(group[members] for members in train)]))
+    firsts = [members[group[members] == members] for members in train]
+    wanted = largest_remainders(np.array([sizes[of_class].sum() for of_class in firsts]) * fraction)
+    rank, out = np.zeros(len(group), dtype=np.int64), np.zeros(len(group), dtype=np.bool_)
+    for c, of_class in enumerate(firsts):
+        order = of_class[shuffled(keyed_generator(seed, "validation", c), len(of_class))]
+        rank[order] = np.arange(len(order))
+        out[order[near(sizes[order], int(wanted[c]))]] = True
+    kept, held = [], []
+    for members in train:
+        ordered = members[np.argsort(rank[group[members]], kind="stable")]
+        is_out = out[group[ordered]]
+        kept.append(ordered[~is_out])
+        held.append(ordered[is_out])
+    return kept, held
+
+
+def fill_pools(members: Sequence[Positions], needed: NDArray[np.int64], group: Positions) -> list[list[Positions]]:
+    """Fill pools with exact numbers of examples of each class, one pool after the other; each group is in one pool.
+
+    Copies for which the pool of their group has no room are left out.
+
+    Parameters
+    ----------
+    members
+        Positions of the examples of each class, in the order in which they are taken.
+    needed
+        ``[C, pools]``: how many examples of each class each pool takes.
+
+    Returns
+    -------
+    list
+        For each pool, the positions of each class; fewer than needed where a class runs out.
+    """
+    pool_of: dict[int, int] = {}
+    filled: list[list[Positions]] = [[] for _ in range(needed.shape[1])]
+    for of_class, room in zip(members, needed.tolist(), strict=True):
+        parts: list[list[int]] = [[] for _ in room]
+        for position, its_group in zip(of_class.tolist(), group[of_class].tolist(), strict=True):
+            pool = pool_of.get(its_group)
+            if pool is None:
+                pool = next((p for p, part in enumerate(parts) if len(part) < room[p]), None)
+                if pool is None:
+                    continue
+                pool_of[its_group] = pool
+            if len(parts[pool]) < room[pool]:
+                parts[pool].append(position)
+        for pool, part in enumerate(parts):
+            filled[pool].append(np.array(part, dtype=np.int64))
+    return filled

@@ -1,0 +1,339 @@
+"""Equal inputs stay in one split, what is left out is noted, and unseen clients' data change nobody's inputs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from facts import tells
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from typer.testing import CliRunner
+
+import fedloom
+from fedloom.cli.main import app
+from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.copies import equal_inputs, leading, near
+from fedloom.data.federated import FederatedDataset
+from fedloom.data.reserve import Reserve
+from fedloom.data.schemes import (
+    ClassesScheme,
+    DirichletScheme,
+    DominantScheme,
+    FixedScheme,
+    IidScheme,
+    ImbalancedScheme,
+    NaturalScheme,
+    Scheme,
+)
+from fedloom.data.sources import Official, Pool
+from fedloom.data.sources.base import Owners
+from fedloom.errors import DataError, ExperimentError
+
+SPLITS = ("train", "validation", "test")
+CLASSES = 3
+RNG = np.random.default_rng(0)
+
+SCHEMES: tuple[Scheme, ...] = (
+    NaturalScheme(),
+    NaturalScheme(test_fraction=0.3, train_per_client=6),
+    IidScheme(clients=3),
+    ClassesScheme(clients=3, classes_per_client=2),
+    DirichletScheme(clients=3, alpha=10.0),
+    DominantScheme(clients=3, rho=0.5),
+    ImbalancedScheme(clients=3, large_size=12, small_size=6),
+    FixedScheme(clients=3, train_per_class=4, test_per_class=3, labels_per_client=2),
+)
+
+
+def repeated(copies: list[int], owners: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.int64], list[int]]:
+    """So many copies of each input, in a mixed order, with labels and owners of their own."""
+    random = np.random.default_rng(seed)
+    x = np.repeat(np.arange(len(copies)), copies).astype(np.float32)[:, None]
+    x = x[random.permutation(len(x))]
+    return x, random.integers(0, CLASSES, len(x)), random.integers(0, owners, len(x)).tolist()
+
+
+def own(copies: list[int], owners: int = 3, seed: int = 0, *, divided: bool = False) -> Official:
+    """A data set of one's own with these copies; train and test share no input, unless the source divides it itself."""
+    x, y, whose = repeated(copies, owners, seed)
+    test = np.random.default_rng(seed).random(len(x)) < 0.3 if divided else np.isin(x[:, 0], np.unique(x)[::5])
+    pools = [Pool(x[part], y[part], np.array(whose)[part]) for part in (~test, test)]
+    named = Owners(tuple(f"owner {i}" for i in range(owners)), divided)
+    return Official(*pools, named, equal_inputs(np.concatenate([pool.inputs for pool in pools])))
+
+
+def shared(official: Official, dealt: Assignment) -> set[str]:
+    """The pairs of splits, of whatever clients, with an input in both."""
+    inputs = np.concatenate([official.train.inputs, official.test.inputs])[:, 0]
+    seen = {split: set(inputs[np.concatenate(dealt.examples[split])].tolist()) for split in SPLITS}
+    return {f"{a}, {b}" for i, a in enumerate(SPLITS) for b in SPLITS[i + 1 :] if seen[a] & seen[b]}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.scheme)
+@settings(max_examples=40)
+@given(
+    copies=st.lists(st.integers(1, 5), min_size=60, max_size=90),
+    seed=st.integers(0, 1000),
+    reserve=st.sampled_from([None, None, Reserve(share=0.2)]),
+)
+def test_no_input_is_in_two_splits_whatever_the_scheme(
+    scheme: Scheme, copies: list[int], seed: int, reserve: Reserve | None
+) -> None:
+    official = own(copies, seed=seed)
+    how = PartitionSettings(scheme.model_copy(update={"reserve": reserve}), seed, 0.3, 0.25)
+    try:
+        dealt = assign_examples(official, CLASSES, how)
+    except ExperimentError:  # so many copies, and an exact size, cannot always be had at once
+        return
+    assert shared(official, dealt) == set()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.scheme)
+def test_a_data_set_with_copies_can_be_dealt(scheme: Scheme) -> None:
+    """So that the property above is one of partitions, not of refusals."""
+    dealt = [
+        assign_examples(own([2] * 90, seed=seed), CLASSES, PartitionSettings(scheme, seed, 0.3, 0.25))
+        for seed in (1, 2, 3)
+    ]
+    assert all(min(len(part) for split in SPLITS for part in each.examples[split]) > 0 for each in dealt)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.scheme)
+def test_without_copies_nothing_is_dealt_otherwise(scheme: Scheme) -> None:
+    official = own([1] * 120)
+    bare = Official(official.train, official.test, official.owners)
+    one, two = (assign_examples(of, CLASSES, PartitionSettings(scheme, 5, 0.3, 0.25)) for of in (official, bare))
+    for split in SPLITS:
+        assert all(np.array_equal(a, b) for a, b in zip(one.examples[split], two.examples[split], strict=True))
+
+
+def test_a_division_of_the_source_stays_and_its_common_inputs_are_noted() -> None:
+    official = own([3] * 40, divided=True)
+    dealt = assign_examples(official, CLASSES, PartitionSettings(NaturalScheme(), 1, 0.3, 0.25))
+    assert "train, validation" not in shared(official, dealt)
+    tests = np.concatenate(dealt.examples["test"])
+    assert sorted(tests.tolist()) == list(range(len(official.train), 120))
+    common = np.isin(official.test.inputs, official.train.inputs)
+    assert any(tells(note, "split", int(common.sum()), f"{len(common)} test examples") for note in dealt.notes)
+    # Who asks for another division has one that keeps equal inputs together.
+    again = assign_examples(official, CLASSES, PartitionSettings(NaturalScheme(test_fraction=0.2), 1, 0.3, 0.25))
+    assert shared(official, again) == set()
+
+
+@pytest.mark.parametrize(
+    "scheme", [IidScheme(clients=3), NaturalScheme(min_examples=3)], ids=lambda scheme: scheme.scheme
+)
+def test_what_is_kept_back_has_no_input_of_the_rest(scheme: Scheme) -> None:
+    official = own([3] * 120, owners=6)
+    sides = []
+    for deal in (False, True):
+        reserve = Reserve(share=0.5, deal=deal)
+        how = PartitionSettings(scheme.model_copy(update={"reserve": reserve}), 1 + deal, 0.0, 0.25)
+        dealt = assign_examples(official, CLASSES, how)
+        positions = np.concatenate([part for split in SPLITS for part in dealt.examples[split]])
+        sides.append((set(official.group[positions].tolist()), dealt.reserved))
+    assert sides[0][0]
+    assert sides[1][0]
+    assert not sides[0][0] & sides[1][0]
+    assert sides[0][1] == sides[1][1]
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=30), target=st.integers(0, 60), more=st.integers(0, 20))
+def test_groups_are_chosen_whole_and_near_to_the_target(sizes: list[int], target: int, more: int) -> None:
+    whole = np.array(sizes)
+    target = min(target, int(whole.sum()))
+    chosen = near(whole, target)
+    if len(sizes) > 1 and 0 < target < whole.sum():
+        assert chosen.any()
+        assert not chosen.all()
+    assert abs(int(whole[chosen].sum()) - target) <= max(sizes) + (target if len(sizes) == 1 else 0)
+    singles = np.ones(len(sizes), dtype=np.int64)
+    few = min(target, len(sizes))
+    assert near(singles, few).tolist() == leading(singles, few).tolist() == (np.arange(len(sizes)) < few).tolist()
+    assert not (leading(whole, target) & ~leading(whole, target + more)).any()
+
+
+def test_equal_inputs_are_equal_numbers() -> None:
+    x = np.array([[0.0, 1.0], [-0.0, 1.0], [1.0, 0.0], [0.0, 1.0]], dtype=np.float32)
+    assert equal_inputs(x).tolist() == [0, 0, 2, 0]
+
+
+def rows(opened: FederatedDataset, split: str) -> set[bytes]:
+    return {
+        row.tobytes() for entry in opened.manifest.clients for row in opened.tensors(entry.id)[f"{split}_x"].numpy()
+    }
+
+
+def entrances(folder: Path) -> dict[str, fedloom.Federated]:
+    """One data set of fifteen inputs, four times each, by every way to a data set of one's own."""
+    x, y = np.repeat(RNG.integers(0, 256, (15, 2, 2)), 4, 0), np.repeat(np.arange(15) % 3, 4)
+    p = np.random.default_rng(1).permutation(60)
+    x, y, who = x[p].astype(np.uint8), y[p], np.arange(60) % 2
+    flat = x.reshape(60, -1).astype(np.float64)
+    root = folder / "data"
+    frame = pandas.DataFrame(flat, columns=list("abcd")).assign(label=[f"c{c}" for c in y], who=[f"w{w}" for w in who])
+    frame.to_csv(folder / "t.csv", index=False)
+    np.savez(folder / "a.npz", x=flat, y=y, who=who)
+    for i in range(60):
+        place = folder / "images" / f"w{who[i]}" / f"c{y[i]}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(x[i]).save(place / f"{i}.png")
+
+    def files(dataset: str, path: str, client: str, scheme: dict[str, Any]) -> fedloom.Federated:
+        source = {"path": str(folder / path), "client": client}
+        return fedloom.Federated({"dataset": dataset, "source": source, "root": str(root), "partition": scheme})
+
+    natural, iid = {"scheme": "natural"}, {"scheme": "iid", "clients": 2}
+    from_arrays = fedloom.Federated.from_arrays
+    return {
+        "arrays in memory": from_arrays({f"w{w}": (flat[who == w], y[who == w]) for w in (0, 1)}, root=root),
+        "arrays, dealt out": from_arrays({"w": (flat, y)}, root=root, partition=iid),
+        "frame": fedloom.Federated.from_frame(frame, label="label", client="who", root=root),
+        "frame, dealt out": fedloom.Federated.from_frame(
+            frame.drop(columns="who"), label="label", scheme=iid, root=root
+        ),
+        "torchvision": fedloom.Federated.from_torchvision(
+            [(torch.from_numpy(image)[None], int(label)) for image, label in zip(x, y, strict=True)], iid, root=root
+        ),
+        "table": files("table", "t.csv", "who", natural),
+        "table, dealt out": files("table", "t.csv", "who", iid),
+        "arrays in a file": files("arrays", "a.npz", "who", natural),
+        "folder": files("folder", "images", "folder", natural),
+        "folder, dealt out": files("folder", "images", "folder", iid),
+    }
+
+
+def test_every_way_to_data_of_ones_own_keeps_equal_inputs_in_one_split(tmp_path: Path) -> None:
+    for name, data in entrances(tmp_path).items():
+        for seed in (1, 2):
+            opened = data.open(seed)
+            train, validation, test = (rows(opened, split) for split in SPLITS)
+            assert min(len(train), len(validation), len(test)) > 0, name
+            assert len(train | validation | test) == len(train) + len(validation) + len(test), name
+
+
+EXPERIMENT = """name: t
+data: {{dataset: table, source: {{path: {path}, split: split}}, root: {root}, partition: {{scheme: iid, clients: 2}}}}
+model: {{name: logistic}}
+algorithm: {{name: fedavg, local: {{epochs: 1, batch_size: 8, lr: 0.05}}}}
+federation: {{rounds: 1, clients_per_round: 2}}
+"""
+
+
+def test_a_column_of_splits_with_common_inputs_is_noted_on_the_command_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = RNG.normal(size=(40, 2)).round(3)
+    x[20:30] = x[30:] = x[:10]
+    frame = pandas.DataFrame(x, columns=["a", "b"]).assign(label=[*range(2)] * 20)
+    frame.assign(split=np.repeat(["train", "validation", "test"], [20, 10, 10])).to_csv(tmp_path / "t.csv", index=False)
+    (tmp_path / "e.yaml").write_text(EXPERIMENT.format(path=tmp_path / "t.csv", root=tmp_path / "data"))
+    for _ in range(2):  # also where the partition was made before
+        caplog.clear()
+        assert CliRunner().invoke(app, ["partition", str(tmp_path / "e.yaml")]).exit_code == 0
+        assert any(tells(text, "split", 10, "10 test examples") for text in warned(caplog))
+
+
+def test_damaged_notes_are_refused_and_made_again(tmp_path: Path) -> None:
+    data = {"all": (np.repeat(RNG.normal(size=(30, 3)), 2, 0), np.arange(60) % 2)}
+    made = fedloom.Federated.from_arrays(data, root=tmp_path)
+    (path,) = (tmp_path / "partitions").glob(f"{made.open().manifest.dataset}-*/notes.json")
+    whole = path.read_bytes()
+    for damaged in (b"[", b"[]", b'{"version": 9, "notes": []}'):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError) as error:
+            made.open()
+        assert tells(str(error.value), "notes.json")
+        experiment = {"name": "t", "data": made.section, "model": {"name": "logistic"}, "algorithm": {"name": "local"}}
+        experiment["federation"] = {"rounds": 0, "clients_per_round": 1}
+        (tmp_path / "e.json").write_text(json.dumps(experiment))
+        assert CliRunner().invoke(app, ["partition", str(tmp_path / "e.json")], catch_exceptions=False).exit_code == 0
+        assert path.read_bytes() == whole
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_client_with_too_few_examples_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"ann": 30, "bob": 9, "cy": 40, "dee": 2}
+    clients = {name: (RNG.normal(size=(n, 3)), np.arange(n) % 2) for name, n in sizes.items()}
+    opened = fedloom.Federated.from_arrays(clients, root=tmp_path).open()
+    assert [entry.owner for entry in opened.manifest.clients] == ["ann", "cy"]
+    (note,) = warned(caplog)
+    assert tells(note, "2 of 4", "bob, dee", "fewer than 10 examples (min_examples)")
+    caplog.clear()
+    few = {"partition": {"scheme": "natural", "min_examples": 3}, "validation_fraction": 0.5}
+    fedloom.Federated.from_arrays({"ann": clients["ann"], "bob": clients["bob"]}, root=tmp_path, **few).open()
+    assert warned(caplog) == []
+
+
+def test_a_rare_class_that_limits_everybody_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    y = np.where(np.arange(2000) < 30, 2, np.arange(2000) % 2)
+    data = {"all": (RNG.normal(size=(2000, 3)), y)}
+    scheme = {"scheme": "dirichlet", "clients": 3, "alpha": 1.0}
+    opened = fedloom.Federated.from_arrays(data, root=tmp_path, partition=scheme).open()
+    used = sum(entry.train for entry in opened.manifest.clients)
+    class_2 = sum(entry.class_counts["train"][2] for entry in opened.manifest.clients)
+    assert used < 600
+    assert class_2 <= 20
+    (note,) = warned(caplog)
+    assert tells(note, f"{used:,} of 1,333 train examples", "class 2", 20)
+    caplog.clear()  # who asks for few is not told that they are few
+    fedloom.Federated.from_arrays(data, root=tmp_path, partition={**scheme, "train_per_client": 5, "alpha": 1e6}).open()
+    fedloom.Federated.from_arrays(data, root=tmp_path, partition={"scheme": "iid", "clients": 3}).open()
+    assert [note for note in warned(caplog) if "train examples" in note] == []
+
+
+@pytest.mark.parametrize("scheme", [{"scheme": "natural"}, {"scheme": "natural", "train_per_client": 5}])
+def test_an_unseen_clients_data_change_no_seen_clients_inputs(scheme: dict[str, Any], tmp_path: Path) -> None:
+    clients = {name: (RNG.normal(size=(40, 3)), np.arange(40) % 2) for name in ("ann", "bob", "cy", "dee")}
+
+    def opened(clients: dict[str, Any]) -> FederatedDataset:
+        return fedloom.Federated.from_arrays(clients, root=tmp_path, partition=scheme, unseen_fraction=0.25).open()
+
+    before = opened(clients)
+    (unseen,) = (entry.owner for entry in before.manifest.clients if not entry.seen)
+    after = opened(clients | {unseen: (clients[unseen][0] + 100, clients[unseen][1])})
+    assert before.manifest.unseen == after.manifest.unseen
+    assert before.manifest.normalization == after.manifest.normalization
+    for client in before.manifest.roster:
+        assert torch.equal(before.client(client).train.x, after.client(client).train.x)
+    if "train_per_client" not in scheme:
+        theirs = np.concatenate([before.tensors(client)["train_x"].numpy() for client in before.manifest.roster])
+        assert np.allclose(before.manifest.normalization.mean, theirs.astype(np.float64).mean(0))
+        assert np.allclose(before.manifest.normalization.std, theirs.astype(np.float64).std(0))
+
+
+def test_examples_of_unseen_clients_and_those_kept_back_are_not_measured() -> None:
+    official = own([1] * 200)
+    reserve = Reserve(share=0.2)
+    for scheme in SCHEMES[2:6]:
+        how = PartitionSettings(scheme.model_copy(update={"reserve": reserve}), 1, 0.34, 0.25)
+        dealt = assign_examples(official, CLASSES, how)
+        for is_seen, mine in zip(dealt.seen, dealt.examples["train"], strict=True):
+            assert len(mine) > 0
+            assert np.isin(mine, dealt.measured).all() if is_seen else not np.isin(mine, dealt.measured).any()
+        assert not dealt.seen.all()
+        assert np.isin(dealt.measured, dealt.training_pool).all()
+        alike = PartitionSettings(how.scheme, 1, 0.0, 0.25)
+        assert np.array_equal(
+            *(getattr(assign_examples(official, CLASSES, alike), what) for what in ("measured", "training_pool"))
+        )
+
+
+def test_classes_that_no_client_has_are_named() -> None:
+    official = own([1] * 200)
+    how = PartitionSettings(ClassesScheme(clients=2, classes_per_client=1), 1, 0.0, 0.25)
+    dealt = assign_examples(official, CLASSES, how)
+    (idle,) = set(range(CLASSES)) - set(official.train.labels[np.concatenate(dealt.examples["train"])].tolist())
+    assert any(tells(note, "train examples", f"class {idle}") for note in dealt.notes)
