@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -107,10 +108,25 @@ class Access:
         self._table = Reread([identities], lambda: read_identities(identities)) if identities is not None else None
         self._shared = Tokens(() if shared is None else (keep_token(SHARED.name, shared),))
 
+    @property
+    def stale(self) -> bool:
+        """Whether a file has changed since it was last looked at, which costs no more than to look."""
+        return any(file.stale for file in self._files)
+
     def refresh(self) -> dict[Path, int]:
         """Read files again that have changed; return how often each has said something else so far."""
-        files = [file for file in (self._tokens, self._table) if file is not None]
-        return {path: file.refresh() for file in files for path in file.paths}
+        for file in self._files:
+            file.refresh()
+        return self.versions
+
+    @property
+    def versions(self) -> dict[Path, int]:
+        """How often each file has said something else so far, as far as they have been read."""
+        return {path: file.version for file in self._files for path in file.paths}
+
+    @property
+    def _files(self) -> list[Reread[Any]]:
+        return [file for file in (self._tokens, self._table) if file is not None]
 
     def admit(self, presented: Presented, action: Action) -> Admitted:
         """Return who a peer is, if it may do this.
