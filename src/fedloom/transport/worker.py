@@ -259,7 +259,8 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
             case _Request():
                 if session is not None and joined is not None and event.incarnation == joined.incarnation:
                     with tracing.within(event.envelope.trace):
-                        _answer(connection, session, event, stop)
+                        if not _answer(connection, session, event, stop):
+                            connection.too_late(event)
             case _Close():
                 if session is not None:
                     session.close(event.key)
@@ -267,10 +268,10 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
     return False
 
 
-def _answer(connection: _Connection, session: Session, request: _Request, stop: threading.Event) -> None:
-    """Compute the answers of a request's rows, sending each as soon as it is ready."""
+def _answer(connection: _Connection, session: Session, request: _Request, stop: threading.Event) -> bool:
+    """Compute the answers of a request's rows, sending each as soon as it is ready; False if that came too late."""
     if _pointless(connection, request, stop):
-        return
+        return False
     envelope, key = request.envelope, request.key
     rows, clients = list(envelope.rows), list(envelope.clients)
     try:
@@ -278,7 +279,7 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
     except WireError as error:
         for i, row in enumerate(rows):
             connection.reply(request, row, clients[i], Lost(f"the worker cannot read the request: {error}"))
-        return
+        return True
     name = dict(zip(rows, clients, strict=True))
     asked = list(range(len(rows)))
     while asked:
@@ -296,9 +297,9 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
                 if not envelope.replay:
                     connection.reply(request, row, name[row], answer)
                 if _pointless(connection, request, stop):
-                    return
+                    return False
             connection.flush()
-            return
+            return True
         except MissingConversation as missing:
             lacking = set(missing.rows)
             if not lacking & set(part):
@@ -309,6 +310,7 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
             close = getattr(answers, "close", None)
             if close is not None:
                 close()
+    return True
 
 
 def _decode(session: Session, request: _Request) -> Message:
@@ -425,6 +427,10 @@ class _Connection:
         if self._replies:
             self._post(self._send_replies)
 
+    def too_late(self, request: _Request) -> None:
+        """Say that we are done with a request that nobody waits for: silence would be taken for a worker that hangs."""
+        self._post(self._late, request)
+
     def missing(self, request: _Request, rows: Iterable[int]) -> None:
         """Say that the conversation of these rows is not held here."""
         self._post(self._lacking, request, list(rows))
@@ -479,6 +485,12 @@ class _Connection:
             ready.setdefault((request.key, exchange), []).append(row)
         for (key, exchange), rows in ready.items():
             self._send(key, exchange, rows)
+
+    def _late(self, request: _Request) -> None:
+        if self.incarnation == request.incarnation and self._outbox is not None and request.envelope.rows:
+            at = key_to_wire(request.key), request.envelope.exchange, request.envelope.rows[0]
+            lost = wire.RowLost(conversation=at[0], exchange=at[1], row=at[2], reason="it took too long")
+            self._outbox.put(None, iter((serialize(wire.WorkerPart(row_lost=lost)),)))
 
     def _lacking(self, request: _Request, rows: Sequence[int]) -> None:
         if self.incarnation != request.incarnation:
