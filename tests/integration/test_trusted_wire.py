@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
+from fedloom.federation.roster import Presence
 from fedloom.transport import control, gate, spoken, stream
 from fedloom.transport import worker as worker_module
 from fedloom.transport.aggregator import Aggregator
@@ -38,7 +40,7 @@ from fedloom.trust import audit, certificates
 from fedloom.trust.audit import Audit
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.files import Reread
-from fedloom.trust.identities import Role
+from fedloom.trust.identities import Role, read_identities
 from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.trust.tokens import add_token, make_token, revoke_tokens
 
@@ -937,3 +939,102 @@ def test_a_hostile_peer_with_an_identity_answers_for_its_own_clients_alone(feder
     assert honest.session.computed == 1
     hostile.leave()
     assert encode(poison)
+
+
+# ---- what a member costs the others
+
+
+def announcing(federation: Federation, name: str, clients: list[str], token: str) -> Hostile:
+    told = wire.Announced(train=10, validation=2, test=3, labelled=True)
+    return Hostile(
+        federation.address,
+        name,
+        clients,
+        metadata=((gate.TOKEN, f"Bearer {token}"),),
+        credentials=grpc.ssl_channel_credentials((federation.ca / "ca.crt").read_bytes()),
+        announced=[told] * len(clients),
+    )
+
+
+def test_an_identity_announces_as_many_clients_as_it_may_over_all_its_workers(federation: Federation) -> None:
+    table = 'version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["g-*"], max_clients: 5}\n'
+    token = add_token(federation.tokens, "m")[0].get_secret_value()
+    aggregator = federation.start(table, mutual=False, tokens=True, presence=Presence(), classes=2, clients=())
+    joined = [announcing(federation, "first", ["g-1", "g-2", "g-3"], token)]
+    assert joined[0].join().WhichOneof("part") == "welcome"
+    until(lambda: aggregator.workers())
+    crowd = announcing(federation, "second", ["g-4", "g-5", "g-6"], token)
+    with pytest.raises(grpc.RpcError) as refused:
+        crowd.join()
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert tells(refused.value.details(), 5, 3, "max_clients")
+    until(lambda: federation.events("refused"))
+    joined.append(announcing(federation, "second", ["g-4", "g-5"], token))
+    assert joined[1].join().WhichOneof("part") == "welcome"
+    joined.append(announcing(federation, "first", ["g-1", "g-2", "g-6"], token))  # in place of its own older stream
+    assert joined[2].join().WhichOneof("part") == "welcome"
+    until(lambda: sorted(len(worker.clients) for worker in aggregator.workers()) == [2, 3])
+    for each in (*joined, crowd):
+        each.leave()
+
+
+def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation) -> None:
+    table = 'version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["*"]}\n'
+    token = add_token(federation.tokens, "m")[0].get_secret_value()
+    aggregator = federation.start(table, mutual=False, tokens=True, presence=Presence(), classes=2, clients=())
+    ghosts = announcing(federation, "ghosts", [f"g-{i}" for i in range(5_000)], token)
+    with pytest.raises(grpc.RpcError) as refused:
+        ghosts.join()
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert aggregator.workers() == ()
+    ghosts.leave()
+
+
+def test_an_identity_holds_so_many_streams_that_watch(
+    by_role: tuple[Federation, Notices, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "WATCHING", 3)
+    federation, _, tokens = by_role
+    metadata = ((gate.TOKEN, f"Bearer {tokens[Role.WATCH]}"),)
+    method = f"/{stream.OBSERVATION}/{stream.WATCH}"
+    with dialled(federation) as channel, dialled(federation) as other:
+        held = [channel.unary_stream(method)(b"", metadata=metadata, timeout=20) for _ in range(3)]
+        assert all(next(each) for each in held)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(other.unary_stream(method)(b"", metadata=metadata, timeout=10))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        held[0].cancel()
+        until(lambda: _watched(other, method, metadata))
+
+
+def _watched(channel, method, metadata) -> bool:
+    try:
+        return bool(next(channel.unary_stream(method)(b"", metadata=metadata, timeout=10)))
+    except grpc.RpcError:
+        return False
+
+
+def test_a_long_table_is_read_beside_what_the_aggregator_does(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call after a change waits until the table is read; health, as everything else on the event loop, does not."""
+    monkeypatch.setattr(gate, "CHECK_S", 3_600.0)
+    token = add_token(federation.tokens, "last")[0].get_secret_value()
+    entry = '  - {{name: m-{0}, certificate: "URI:urn:m-{0}", roles: [worker], clients: ["c{0}-*"]}}\n'
+    many = "version: 1\nidentities:\n" + "".join(map(entry.format, range(5_000)))
+    federation.start(many, mutual=False, tokens=True, notices=Notices("run-1", 1, 1))
+    began = time.monotonic()
+    read_identities(federation.table)
+    usual_s = time.monotonic() - began
+    replace(federation.table, many + "  - {name: last, token: last, roles: [watch]}\n")
+    metadata = ((gate.TOKEN, f"Bearer {token}"),)
+    with dialled(federation) as channel, dialled(federation) as other:
+        call_health(other, ())
+        watching = channel.unary_stream(f"/{stream.OBSERVATION}/{stream.WATCH}")(b"", metadata=metadata, timeout=30)
+        probes = []
+        while sum(probes) < 2 * usual_s:
+            began = time.monotonic()
+            call_health(other, ())
+            probes.append(time.monotonic() - began)
+        assert next(watching)  # the newest table lets it in
+    assert max(probes) < usual_s / 2

@@ -259,7 +259,7 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
             case _Request():
                 if session is not None and joined is not None and event.incarnation == joined.incarnation:
                     with tracing.within(event.envelope.trace):
-                        if not _answer(connection, session, event, stop):
+                        if not _answer(connection, session, event, stop) and _is_over(connection, event):
                             connection.too_late(event)
             case _Close():
                 if session is not None:
@@ -333,8 +333,13 @@ def _decode(session: Session, request: _Request) -> Message:
 
 def _pointless(connection: _Connection, request: _Request, stop: threading.Event) -> bool:
     """Whether nobody waits for the rest of a request: stopping, closed, past its deadline, or another aggregator."""
+    return stop.is_set() or _is_over(connection, request) or connection.incarnation != request.incarnation
+
+
+def _is_over(connection: _Connection, request: _Request) -> bool:
+    """Whether a request's deadline has passed, or its conversation is closed."""
     expired = request.expires is not None and time.monotonic() > request.expires
-    return stop.is_set() or expired or request.key in connection.closed or connection.incarnation != request.incarnation
+    return expired or request.key in connection.closed
 
 
 class _Connection:
