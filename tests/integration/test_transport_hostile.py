@@ -639,10 +639,8 @@ def test_health_takes_in_no_names_but_those_of_a_service(aggregator, call):
             ("x" * 250, grpc.StatusCode.NOT_FOUND),
         ):
             answers = channel.unary_stream(call)(asked_for(name), timeout=10)
-            with pytest.raises(grpc.RpcError) as refused:
-                statuses = [health_pb2.HealthCheckResponse.FromString(answer).status for answer in answers]
-                pytest.fail(f"{statuses}")
-            assert refused.value.code() is code
+            list(anything_of(answers))
+            assert answers.code() is code
         said = list(anything_of(channel.unary_stream(WATCH_HEALTH)(asked_for("nobody's"), timeout=10)))
         assert said == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
 
