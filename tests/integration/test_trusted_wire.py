@@ -517,7 +517,7 @@ def test_who_is_revoked_is_out_within_seconds_and_the_others_go_on(federation: F
     calls.append(step_call(CLIENTS, 1))
     answers_are_right(aggregator, calls)
     assert [event["identity"] for event in federation.events("revoked")] == ["north"]
-    assert {event["event"] for event in federation.events()} == {"join", "leave", "revoked", "settings"}
+    assert {event["event"] for event in federation.events()} == {"join", "leave", "revoked", "refused", "settings"}
     again = federation.worker(federation.member("north"), name="first")
     assert ended(again).exit_code == ExitCode.REFUSED
 
@@ -541,6 +541,58 @@ def test_a_token_is_rotated_without_an_end_and_revoked_with_one(federation: Fede
     error = ended(worker)
     assert error.exit_code == ExitCode.REFUSED
     assert tells(str(error), entry.id, "x", "revoked at")
+
+
+X = 'version: 1\nidentities:\n  - {name: x, token: x, roles: [worker], clients: ["*"]}\n'
+
+
+@pytest.mark.parametrize("first", ["the member's", "the aggregator's", "the tokens"])
+def test_files_that_change_one_after_the_other_end_no_worker(federation: Federation, first: str) -> None:
+    """As Kubernetes refreshes them, each in a minute of its own; in between the token is not known, or nobody's."""
+    aggregator = federation.start(X, mutual=False, tokens=True)
+    worker = federation.worker(federation.member(None, token="x"), reconnect_s=60)
+    aggregator.wait_for(CLIENTS, 10)
+    calls = [start_call(CLIENTS)]
+    answers_are_right(aggregator, calls)
+    others = federation.folder / "tokens-after.json"  # without the old one
+    new, entry = add_token(others, "x" if first != "the tokens" else "y")
+    steps = {
+        "member": lambda: replace(federation.folder / "x.token", new.get_secret_value()),
+        "tokens": lambda: replace(federation.tokens, others.read_text()),
+        "table": lambda: replace(federation.table, X.replace("token: x", "token: y")),
+    }
+    order = {"the member's": "member tokens", "the aggregator's": "tokens member", "the tokens": "tokens member table"}
+    refused = len(federation.events("refused"))
+    for step in order[first].split():
+        steps[step]()
+        until(lambda: len(federation.events("refused")) > refused or not aggregator.workers(), 10)
+        time.sleep(0.5)
+        assert worker.error is None
+    until(lambda: f"token {entry.id}" in [event["credential"] for event in federation.events("join")], 20)
+    aggregator.wait_for(CLIENTS, 20)
+    calls.append(step_call(CLIENTS, 1))
+    answers_are_right(aggregator, calls)
+    assert worker.session.computed == 2 * len(CLIENTS)
+
+
+def test_a_token_that_stays_unknown_ends_a_worker_after_reconnect_and_a_revoked_one_at_once(
+    federation: Federation,
+) -> None:
+    aggregator = federation.start(X, mutual=False, tokens=True)
+    forgotten = federation.worker(federation.member(None, token="x"), reconnect_s=2)
+    aggregator.wait_for(CLIENTS, 10)
+    add_token(federation.folder / "others.json", "x")
+    began = time.monotonic()
+    replace(federation.tokens, (federation.folder / "others.json").read_text())
+    assert ended(forgotten).exit_code == ExitCode.REFUSED
+    assert time.monotonic() - began >= 2
+    until(lambda: not aggregator.workers())
+    revoked = federation.worker(federation.member(None, token="x"), reconnect_s=60)
+    aggregator.wait_for(CLIENTS, 10)
+    revoke_tokens(federation.tokens, "x")
+    assert ended(revoked).exit_code == ExitCode.REFUSED
+    stranger = Credentials(ClientOptions(federation.ca / "ca.crt", token=make_token()))
+    assert ended(federation.worker(stranger, name="stranger", reconnect_s=60)).exit_code == ExitCode.REFUSED
 
 
 def test_who_is_revoked_is_put_out_though_somebody_else_was_refused_since(

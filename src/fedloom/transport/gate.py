@@ -21,6 +21,7 @@ from pydantic import SecretStr
 from fedloom.errors import FedloomError
 from fedloom.transport import spoken
 from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP
+from fedloom.transport.failures import FINAL
 from fedloom.transport.limits import Budget
 from fedloom.transport.stream import METHOD, OBSERVATION, SERVICE, WATCH
 from fedloom.trust.access import SHARED, Access, Admitted, Denied, Presented
@@ -72,7 +73,7 @@ WATCHING, SHARED_WATCHING = 16, 256
 HEALTH = f"/{health.SERVICE_NAME}/"
 """What anybody may ask: probes have no identity, and are told nothing else."""
 
-_End = tuple[grpc.StatusCode, str]
+_End = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -209,10 +210,10 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 told = {"identity": peer.identity.name, "host": peer.host, "call": peer.call}
                 _write(self._audit, "revoked", **told, reason=str(denied))
             status = grpc.StatusCode.UNAVAILABLE if denied.again else grpc.StatusCode.UNAUTHENTICATED
-            peer.ended.set_result((status, str(denied)))
+            peer.ended.set_result((status, str(denied), _final(denied)))
             return
         if now >= peer.ends:
-            peer.ended.set_result((grpc.StatusCode.UNAVAILABLE, "the stream has lived for long enough: come again"))
+            peer.ended.set_result((grpc.StatusCode.UNAVAILABLE, "the stream has lived for long enough: come again", ()))
 
     def _guarded(self, call: str, behaviour: _Behaviour) -> _Behaviour:
         async def guarded(request: Any, context: Any) -> Any:
@@ -256,7 +257,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             name = None if known is None else known.name
             refused(self._audit, host, kind, identity=name, call=call, reason=str(denied))
             status = grpc.StatusCode.UNAUTHENTICATED if known is None else grpc.StatusCode.PERMISSION_DENIED
-            await context.abort(status, str(denied))
+            await context.abort(status, str(denied), _final(denied))
             raise AssertionError("abort raises") from None
         identity = admitted.identity
         budget = self._budgets.setdefault(identity.name, Budget(*(CALLS if identity != SHARED else SHARED_CALLS)))
@@ -279,6 +280,11 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             for peer in self._peers
         )
         return open_calls >= (SHARED_WATCHING if identity == SHARED else WATCHING)
+
+
+def _final(denied: Denied) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that tells a peer whether it is of use to come again with the same files."""
+    return ((FINAL, "1"),) if denied.final else ()
 
 
 def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:

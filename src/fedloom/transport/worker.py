@@ -51,7 +51,7 @@ from fedloom.transport.codec import (
     serialize,
     together,
 )
-from fedloom.transport.failures import COME_AGAIN, REFUSALS, described, hint
+from fedloom.transport.failures import COME_AGAIN, FINAL, REFUSALS, described, hint
 from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
     HELD_CONVERSATIONS,
@@ -569,15 +569,15 @@ class _Connection:
         attempt = doubts = 0
         told: set[str] = set()  # why there is no connection, as far as that has been said
         next_notice = FIRST_NOTICE_S
+        refused: RefusedError | None = None  # by the aggregator that was there last
         while True:
             seen, reason = False, ""
-            refused: RefusedError | None = None
             try:
                 seen, finished = await self._hold()
                 if finished:
                     self.events.put(_Finished())
                     return
-                reason = "the stream ended"
+                reason, refused = "the stream ended", None
             except _Distrust as error:
                 reason = str(error)
                 refused = error.refused if error.certain or not self.incarnation else None
@@ -594,6 +594,8 @@ class _Connection:
                 reason = _describe(error)
                 if isinstance(error, _LaterError):
                     last_seen = time.monotonic()
+                if self._outbox is not None or not _is_cut_short(error):
+                    refused = None
             lost = seen or self._outbox is not None
             if lost:
                 self._outbox, last_seen, attempt = None, time.monotonic(), 0
@@ -665,7 +667,7 @@ class _Connection:
                     return True, False
                 return True, reader.result()
             except grpc.aio.AioRpcError as error:
-                raise self._failed(error.code(), error.details()) or error from None
+                raise self._failed(error.code(), error.details(), error.trailing_metadata()) or error from None
             finally:
                 for task in tasks:
                     task.cancel()
@@ -685,10 +687,13 @@ class _Connection:
             await asyncio.sleep(CHANGED_S)
         log.info("reconnecting with the current content of the files")
 
-    def _failed(self, code: grpc.StatusCode, details: str | None) -> Exception | None:
-        """What to make of a call that failed for who we are, or who they are; None if for something else."""
+    def _failed(self, code: grpc.StatusCode, details: str | None, told: Iterable[tuple[str, Any]]) -> Exception | None:
+        """Return what to make of a call that failed for who we are, or who they are; None if for something else."""
         if code in REFUSALS:
-            return RefusedError(f"{self._address} refused the stream: {described(code, details)}", hint=hint(code))
+            words = described(code, details)
+            refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
+            unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in told)
+            return _Distrust(words, refused, certain=True) if unknown and self.incarnation else refused
         if code in COME_AGAIN:
             return _LaterError(described(code, details))
         certain = dial.distrust(self._address, self._shown, code, details)
@@ -706,7 +711,8 @@ class _Connection:
         if data is grpc.aio.EOF:
             code = await call.code()
             details = await call.details()
-            raise self._failed(code, details) or ConnectionError(described(code, details))
+            told = await call.trailing_metadata()
+            raise self._failed(code, details, told or ()) or ConnectionError(described(code, details))
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -798,6 +804,11 @@ def _refused(address: str, refused: wire.Refused) -> FedloomError:
             hint="make the partition with the aggregator's experiment file: fedloom partition EXPERIMENT",
         )
     return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refused.code))
+
+
+def _is_cut_short(error: Exception) -> bool:
+    """Whether a call ended while we were writing, in which case gRPC does not always tell its status."""
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.INTERNAL
 
 
 def _describe(error: BaseException) -> str:

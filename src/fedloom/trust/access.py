@@ -59,12 +59,18 @@ class Denied(Exception):
         Who it is, as far as that is known: None is nobody that we know.
     again
         Whether it would be let in if it came again: it is the same, and may do something else than before.
+    final
+        Whether its token has been revoked or has expired, which no other file can change. A token or a certificate that
+        is not known may be in a file that is about to be replaced.
     """
 
-    def __init__(self, reason: str, identity: Identity | None = None, *, again: bool = False) -> None:
+    def __init__(
+        self, reason: str, identity: Identity | None = None, *, again: bool = False, final: bool = False
+    ) -> None:
         super().__init__(reason)
         self.identity = identity
         self.again = again
+        self.final = final
 
 
 SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.PERSONALIZE, Role.WATCH}), ("*",))
@@ -172,7 +178,7 @@ class Access:
         now = self._now()
         if token is not None and (state := token.state(now)) != "valid":
             when = token.revoked if state == "revoked" else token.expires
-            raise Denied(f"token {token.id} of {token.name} {_was(state)} {when:%Y-%m-%d %H:%M:%S} UTC")
+            raise Denied(f"token {token.id} of {token.name} {_was(state)} {when:%Y-%m-%d %H:%M:%S} UTC", final=True)
         if certificate is not None and not certificate.starts <= now < certificate.ends:
             reason = f"{certificate} {validity(certificate.starts, certificate.ends, now)}"
             raise Denied(reason, again=True)  # a newer one may be there already

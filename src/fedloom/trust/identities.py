@@ -134,8 +134,8 @@ class Identity:
 def _expression(pattern: str) -> str:
     """Return a pattern of ids as a regular expression that takes linear time.
 
-    Each piece between two stars is looked for where it comes first, which is never tried again (an atomic group): if the
-    rest does not follow then, it does not follow a later one either.
+    Each piece between two stars is looked for where it comes first, which is never tried again (an atomic group): if
+    the rest does not follow then, it does not follow a later one either.
     """
     pieces = ["".join(CHARACTER if c == "?" else re.escape(c) for c in piece) for piece in re.split(r"\*+", pattern)]
     if len(pieces) == 1:
