@@ -117,7 +117,7 @@ class Health:
             reason = f"send one request of at most {REQUEST_BYTES} bytes"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
         try:
-            return health_pb2.HealthCheckRequest.FromString(data).service
+            return str(health_pb2.HealthCheckRequest.FromString(data).service)
         except Exception:  # protobuf raises DecodeError, and others on some malformed input
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no HealthCheckRequest")
             raise AssertionError("abort raises") from None
