@@ -23,6 +23,7 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt, Journal, Replay
 from fedloom.federation.loop import Loop
 from fedloom.federation.placement import deal
+from fedloom.federation.silence import Silence
 from fedloom.messages import Message
 from fedloom.runner import assemble
 from fedloom.runner.assemble import Parts
@@ -324,6 +325,7 @@ class Spread:
     def __init__(self, places: Sequence[InProcess], serves: Sequence[frozenset[str]]) -> None:
         self.traffic = Traffic(0, 0)
         self.refusals = Refusals()
+        self.silence = Silence()
         self._places = places
         self._serves = {str(i): clients for i, clients in enumerate(serves)}
         self._where: dict[tuple[ConversationKey, int], int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 
 import grpc
 import pytest
@@ -41,6 +42,54 @@ def test_probes_are_answered_on_a_port_of_their_own_and_nothing_else_is() -> Non
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", int(address.rpartition(":")[2])))  # it is free
+
+
+def probe(address: str, service: str = "") -> float:
+    """Probe as the kubelet does, with a connection of its own; return how long it took, in seconds."""
+    started = time.monotonic()
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        asked = health_pb2.HealthCheckRequest(service=service)
+        answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5, wait_for_ready=True)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    return time.monotonic() - started
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI * HT", PREFACE], ids=["nothing", "half a greeting", "a greeting"])
+def test_idle_connections_do_not_keep_a_probe_out(said: bytes) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    aggregator = make_aggregator(health=address)
+    aggregator.start("127.0.0.1:0")
+    idle = []
+    try:
+        for _ in range(100):
+            idle.append(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=5))
+            idle[-1].sendall(said)
+        assert probe(address) < 3
+        assert probe(address, SERVICE) < 3
+    finally:
+        for each in idle:
+            each.close()
+        aggregator.stop()
+
+
+def test_watchers_of_health_hear_that_it_shuts_down() -> None:
+    """Also after another watcher has left, who took the news with it once."""
+    address = f"127.0.0.1:{free_port()}"
+    aggregator = make_aggregator(health=address)
+    aggregator.start("127.0.0.1:0")
+    with grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        asked = health_pb2.HealthCheckRequest(service=SERVICE)
+        stays, leaves = health.Watch(asked, timeout=20), health.Watch(asked, timeout=20)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert [next(stays).status, next(leaves).status] == [serving, serving]
+        leaves.cancel()
+        time.sleep(0.2)
+        threading.Timer(0.1, aggregator.stop).start()
+        assert next(stays).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_a_taken_port_for_probes_is_said_before_anything_is_served() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -15,10 +18,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from transport_support import make_aggregator
+from transport_support import make_aggregator, until
 
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, ClientCounts, Group, Measured, Totals
+from fedloom.runner import bounded_http
 from fedloom.runner.metrics import federation_families, metrics_served
 from fedloom.transport.personalization import ServingLoad
 
@@ -128,3 +132,89 @@ def test_metrics_are_served_while_the_aggregator_lives() -> None:
         assert failed.value.code == 500
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=10)
+
+
+CROWDED = """
+import resource, socket, sys, threading, time, urllib.request
+from fedloom.runner.metrics import metrics_served
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+port = int(sys.argv[1])
+with metrics_served(f"127.0.0.1:{port}", lambda: ()):
+    print("ready", flush=True)
+    input()
+    opened = [open(__file__) for _ in range(60)]  # what a journal and checkpoints need
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        print(answer.status, threading.active_count() < 40, flush=True)
+    rest = []
+    try:
+        while True:
+            rest.append(open(__file__))
+    except OSError:
+        pass
+    print("full", flush=True)
+    input()
+    started = time.process_time()
+    time.sleep(1)  # connections come that cannot be accepted
+    assert time.process_time() - started < 0.5
+    del rest
+    time.sleep(1)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        print(answer.status, flush=True)
+"""
+
+
+def test_idle_connections_take_neither_descriptors_nor_the_place_of_a_scrape(tmp_path: Path) -> None:
+    """Three times as many connections as the process may have files; later none can be accepted for a while."""
+    program = tmp_path / "crowded.py"
+    program.write_text(CROWDED)
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, program, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    idle = []
+    try:
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(400):
+            idle.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "200 True\n"
+        assert process.stdout.readline() == "full\n"
+        for _ in range(40):
+            idle.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        said, _ = process.communicate("\n", timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+        for each in idle:
+            each.close()
+    assert (process.returncode, said) == (0, "200\n")
+
+
+def test_a_connection_that_dawdles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte after the other keeps no thread for longer than a connection may take in all."""
+    monkeypatch.setattr(bounded_http, "CONNECTION_S", 1.0)
+    port = free_port()
+    with metrics_served(f"127.0.0.1:{port}", lambda: ()):
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as slow:
+            until(lambda: ended(slow))
+        assert time.monotonic() - began < 5
+
+
+def ended(connection: socket.socket) -> bool:
+    """Send one more byte; whether the other end is gone."""
+    time.sleep(0.1)
+    try:
+        connection.sendall(b"G")
+    except OSError:
+        return True
+    return False
+
+
+def free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])

@@ -8,17 +8,22 @@ import re
 import signal
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from facts import tells
 from run_processes import WAIT_S, ended, fedloom, final, rounds, started, until
 from s3_support import S3Server
+from transport_support import Hostile
 
+from fedloom.algorithms.base import find
 from fedloom.data.manifest import Normalization
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
@@ -31,6 +36,7 @@ from fedloom.runner.open_federation import open_manifest, replayed
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.storage import open_store
+from fedloom.transport.wire import federation_pb2 as wire
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 OWN = Own(kind="features", input_shape=(9,), classes=CLASS_NAMES)
@@ -319,6 +325,60 @@ def test_what_cannot_change_as_it_goes_on_is_refused(federation: Federation) -> 
         "run", federation.experiment, "--replay", federation.run, "--out", federation.run.parent / "x", code=2
     )
     assert tells(said, "data.own", "--data")
+
+
+@pytest.mark.parametrize("observes", [False, True], ids=["ghosts that train", "ghosts that observe"])
+def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_longer_than_said(
+    federation: Federation, tmp_path: Path, *, observes: bool
+) -> None:
+    """Three hundred of them and two that answer, which are after them in every list; evaluations ask two at a time."""
+    changed = ("rounds=12", "deadline_s=1", "min_clients=2", "clients_per_round=2")
+    settings = [word for each in changed for word in ("--set", f"federation.{each}")]
+    aggregator = federation.aggregator(*settings, "--set", "evaluation.every=4", environment={"OMP_NUM_THREADS": "1"})
+    ghosts = [f"ghost-{i:03d}" for i in range(300)]
+    told = wire.Announced(train=10, validation=2, test=3, labelled=True, observer=observes)
+    until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
+    with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts))):
+        began = time.monotonic()
+        workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
+        ended(aggregator, 0)
+        assert time.monotonic() - began < 60
+    for worker in workers:
+        ended(worker, 0)
+    assert "ghost-299" in federation.told("joined")
+    history = list(RunFolder(federation.run).objects("metrics.jsonl"))
+    assert [line["round"] for line in history] == [0, 4, 8, 12]
+    assert {line["seen"]["clients"] for line in history[1:]} == {2}  # who answers is measured
+    rest = [line for line in federation.lines() if line["outcome"] == EVALUATED and line["round"]]
+    lost = {loss["client"] for line in rest for held in line["conversations"] for loss in held["lost"]}
+    assert lost == set(ghosts)
+    equal_to_the_replay(federation, tmp_path / "replay")
+
+
+class Silent:
+    """A worker of the given clients that joins, comes back when it is told to, and answers nothing."""
+
+    def __init__(self, address: str, clients: list[str], announced: list[wire.Announced]) -> None:
+        self._over = threading.Event()
+        self._joined: Hostile | None = None
+        self._thread = threading.Thread(target=self._hold, args=(address, clients, announced))
+        self._thread.start()
+
+    def _hold(self, address: str, clients: list[str], announced: list[wire.Announced]) -> None:
+        version = find("fedavg").version
+        while not self._over.wait(0.1):
+            self._joined = Hostile(address, "silent", clients, announced=announced, algorithms={"fedavg": version})
+            with contextlib.suppress(grpc.RpcError, StopIteration):
+                self._joined.join()
+                while True:
+                    self._joined.next()
+            self._joined.leave()
+
+    def close(self) -> None:
+        self._over.set()
+        if self._joined is not None:
+            self._joined.incoming.cancel()
+        self._thread.join(30)
 
 
 def test_rounds_end_when_it_is_enough(members: Path, tmp_path: Path) -> None:

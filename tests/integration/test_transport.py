@@ -388,6 +388,34 @@ def test_a_new_aggregator_gets_a_new_session(worker, aggregator):
         successor.stop()
 
 
+def test_who_lets_a_deadline_pass_is_silent_until_it_says_anything(aggregator, worker):
+    """Also where nobody waits for its answer any more, and the conversation is closed."""
+    served, release = worker(), threading.Event()
+    served.before = lambda client, exchange: release.wait(20) and None
+    aggregator.wait_for(set(CLIENTS), 30)
+    aggregator.exchange(start_call(CLIENTS, deadline_s=1))
+    assert aggregator.silence.silent == set(CLIENTS)
+    assert 1 <= aggregator.silence.waited_s < 5
+    aggregator.close(key())
+    time.sleep(0.3)
+    assert aggregator.silence.silent == set(CLIENTS)
+    release.set()
+    until(lambda: not aggregator.silence.silent)
+    again = start_call(CLIENTS, the_key=key(attempt=1))
+    check(aggregator.exchange(again), again)
+
+
+def test_a_silent_worker_that_joins_again_is_asked_again(aggregator, worker):
+    served, release = worker(), threading.Event()
+    served.before = lambda client, exchange: release.wait(20) and None
+    aggregator.wait_for(set(CLIENTS), 30)
+    aggregator.exchange(start_call(CLIENTS, deadline_s=1))
+    assert aggregator.silence.silent == set(CLIENTS)
+    aggregator.go_on_as("a2", "{}")  # all streams end
+    until(lambda: not aggregator.silence.silent)
+    release.set()
+
+
 def test_the_deadline_loses_who_is_late_and_only_them(aggregator, worker):
     served = worker()
     slept = threading.Event()

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2
 from torch import Tensor
 from transport_support import (
     D,
@@ -32,6 +33,7 @@ from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.codec import FRAME_BYTES, Refusal, sealed, serialize
 from fedloom.transport.dispatcher import UNREAD_LANES, UNREAD_REFUSALS, Dispatcher
 from fedloom.transport.exchanges import Clients, Link, WorkerInfo
+from fedloom.transport.health import WATCHERS
 from fedloom.transport.wire import federation_pb2 as wire
 
 COHORT = ("honest", "mallory", "honest2")
@@ -615,3 +617,79 @@ def test_idle_connections_leave_descriptors_for_files(tmp_path):
         process.wait()
     assert process.returncode == 0, said
     assert "144 connections are open" in said
+
+
+WATCH_HEALTH = "/grpc.health.v1.Health/Watch"
+CHECK_HEALTH = "/grpc.health.v1.Health/Check"
+
+
+def anonymous(address):
+    return grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def asked_for(service):
+    return health_pb2.HealthCheckRequest(service=service).SerializeToString()
+
+
+@pytest.mark.parametrize("call", [WATCH_HEALTH, CHECK_HEALTH])
+def test_health_takes_in_no_names_but_those_of_a_service(aggregator, call):
+    with anonymous(aggregator.address) as channel:
+        for name, code in (
+            ("x" * 900_000, grpc.StatusCode.INVALID_ARGUMENT),
+            ("x" * 250, grpc.StatusCode.NOT_FOUND),
+        ):
+            answers = channel.unary_stream(call)(asked_for(name), timeout=10)
+            list(anything_of(answers))
+            assert answers.code() is code
+        said = list(anything_of(channel.unary_stream(WATCH_HEALTH)(asked_for("nobody's"), timeout=10)))
+        assert said == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
+
+
+def anything_of(answers):
+    """The statuses that came before a stream ended."""
+    try:
+        for answer in answers:
+            yield health_pb2.HealthCheckResponse.FromString(answer).status
+    except grpc.RpcError:
+        return
+
+
+def test_watchers_of_health_are_so_many_and_the_newest_stay(aggregator):
+    """Twenty connections with as many streams each as a connection may have."""
+    channels = [anonymous(aggregator.address) for _ in range(20)]
+    try:
+        streams = []
+        for channel in channels:
+            for _ in range(4):
+                streams.append(channel.unary_stream(WATCH_HEALTH)(asked_for(""), timeout=60))
+                assert next(streams[-1])
+        over = len(streams) - WATCHERS
+        assert over > 0
+        until(lambda: all(stream.done() for stream in streams[:over]))
+        assert {stream.code() for stream in streams[:over]} == {grpc.StatusCode.UNAVAILABLE}
+        assert not any(stream.done() for stream in streams[over:])
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def test_calls_whose_request_does_not_come_end_and_keep_no_check_out(aggregator):
+    channels = [anonymous(aggregator.address) for _ in range(20)]
+    over = threading.Event()
+
+    def nothing():
+        over.wait(30)
+        yield from ()
+
+    try:
+        calls = [channel.stream_unary(CHECK_HEALTH).future(nothing()) for channel in channels for _ in range(4)]
+        with anonymous(aggregator.address) as channel:
+            started = time.monotonic()
+            channel.unary_unary(CHECK_HEALTH)(asked_for(""), timeout=10)
+            assert time.monotonic() - started < 5
+        until(lambda: all(call.done() for call in calls))
+        assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    finally:
+        over.set()
+        for channel in channels:
+            channel.close()

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
+from fedloom.federation.roster import Presence
 from fedloom.transport import control, gate, spoken, stream
 from fedloom.transport import worker as worker_module
 from fedloom.transport.aggregator import Aggregator
@@ -38,7 +40,7 @@ from fedloom.trust import audit, certificates
 from fedloom.trust.audit import Audit
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.files import Reread
-from fedloom.trust.identities import Role
+from fedloom.trust.identities import Role, read_identities
 from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.trust.tokens import add_token, make_token, revoke_tokens
 
@@ -515,7 +517,7 @@ def test_who_is_revoked_is_out_within_seconds_and_the_others_go_on(federation: F
     calls.append(step_call(CLIENTS, 1))
     answers_are_right(aggregator, calls)
     assert [event["identity"] for event in federation.events("revoked")] == ["north"]
-    assert {event["event"] for event in federation.events()} == {"join", "leave", "revoked", "settings"}
+    assert {event["event"] for event in federation.events()} == {"join", "leave", "revoked", "refused", "settings"}
     again = federation.worker(federation.member("north"), name="first")
     assert ended(again).exit_code == ExitCode.REFUSED
 
@@ -539,6 +541,58 @@ def test_a_token_is_rotated_without_an_end_and_revoked_with_one(federation: Fede
     error = ended(worker)
     assert error.exit_code == ExitCode.REFUSED
     assert tells(str(error), entry.id, "x", "revoked at")
+
+
+X = 'version: 1\nidentities:\n  - {name: x, token: x, roles: [worker], clients: ["*"]}\n'
+
+
+@pytest.mark.parametrize("first", ["the member's", "the aggregator's", "the tokens"])
+def test_files_that_change_one_after_the_other_end_no_worker(federation: Federation, first: str) -> None:
+    """As Kubernetes refreshes them, each in a minute of its own; in between the token is not known, or nobody's."""
+    aggregator = federation.start(X, mutual=False, tokens=True)
+    worker = federation.worker(federation.member(None, token="x"), reconnect_s=60)
+    aggregator.wait_for(CLIENTS, 10)
+    calls = [start_call(CLIENTS)]
+    answers_are_right(aggregator, calls)
+    others = federation.folder / "tokens-after.json"  # without the old one
+    new, entry = add_token(others, "x" if first != "the tokens" else "y")
+    steps = {
+        "member": lambda: replace(federation.folder / "x.token", new.get_secret_value()),
+        "tokens": lambda: replace(federation.tokens, others.read_text()),
+        "table": lambda: replace(federation.table, X.replace("token: x", "token: y")),
+    }
+    order = {"the member's": "member tokens", "the aggregator's": "tokens member", "the tokens": "tokens member table"}
+    refused = len(federation.events("refused"))
+    for step in order[first].split():
+        steps[step]()
+        until(lambda: len(federation.events("refused")) > refused or not aggregator.workers(), 10)
+        time.sleep(0.5)
+        assert worker.error is None
+    until(lambda: f"token {entry.id}" in [event["credential"] for event in federation.events("join")], 20)
+    aggregator.wait_for(CLIENTS, 20)
+    calls.append(step_call(CLIENTS, 1))
+    answers_are_right(aggregator, calls)
+    assert worker.session.computed == 2 * len(CLIENTS)
+
+
+def test_a_token_that_stays_unknown_ends_a_worker_after_reconnect_and_a_revoked_one_at_once(
+    federation: Federation,
+) -> None:
+    aggregator = federation.start(X, mutual=False, tokens=True)
+    forgotten = federation.worker(federation.member(None, token="x"), reconnect_s=2)
+    aggregator.wait_for(CLIENTS, 10)
+    add_token(federation.folder / "others.json", "x")
+    began = time.monotonic()
+    replace(federation.tokens, (federation.folder / "others.json").read_text())
+    assert ended(forgotten).exit_code == ExitCode.REFUSED
+    assert time.monotonic() - began >= 2
+    until(lambda: not aggregator.workers())
+    revoked = federation.worker(federation.member(None, token="x"), reconnect_s=60)
+    aggregator.wait_for(CLIENTS, 10)
+    revoke_tokens(federation.tokens, "x")
+    assert ended(revoked).exit_code == ExitCode.REFUSED
+    stranger = Credentials(ClientOptions(federation.ca / "ca.crt", token=make_token()))
+    assert ended(federation.worker(stranger, name="stranger", reconnect_s=60)).exit_code == ExitCode.REFUSED
 
 
 def test_who_is_revoked_is_put_out_though_somebody_else_was_refused_since(
@@ -937,3 +991,102 @@ def test_a_hostile_peer_with_an_identity_answers_for_its_own_clients_alone(feder
     assert honest.session.computed == 1
     hostile.leave()
     assert encode(poison)
+
+
+# ---- what a member costs the others
+
+
+def announcing(federation: Federation, name: str, clients: list[str], token: str) -> Hostile:
+    told = wire.Announced(train=10, validation=2, test=3, labelled=True)
+    return Hostile(
+        federation.address,
+        name,
+        clients,
+        metadata=((gate.TOKEN, f"Bearer {token}"),),
+        credentials=grpc.ssl_channel_credentials((federation.ca / "ca.crt").read_bytes()),
+        announced=[told] * len(clients),
+    )
+
+
+def test_an_identity_announces_as_many_clients_as_it_may_over_all_its_workers(federation: Federation) -> None:
+    table = 'version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["g-*"], max_clients: 5}\n'
+    token = add_token(federation.tokens, "m")[0].get_secret_value()
+    aggregator = federation.start(table, mutual=False, tokens=True, presence=Presence(), classes=2, clients=())
+    joined = [announcing(federation, "first", ["g-1", "g-2", "g-3"], token)]
+    assert joined[0].join().WhichOneof("part") == "welcome"
+    until(lambda: aggregator.workers())
+    crowd = announcing(federation, "second", ["g-4", "g-5", "g-6"], token)
+    with pytest.raises(grpc.RpcError) as refused:
+        crowd.join()
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert tells(refused.value.details(), 5, 3, "max_clients")
+    until(lambda: federation.events("refused"))
+    joined.append(announcing(federation, "second", ["g-4", "g-5"], token))
+    assert joined[1].join().WhichOneof("part") == "welcome"
+    joined.append(announcing(federation, "first", ["g-1", "g-2", "g-6"], token))  # in place of its own older stream
+    assert joined[2].join().WhichOneof("part") == "welcome"
+    until(lambda: sorted(len(worker.clients) for worker in aggregator.workers()) == [2, 3])
+    for each in (*joined, crowd):
+        each.leave()
+
+
+def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation) -> None:
+    table = 'version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["*"]}\n'
+    token = add_token(federation.tokens, "m")[0].get_secret_value()
+    aggregator = federation.start(table, mutual=False, tokens=True, presence=Presence(), classes=2, clients=())
+    ghosts = announcing(federation, "ghosts", [f"g-{i}" for i in range(5_000)], token)
+    with pytest.raises(grpc.RpcError) as refused:
+        ghosts.join()
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert aggregator.workers() == ()
+    ghosts.leave()
+
+
+def test_an_identity_holds_so_many_streams_that_watch(
+    by_role: tuple[Federation, Notices, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "WATCHING", 3)
+    federation, _, tokens = by_role
+    metadata = ((gate.TOKEN, f"Bearer {tokens[Role.WATCH]}"),)
+    method = f"/{stream.OBSERVATION}/{stream.WATCH}"
+    with dialled(federation) as channel, dialled(federation) as other:
+        held = [channel.unary_stream(method)(b"", metadata=metadata, timeout=20) for _ in range(3)]
+        assert all(next(each) for each in held)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(other.unary_stream(method)(b"", metadata=metadata, timeout=10))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        held[0].cancel()
+        until(lambda: _watched(other, method, metadata))
+
+
+def _watched(channel, method, metadata) -> bool:
+    try:
+        return bool(next(channel.unary_stream(method)(b"", metadata=metadata, timeout=10)))
+    except grpc.RpcError:
+        return False
+
+
+def test_a_long_table_is_read_beside_what_the_aggregator_does(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call after a change waits until the table is read; health, as everything else on the event loop, does not."""
+    monkeypatch.setattr(gate, "CHECK_S", 3_600.0)
+    token = add_token(federation.tokens, "last")[0].get_secret_value()
+    entry = '  - {{name: m-{0}, certificate: "URI:urn:m-{0}", roles: [worker], clients: ["c{0}-*"]}}\n'
+    many = "version: 1\nidentities:\n" + "".join(map(entry.format, range(5_000)))
+    federation.start(many, mutual=False, tokens=True, notices=Notices("run-1", 1, 1))
+    began = time.monotonic()
+    read_identities(federation.table)
+    usual_s = time.monotonic() - began
+    replace(federation.table, many + "  - {name: last, token: last, roles: [watch]}\n")
+    metadata = ((gate.TOKEN, f"Bearer {token}"),)
+    with dialled(federation) as channel, dialled(federation) as other:
+        call_health(other, ())
+        watching = channel.unary_stream(f"/{stream.OBSERVATION}/{stream.WATCH}")(b"", metadata=metadata, timeout=30)
+        probes = []
+        while sum(probes) < 2 * usual_s:
+            began = time.monotonic()
+            call_health(other, ())
+            probes.append(time.monotonic() - began)
+        assert next(watching)  # the newest table lets it in
+    assert max(probes) < usual_s / 2

@@ -7,11 +7,14 @@ import logging
 import multiprocessing
 import os
 import stat
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import yaml
 from facts import tells
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +25,7 @@ from fedloom.trust.access import SHARED, Access, Admitted, Denied, Presented
 from fedloom.trust.audit import KINDS, LONGEST, REPEATED_S, Audit
 from fedloom.trust.credentials import Certificate
 from fedloom.trust.files import Reread, read_text
-from fedloom.trust.identities import ALLOWED, Action, Identity, Role, read_identities
+from fedloom.trust.identities import ALLOWED, MAX_CLIENTS, Action, Identity, Role, read_identities
 from fedloom.trust.tokens import (
     Tokens,
     add_token,
@@ -202,10 +205,64 @@ def test_the_table(table: Path) -> None:
         ("*", "a\n", False),
         ("?", "/", False),
         ("*" * 100 + "z", "a" * 127, False),
+        ("a*ab*b", "ab", False),
+        ("a*ab*b", "aabb", True),
+        ("*?b*?", "aaba", True),
+        ("*?b*?", "aab", False),
+        ("a*?", "a", False),
     ],
 )
 def test_patterns_of_clients(pattern: str, client: str, allowed: bool) -> None:
     assert Identity("n", frozenset({Role.WORKER}), (pattern,)).speaks_for(client) is allowed
+
+
+@given(st.text("ab*?.", min_size=1, max_size=12), st.text("ab.", min_size=1, max_size=12))
+def test_patterns_mean_what_they_mean_to_a_shell(pattern: str, client: str) -> None:
+    whom = Identity("n", frozenset({Role.WORKER}), (pattern, "c*"))
+    assert whom.speaks_for(client) is fnmatchcase(client, pattern)
+
+
+def test_a_pattern_with_many_stars_takes_linear_time() -> None:
+    """Each piece is there over and over, and the last one never."""
+    whom = Identity("n", frozenset({Role.WORKER}), ("*a" * 60 + "*b", "*a?a*a?a*a?a*a?a*a?a*z"))
+    started = time.perf_counter()
+    assert whom.foreign(["a" * 128] * 200) == ["a" * 128] * 200
+    assert time.perf_counter() - started < 5
+
+
+def test_how_many_clients_an_identity_announces_is_bounded_where_a_pattern_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "identities.yaml"
+    entries = ('clients: ["a-1", "a-2"]', 'clients: ["a-*"]', 'clients: ["a-*"], max_clients: 5')
+    path.write_text(
+        "version: 1\nidentities:\n"
+        + "".join(f"  - {{name: n{i}, token: t{i}, roles: [worker], {more}}}\n" for i, more in enumerate(entries))
+    )
+    found = read_identities(path)
+    most = [found.find(frozenset(), f"t{i}")[0].max_clients for i in range(3)]
+    assert most == [2, MAX_CLIENTS, 5]
+    path.write_text('version: 1\nidentities: [{name: n, token: t, roles: [worker], clients: ["*"], max_clients: 0}]\n')
+    with pytest.raises(ExperimentError) as refused:
+        read_identities(path)
+    assert tells(str(refused.value), "max_clients", 0)
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="libyaml makes it fast")
+def test_a_table_of_thousands_is_read_and_looked_up_fast(tmp_path: Path) -> None:
+    """As fast as the machine reads YAML with libyaml, or a few times slower: not ten times."""
+    path = tmp_path / "identities.yaml"
+    entry = '  - {{name: m-{0}, certificate: "URI:urn:m-{0}", roles: [worker], clients: ["c{0}-*"]}}\n'
+    path.write_text("version: 1\nidentities:\n" + "".join(map(entry.format, range(5_000))))
+    started = time.process_time()
+    yaml.load(path.read_text(), yaml.CSafeLoader)
+    usual_s = time.process_time() - started
+    started = time.process_time()
+    found = read_identities(path)
+    assert time.process_time() - started < 4 * usual_s
+    started = time.process_time()
+    for i in range(2_000):
+        (one,) = found.find(frozenset({f"URI:urn:m-{i}"}), None)
+        assert one.speaks_for(f"c{i}-7")
+    assert time.process_time() - started < usual_s
 
 
 def test_who_has_no_clients_speaks_for_none() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fedloom.federation.silence import Silence
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
 
@@ -102,6 +103,10 @@ class Carrier(Protocol):
     @property
     def refusals(self) -> Refusals:
         """What was refused or dropped so far."""
+
+    @property
+    def silence(self) -> Silence:
+        """Clients that let a deadline pass."""
 
     @property
     def traffic(self) -> Traffic:

@@ -193,6 +193,13 @@ class CarriedCohort:
         for row in list(self._alive):
             self._lose(row, reason)
 
+    def skip(self, reasons: Mapping[str, str]) -> int:
+        """Lose clients before anything is sent to them; return how many."""
+        rows = [row for row in self._alive if self.clients[row] in reasons]
+        for row in rows:
+            self._lose(row, reasons[self.clients[row]])
+        return len(rows)
+
     def _refuse(self, row: int, reason: str) -> None:
         self._carrier.refusals.count(ABSURD)
         key, client = self.key, self.clients[row]
@@ -221,7 +228,9 @@ class Attempting:
         rules: Rules,
         helper: ThreadPoolExecutor,
         planned: Attempt | None = None,
+        prefer: Callable[[Sequence[str], int], Sequence[str]] | None = None,
     ) -> None:
+        self._prefer = prefer
         self.number = attempt.round
         self.attempt = attempt
         self._purpose = purpose
@@ -241,7 +250,10 @@ class Attempting:
         replace: bool = False,
         always: Sequence[str] = (),
     ) -> CarriedCohort:
-        """Draw a cohort from the roster, without looking at who answered before.
+        """Draw a cohort from the roster.
+
+        Who answered before matters in an open federation alone, while clients are silent, and to a uniform draw alone
+        (:meth:`fedloom.federation.silence.Silence.prefer`).
 
         Parameters
         ----------
@@ -262,8 +274,11 @@ class Attempting:
         ValueError
             If ``always`` is combined with ``weights`` or ``replace``.
         """
-        n = len(self._roster)
         size = self._rules.clients_per_round if size is None else size
+        roster = self._roster
+        if self._prefer is not None and weights is None and not replace and not always:
+            roster = tuple(self._prefer(roster, size))
+        n = len(roster)
         if size > n and not replace:
             raise ExperimentError(
                 f"cohort of {counted(size, 'client')}: found a roster of {n}, allowed: at most as many"
@@ -281,7 +296,7 @@ class Attempting:
         else:
             chances = torch.ones(n, dtype=torch.float64) if weights is None else weights.double()
             drawn = torch.multinomial(chances, size, replacement=replace, generator=random)
-        return self.hold([self._roster[i] for i in sorted(drawn.tolist())])
+        return self.hold([roster[i] for i in sorted(drawn.tolist())])
 
     def everyone(self) -> CarriedCohort:
         """The whole roster as one cohort."""

@@ -8,6 +8,7 @@ import torch
 
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.client_side import ClientSide
+from fedloom.federation.silence import Silence
 from fedloom.federation.validation import fault
 from fedloom.messages import Message
 
@@ -20,6 +21,7 @@ class InProcess:
         self._dtype = dtype
         self.traffic = Traffic()
         self.refusals = Refusals()
+        self.silence = Silence()
 
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
         """Ask each row in turn; an answer that does not fit is refused, as on the wire."""

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -361,10 +362,15 @@ class Loop:
         measured = nothing_measured(len(clients), len(self.predictors), self.manifest.classes)
         present = torch.zeros(len(clients), dtype=torch.bool)
         records: dict[str, Tensor] = {}
+        silence, skipped = self.carrier.silence, 0
+        before_s = silence.waited_s
         for start in range(0, len(clients), size):
             self._check_stop()
             cohort = session.hold(clients[start : start + size])
             rows = slice(start, start + size)
+            if planned is None:
+                waited_s = silence.waited_s - before_s
+                skipped += cohort.skip(silence.skipped(cohort.clients, waited_s, self.schedule.deadline_s))
             try:
                 replies = self._personalize(session, cohort)
                 if replies is not None:
@@ -379,12 +385,14 @@ class Loop:
             self.observer.evaluating(self.round, min(start + size, len(clients)), len(clients))
         if steps is None:
             self.unmeasured = attempt.losses
+        if skipped:
+            _log.warning("the evaluation after round %d skips %s", self.round, counted(skipped, "silent client"))
         answered = int(present.sum())
         if answered:
             # Per client: what personalization moved, without the metrics, which only an evaluation wants.
             self.personalization_payload = (
                 attempt.payload_up // answered - measured.client_bytes(),
-                attempt.payload_down // len(clients),
+                attempt.payload_down // (len(clients) - skipped),
             )
         return Evaluation(
             round=self.round,
@@ -461,14 +469,15 @@ class Loop:
             attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
         )
 
-    def _training(self, attempt: Attempt, planned: Attempt | None) -> Attempting:
+    def _training(self, attempt: Attempt, planned: Attempt | None, heard_first: bool) -> Attempting:
         """One attempt at a round, with those who train and are here."""
-        roster, rules = self.manifest.roster, self._rules
+        roster, rules, prefer = self.manifest.roster, self._rules, None
         if not self.roster.fixed:
             here = set(self.roster.here())
             roster = tuple(client for client in roster if client in here)
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
-        return Attempting(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned)
+            prefer = partial(self.carrier.silence.prefer, heard_first=heard_first)
+        return Attempting(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned, prefer)
 
     # --- one round ----------------------------------------------------------------------------------------------------
 
@@ -477,6 +486,7 @@ class Loop:
         t = self.round + 1
         planned = self.replay.attempt(t) if self.replay is not None else None
         first = planned.attempt if planned is not None else 1
+        waited_s = self.carrier.silence.waited_s
         for number in range(first, first + self.schedule.attempts):
             attempt = Attempt(t, number)
             self._settle(attempt)
@@ -484,7 +494,7 @@ class Loop:
             started = time.perf_counter()
             up, down = self.carrier.traffic.up, self.carrier.traffic.down
             refused = dict(self.carrier.refusals.counts)
-            session = self._training(attempt, planned)
+            session = self._training(attempt, planned, self.carrier.silence.waited_s > waited_s)
             before = dict(self.server.state)
             try:
                 statistics = self.server.train_round(session)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from fedloom.data.manifest import SPLITS, ClientEntry, Manifest
 from fedloom.errors import DataError, InterruptedRun
 from fedloom.federation.activity import Monitor
 from fedloom.federation.journal import Replay, fold
+from fedloom.federation.silence import Silence
 from fedloom.words import counted
 
 UNKNOWN = "0" * 64
@@ -223,8 +224,8 @@ class Presence:
             self._over = True
             self._changed.notify_all()
 
-    def count(self) -> tuple[int, int]:
-        """Return how many who train are connected, and how often anybody has come or gone so far.
+    def count(self, silent: Collection[str] = ()) -> tuple[int, int]:
+        """Return how many who train are connected and not silent, and how often anybody has come or gone so far.
 
         Raises
         ------
@@ -234,7 +235,8 @@ class Presence:
         with self._changed:
             if self._over:
                 raise InterruptedRun("stopped while waiting for clients; go on with --resume")
-            return self._training, self._changes
+            here = (self._here.get(client) for client in silent)
+            return self._training - sum(member is not None and not member.observer for member in here), self._changes
 
     def now(self) -> tuple[Mapping[str, Member], Mapping[str, float]]:
         """Return who is connected, and since when, on the monotonic clock, others are not."""
@@ -267,6 +269,8 @@ class OpenRoster(_ChangingRoster):
         Is told when rounds wait, and when they go on.
     monitor
         Is told that they wait.
+    silence
+        Clients that let deadlines pass: rounds wait for others than them.
     """
 
     def __init__(
@@ -278,8 +282,10 @@ class OpenRoster(_ChangingRoster):
         stop: threading.Event,
         say: Callable[[str], None],
         monitor: Monitor | None = None,
+        silence: Silence | None = None,
     ) -> None:
         super().__init__(manifest)
+        self._silence = silence or Silence()
         self._monitor = monitor or Monitor()
         self._presence = presence
         self._min_clients = min_clients
@@ -307,14 +313,15 @@ class OpenRoster(_ChangingRoster):
         waited = False
         while True:
             hold()
-            training, changes = self._presence.count()
+            silent = self._silence.silent
+            training, changes = self._presence.count(silent)
             if training >= self._min_clients:
                 break
             if not waited:
                 when = f"after round {round}" if evaluating else f"before round {round}"
                 why = (
                     f"waiting {when}: {counted(training, 'client')} to train with, federation.min_clients is "
-                    f"{self._min_clients}"
+                    f"{self._min_clients}{_besides(len(silent))}"
                 )
                 self._say(why)
                 self._monitor.enter("waiting", why)
@@ -339,3 +346,7 @@ class OpenRoster(_ChangingRoster):
     def here(self) -> tuple[str, ...]:
         """Those who were connected when the roster was last settled."""
         return self._here
+
+
+def _besides(silent: int) -> str:
+    return f"; {counted(silent, 'client')} let a deadline pass and gave no sign of life since" if silent else ""

@@ -6,6 +6,7 @@ status`` says. Sums are of this process: Prometheus knows by itself when a count
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -13,6 +14,7 @@ from typing import Any, get_args
 import fedloom
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, LivePhase
+from fedloom.runner.bounded_http import BoundedServer
 from fedloom.transport.address import split_address
 from fedloom.transport.personalization import ServingLoad
 from fedloom.trust.options import Protection
@@ -50,11 +52,13 @@ def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -
     prometheus.GCCollector(registry=registry)
     registry.register(_Collector(families))
     try:
-        server, thread = prometheus.start_http_server(port, host.strip("[]"), registry)
+        server = BoundedServer(host.strip("[]"), port, prometheus.make_wsgi_app(registry))
     except OSError as error:
         raise ExperimentError(
             f"--metrics: cannot serve on {address}: the port is taken or the address is not of this machine"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield
     finally:

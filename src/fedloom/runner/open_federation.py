@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fedloom import experiment as experiments
 from fedloom.data.manifest import Manifest, Normalization
 from fedloom.data.own import Given, Own, normalization, own_manifest
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.activity import Monitor
 from fedloom.federation.folder import RunFolder
@@ -78,17 +78,37 @@ def begun(
     federation = parts.experiment.federation
 
     def roster_of(manifest: Manifest) -> OpenRoster:
-        return OpenRoster(manifest, presence, federation.min_clients, federation.absent_after_s, stop, say, monitor)
+        limits = federation.min_clients, federation.absent_after_s
+        return OpenRoster(manifest, presence, *limits, stop, say, monitor, server.silence)
 
     if not is_known(parts.manifest):
         roster = roster_of(parts.manifest)
-        roster.settle(0, evaluating=True)
-        examples = {entry.id: entry.train for entry in roster.manifest.clients if entry.seen}
-        found = measured_normalization(server, own, examples, federation.deadline_s)
+        found = _measured(server, own, roster, federation.deadline_s)
         parts = assemble.make_parts(parts.experiment, open_manifest(parts.experiment, own, found))
         folder.write("partition.json", parts.manifest.to_json())
         server.go_on_as(uuid.uuid4().hex, assemble.welcome(parts))
     return parts, roster_of(parts.manifest)
+
+
+def _measured(server: Aggregator, own: Own, roster: OpenRoster, deadline_s: float) -> Normalization:
+    """Measure the normalization on the clients that are there; where all of them are silent, wait for others.
+
+    Raises
+    ------
+    QuorumError
+        If no client tells what it takes, though some answer.
+    InterruptedRun
+        If the run is stopped meanwhile.
+    """
+    while True:
+        roster.settle(0, evaluating=True)
+        silent, waited_s = server.silence.silent, server.silence.waited_s
+        clients = [entry for entry in roster.manifest.clients if entry.seen and entry.id not in silent]
+        try:
+            return measured_normalization(server, own, {entry.id: entry.train for entry in clients}, deadline_s)
+        except QuorumError:
+            if server.silence.waited_s == waited_s or not server.silence.silent.issuperset(e.id for e in clients):
+                raise
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from fedloom.federation.activity import Activity, Connected, ConnectedWorker, Mo
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.control import Control
 from fedloom.federation.roster import Member, Presence
+from fedloom.federation.silence import Silence
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
 from fedloom.transport import stream
@@ -60,7 +61,7 @@ from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, OBSERVATION, PROTOC
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust.access import Denied
 from fedloom.trust.audit import Audit
-from fedloom.trust.identities import Action
+from fedloom.trust.identities import Action, Identity
 from fedloom.trust.options import Protection
 from fedloom.words import counted, printable
 
@@ -287,6 +288,11 @@ class Aggregator:
         """What was refused or dropped since the start, by kind (``fedloom.transport.codec.Refusal``)."""
         return self._board.refusals
 
+    @property
+    def silence(self) -> Silence:
+        """Clients that let a deadline pass."""
+        return self._board.silence
+
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the connected workers, by name."""
         with self._joined:
@@ -376,6 +382,8 @@ class Aggregator:
                 answers[row] = outcome if isinstance(outcome, Lost) else self._decode(exchange, row, outcome)
         finally:
             self._post(self._board.finish, exchange)
+        if len(answers) < len(call.rows) and self._alive():
+            exchange.finished.wait(ALIVE_S)  # who was silent is known before anybody else is drawn
         late = Lost(f"deadline: no answer after {call.deadline_s} s" if self._alive() else STOPPED)
         return [answers.get(row, late) for row in call.rows]
 
@@ -517,6 +525,9 @@ class Aggregator:
             if self._board.claimed(worker.name, hello.clients) is not None:  # since it was let in
                 await context.abort(STATUS[Refusal.NAME], "another worker has come with one of its clients")
                 return
+            if (peer := PEER.get()) is not None and (reason := self._crowd(peer.identity, hello)):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{peer.identity.name} {reason}")
+                return
         link = Link(worker, owner=_owner())
         if self._board.taken(worker.name, worker.incarnation, link.owner):  # since it was let in
             await context.abort(STATUS[Refusal.NAME], str(WireError(Refusal.NAME, f"worker {worker.name}")))
@@ -612,11 +623,26 @@ class Aggregator:
             reason = f"may not speak for {_some(foreign)}"
         elif not identity.may(Action.TRAIN) and (training := self._training(hello)):
             reason = f"is an observer, and may not speak for clients that train: {_some(sorted(training))}"
+        elif crowd := self._crowd(identity, hello):
+            reason = crowd
         elif self._board.taken(hello.worker, hello.incarnation, identity.name):
             kind, reason = "name", f"may not be worker {hello.worker!r}, which is connected and somebody else's"
         if reason:
             peer.refuse(kind, reason)
             raise Denied(f"{identity.name} {reason}", identity)
+
+    def _crowd(self, identity: Identity, hello: wire.Hello) -> str:
+        """Say that an identity announces more clients with data of their own than it may; empty if it does not."""
+        if self._presence is None or identity.max_clients is None:
+            return ""
+        others = self._board.announced(identity.name, hello.worker)
+        if others + len(hello.clients) <= identity.max_clients:
+            return ""
+        elsewhere = f", and {others} through other workers" if others else ""
+        return (
+            f"may announce {counted(identity.max_clients, 'client')} at one time, and announces "
+            f"{len(hello.clients)}{elsewhere}: raise its max_clients in the table of identities"
+        )
 
     def _training(self, hello: wire.Hello) -> set[str]:
         """Those of a worker's clients that train; all whose announcement is missing."""

@@ -19,6 +19,7 @@ from fedloom.federation.activity import Awaited
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
 from fedloom.federation.client_side import TRAIN
 from fedloom.federation.placement import deal
+from fedloom.federation.silence import Silence
 from fedloom.federation.validation import mismatch
 from fedloom.messages import Message
 from fedloom.transport.codec import (
@@ -71,6 +72,7 @@ class Dispatcher:
         say: Callable[[str], None],
     ) -> None:
         self.refusals = Refusals()
+        self.silence = Silence()
         self._counting = threading.Lock()
         self._run = run
         self._incarnation = incarnation
@@ -131,6 +133,8 @@ class Dispatcher:
             old.outbox.close()
             self._release(old)
         self._links[link.name] = link
+        self._sign(link)
+        self.silence.join((member.id for member in link.worker.members), link.name, link.owner)
         self._claims.update((member.id, link.name) for member in link.worker.members)
         for told in islice(held, HELD_CONVERSATIONS):
             self._believe(link, told)
@@ -138,6 +142,10 @@ class Dispatcher:
         log.info("worker %s (%s, %s) joined", link.name, link.worker.device, served, extra={"worker": link.name})
         self._publish(link.worker, None if old is None else old.worker)
         self._dispatch_all()
+
+    def _sign(self, link: Link) -> None:
+        """Note that a worker is alive."""
+        self.silence.sign(link.worker.clients, link.name, link.owner)
 
     def taken(self, name: str, incarnation: str, owner: str | None) -> bool:
         """Whether a worker's name is another's: another identity's, or another process's where there are none.
@@ -162,6 +170,11 @@ class Dispatcher:
         """Return the first of the clients that another worker serves; None if there is none."""
         return next((client for client in clients if self._claims.get(client, worker) != worker), None)
 
+    def announced(self, owner: str, besides: str) -> int:
+        """Return how many clients with data of their own an owner's workers have announced, but for one of them."""
+        links = self._links.values()
+        return sum(len(link.worker.members) for link in links if link.owner == owner and link.name != besides)
+
     def rename(self, incarnation: str) -> None:
         """Go on as another incarnation: all streams end, and workers come back to be told of it."""
         self._incarnation = incarnation
@@ -182,6 +195,7 @@ class Dispatcher:
         """Take back the rows that were awaited from this stream, and its clients."""
         for member in link.worker.members:
             self._claims.pop(member.id, None)
+        self.silence.leave(member.id for member in link.worker.members)
         for arrival in link.arrivals.values():
             for row in arrival.rows:
                 del arrival.exchange.arriving[row, link]
@@ -257,6 +271,11 @@ class Dispatcher:
 
     def finish(self, exchange: Exchange) -> None:
         """Nobody waits for this exchange any more: what still comes for it is late."""
+        if exchange.remaining_s() == 0.0 or not exchange.outstanding:
+            silent = [exchange.client[row] for row in exchange.outstanding]
+            answered = [client for row, client in exchange.client.items() if row not in exchange.outstanding]
+            self.silence.end(answered, silent, time.monotonic() - exchange.begun)
+        exchange.finished.set()
         conversation = self._conversations.get(exchange.call.key)
         if conversation is not None and conversation.current is exchange:
             conversation.current = None
@@ -470,6 +489,8 @@ class Dispatcher:
         try:
             exchange, rows = self._awaited(link, begin.envelope)
         except WireError as error:  # addressed to nothing that we wait for: no row is lost by it
+            if error.refusal is Refusal.LATE:
+                self._sign(link)
             self._refuse_transfer(link, number, error)
             return
         try:
@@ -695,6 +716,8 @@ class Dispatcher:
             exchange = self._current(lost.conversation, lost.exchange)
             self._check_awaited(link, exchange, row)
         except WireError as error:
+            if error.refusal is Refusal.LATE:
+                self._sign(link)
             self.count(error.refusal)
             self._spend(link)
             return

@@ -6,6 +6,7 @@ All of it belongs to the event loop's thread, except the inbox of an exchange, f
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -160,6 +161,7 @@ class Exchange:
         self.answered: set[Link] = set()
         self.longest_s = 0.0  # that anybody took for an answer
         self.usual_s = 0.0  # that was the longest before
+        self.finished = threading.Event()  # nobody waits for it any more, and that has been noted
         self.missing: Counter[tuple[Link, int]] = Counter()  # how often a stream said that it lacks a row
         self.unserved: tuple[str, ...] = ()  # clients that were last said to have no worker
         self._position = {row: i for i, row in enumerate(call.rows)}

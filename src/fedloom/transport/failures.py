@@ -27,7 +27,11 @@ _HINTS = {
 }
 
 REFUSALS = tuple(_HINTS)
-"""Statuses after which coming again is of no use."""
+"""Statuses after which coming again is of no use, but see :data:`FINAL`."""
+
+FINAL = "fedloom-final"
+"""Metadata of ``UNAUTHENTICATED`` where a token is revoked or has expired. Without it a credential is not known,
+perhaps because the aggregator's files change after the peer's, or before."""
 
 _SAID = (
     (("resol", "name not found", "address lookup", "not known"), "there is no such host"),

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -20,6 +21,7 @@ from pydantic import SecretStr
 from fedloom.errors import FedloomError
 from fedloom.transport import spoken
 from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP
+from fedloom.transport.failures import FINAL
 from fedloom.transport.limits import Budget
 from fedloom.transport.stream import METHOD, OBSERVATION, SERVICE, WATCH
 from fedloom.trust.access import SHARED, Access, Admitted, Denied, Presented
@@ -65,10 +67,13 @@ ACTIONS: Mapping[str, Action] = {
 CALLS, SHARED_CALLS = (100, 20), (1_000, 200)
 """How many calls an identity has at once, and how many more each second; whoever has the shared token are many."""
 
+WATCHING, SHARED_WATCHING = 16, 256
+"""Calls that an identity may have open at one time to watch or control a run; whoever has the shared token are many."""
+
 HEALTH = f"/{health.SERVICE_NAME}/"
 """What anybody may ask: probes have no identity, and are told nothing else."""
 
-_End = tuple[grpc.StatusCode, str]
+_End = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -149,6 +154,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._peers: set[Peer] = set()
         self._budgets: dict[str, Budget] = {}  # of each identity that has been let in
         self._versions = access.refresh()  # of the files, when streams were reviewed last
+        self._reading: asyncio.Task[dict[Path, int]] | None = None
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Put the gate before a call's handler."""
@@ -172,7 +178,9 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def check(self) -> None:
         """Read files again that have changed; end the streams of those who would not be let in any more."""
-        before, self._versions = self._versions, await asyncio.to_thread(self._access.refresh)
+        if self._access.stale or self._reading is not None:
+            await self._read()
+        before, self._versions = self._versions, self._access.versions
         changed = [path for path, version in self._versions.items() if version != before[path]]
         for path in changed:
             log.info("%s has changed", path)
@@ -180,6 +188,16 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         now = datetime.now(UTC)
         for peer in [peer for peer in self._peers if changed or now >= peer.ends]:
             self._review(peer, now)
+
+    async def _read(self) -> None:
+        """Read files again in a thread, one at a time: a long table takes a second, in which streams go on."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(asyncio.to_thread(self._access.refresh))
+            self._reading.add_done_callback(self._have_read)
+        await asyncio.shield(self._reading)
+
+    def _have_read(self, _: Any) -> None:
+        self._reading = None
 
     def _review(self, peer: Peer, now: datetime) -> None:
         if peer.ended.done():
@@ -192,10 +210,10 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 told = {"identity": peer.identity.name, "host": peer.host, "call": peer.call}
                 _write(self._audit, "revoked", **told, reason=str(denied))
             status = grpc.StatusCode.UNAVAILABLE if denied.again else grpc.StatusCode.UNAUTHENTICATED
-            peer.ended.set_result((status, str(denied)))
+            peer.ended.set_result((status, str(denied), _final(denied)))
             return
         if now >= peer.ends:
-            peer.ended.set_result((grpc.StatusCode.UNAVAILABLE, "the stream has lived for long enough: come again"))
+            peer.ended.set_result((grpc.StatusCode.UNAVAILABLE, "the stream has lived for long enough: come again", ()))
 
     def _guarded(self, call: str, behaviour: _Behaviour) -> _Behaviour:
         async def guarded(request: Any, context: Any) -> Any:
@@ -230,7 +248,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if action is None:
                 raise Denied(f"{call} is for nobody here")
             presented = presented_by(context)
-            self._access.refresh()  # a token may have been made, or revoked, a moment ago
+            if self._access.stale or self._reading is not None:
+                await self._read()  # a token may have been made, or revoked, a moment ago
             admitted = self._access.admit(presented, action)
         except Denied as denied:
             known = denied.identity
@@ -238,7 +257,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             name = None if known is None else known.name
             refused(self._audit, host, kind, identity=name, call=call, reason=str(denied))
             status = grpc.StatusCode.UNAUTHENTICATED if known is None else grpc.StatusCode.PERMISSION_DENIED
-            await context.abort(status, str(denied))
+            await context.abort(status, str(denied), _final(denied))
             raise AssertionError("abort raises") from None
         identity = admitted.identity
         budget = self._budgets.setdefault(identity.name, Budget(*(CALLS if identity != SHARED else SHARED_CALLS)))
@@ -246,10 +265,26 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             reason = f"too many calls of {identity.name}: come again"
             refused(self._audit, host, "rate", identity=identity.name, call=call, reason=reason)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+        if action in (Action.WATCH, Action.CONTROL) and self._watches_too_much(identity):
+            reason = f"{identity.name} has too many calls open: end one first"
+            refused(self._audit, host, "rate", identity=identity.name, call=call, reason=reason)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         ends = datetime.now(UTC) + timedelta(seconds=LONGEST_S * random.uniform(0.9, 1.0))
         ends = ends if admitted.ends is None else min(ends, admitted.ends)
         ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         return Peer(admitted, host, action, call, ends, ended, self._audit)
+
+    def _watches_too_much(self, identity: Identity) -> bool:
+        open_calls = sum(
+            peer.identity.name == identity.name and peer.action in (Action.WATCH, Action.CONTROL)
+            for peer in self._peers
+        )
+        return open_calls >= (SHARED_WATCHING if identity == SHARED else WATCHING)
+
+
+def _final(denied: Denied) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that tells a peer whether it is of use to come again with the same files."""
+    return ((FINAL, "1"),) if denied.final else ()
 
 
 def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:

@@ -8,6 +8,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import grpc
+
 from fedloom.federation.journal import Attempt
 from fedloom.transport import stream
 from fedloom.transport.progress import ENDS, Progress, State, to_wire
@@ -16,6 +18,9 @@ from fedloom.words import counted
 
 EVERY_S = 0.2
 """How often a watcher is told what has changed: rounds may take milliseconds."""
+
+WATCHERS = 256
+"""Watchers at one time, all together: each looks for news several times a second."""
 
 
 class Notices:
@@ -97,6 +102,8 @@ class Notices:
 
     async def watch(self, request: wire.WatchRequest, context: Any) -> None:
         """Hold one watcher's stream; it begins with the newest evaluation there is."""
+        if self._watchers >= WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHERS} watch already: come again")
         with self._lock:
             self._watchers += 1
             seen = max(0, len(self._evaluations) - 1)

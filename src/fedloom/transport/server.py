@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from fedloom.errors import ExperimentError
 from fedloom.transport.address import split_address
 from fedloom.transport.gate import Gate, connection_age, server_credentials
-from fedloom.transport.health import probed
+from fedloom.transport.health import Health, Probes, probed
 from fedloom.transport.limits import Sparing
 from fedloom.trust.options import Protection
 
@@ -27,16 +27,16 @@ class Listening:
     """A server that has started: where, and what says so to probes."""
 
     server: Any
-    health: Any
+    health: Health
     address: str
-    probes: Any = None
+    probes: Probes | None = None
 
     async def stop(self, grace_s: float) -> None:
         """Tell probes, take no more calls, and end those that are open after so many seconds."""
-        await self.health.enter_graceful_shutdown()
+        self.health.shut_down()
         await self.server.stop(grace_s)
         if self.probes is not None:
-            await self.probes.stop(None)
+            await self.probes.stop()
 
 
 async def listening(
@@ -71,8 +71,8 @@ async def listening(
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()]
     )
-    state = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(state, server)
+    state = Health()
+    server.add_generic_rpc_handlers([state.handlers])
     if gate is None:  # to know what there is helps nobody who is known
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
@@ -88,9 +88,8 @@ async def listening(
             f"cannot serve on {address}: port {port} is taken or the address is not of this machine",
             hint="choose another one with --listen HOST:PORT (port 0: any free one)",
         )
+    state.serve(*services)
     await server.start()
-    for service in ("", *services):
-        await state.set(service, health_pb2.HealthCheckResponse.SERVING)
     try:
         probes = None if health_address is None else await probed(health_address, state)
     except ExperimentError:

@@ -51,7 +51,7 @@ from fedloom.transport.codec import (
     serialize,
     together,
 )
-from fedloom.transport.failures import COME_AGAIN, REFUSALS, described, hint
+from fedloom.transport.failures import COME_AGAIN, FINAL, REFUSALS, described, hint
 from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
     HELD_CONVERSATIONS,
@@ -259,7 +259,8 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
             case _Request():
                 if session is not None and joined is not None and event.incarnation == joined.incarnation:
                     with tracing.within(event.envelope.trace):
-                        _answer(connection, session, event, stop)
+                        if not _answer(connection, session, event, stop) and _is_over(connection, event):
+                            connection.too_late(event)
             case _Close():
                 if session is not None:
                     session.close(event.key)
@@ -267,10 +268,10 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
     return False
 
 
-def _answer(connection: _Connection, session: Session, request: _Request, stop: threading.Event) -> None:
-    """Compute the answers of a request's rows, sending each as soon as it is ready."""
+def _answer(connection: _Connection, session: Session, request: _Request, stop: threading.Event) -> bool:
+    """Compute the answers of a request's rows, sending each as soon as it is ready; False if that came too late."""
     if _pointless(connection, request, stop):
-        return
+        return False
     envelope, key = request.envelope, request.key
     rows, clients = list(envelope.rows), list(envelope.clients)
     try:
@@ -278,7 +279,7 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
     except WireError as error:
         for i, row in enumerate(rows):
             connection.reply(request, row, clients[i], Lost(f"the worker cannot read the request: {error}"))
-        return
+        return True
     name = dict(zip(rows, clients, strict=True))
     asked = list(range(len(rows)))
     while asked:
@@ -296,9 +297,9 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
                 if not envelope.replay:
                     connection.reply(request, row, name[row], answer)
                 if _pointless(connection, request, stop):
-                    return
+                    return False
             connection.flush()
-            return
+            return True
         except MissingConversation as missing:
             lacking = set(missing.rows)
             if not lacking & set(part):
@@ -309,6 +310,7 @@ def _answer(connection: _Connection, session: Session, request: _Request, stop: 
             close = getattr(answers, "close", None)
             if close is not None:
                 close()
+    return True
 
 
 def _decode(session: Session, request: _Request) -> Message:
@@ -331,8 +333,13 @@ def _decode(session: Session, request: _Request) -> Message:
 
 def _pointless(connection: _Connection, request: _Request, stop: threading.Event) -> bool:
     """Whether nobody waits for the rest of a request: stopping, closed, past its deadline, or another aggregator."""
+    return stop.is_set() or _is_over(connection, request) or connection.incarnation != request.incarnation
+
+
+def _is_over(connection: _Connection, request: _Request) -> bool:
+    """Whether a request's deadline has passed, or its conversation is closed."""
     expired = request.expires is not None and time.monotonic() > request.expires
-    return stop.is_set() or expired or request.key in connection.closed or connection.incarnation != request.incarnation
+    return expired or request.key in connection.closed
 
 
 class _Connection:
@@ -425,6 +432,10 @@ class _Connection:
         if self._replies:
             self._post(self._send_replies)
 
+    def too_late(self, request: _Request) -> None:
+        """Say that we are done with a request that nobody waits for: silence would be taken for a worker that hangs."""
+        self._post(self._late, request)
+
     def missing(self, request: _Request, rows: Iterable[int]) -> None:
         """Say that the conversation of these rows is not held here."""
         self._post(self._lacking, request, list(rows))
@@ -479,6 +490,12 @@ class _Connection:
             ready.setdefault((request.key, exchange), []).append(row)
         for (key, exchange), rows in ready.items():
             self._send(key, exchange, rows)
+
+    def _late(self, request: _Request) -> None:
+        if self.incarnation == request.incarnation and self._outbox is not None and request.envelope.rows:
+            at = key_to_wire(request.key), request.envelope.exchange, request.envelope.rows[0]
+            lost = wire.RowLost(conversation=at[0], exchange=at[1], row=at[2], reason="it took too long")
+            self._outbox.put(None, iter((serialize(wire.WorkerPart(row_lost=lost)),)))
 
     def _lacking(self, request: _Request, rows: Sequence[int]) -> None:
         if self.incarnation != request.incarnation:
@@ -552,15 +569,15 @@ class _Connection:
         attempt = doubts = 0
         told: set[str] = set()  # why there is no connection, as far as that has been said
         next_notice = FIRST_NOTICE_S
+        refused: RefusedError | None = None  # by the aggregator that was there last
         while True:
             seen, reason = False, ""
-            refused: RefusedError | None = None
             try:
                 seen, finished = await self._hold()
                 if finished:
                     self.events.put(_Finished())
                     return
-                reason = "the stream ended"
+                reason, refused = "the stream ended", None
             except _Distrust as error:
                 reason = str(error)
                 refused = error.refused if error.certain or not self.incarnation else None
@@ -577,6 +594,8 @@ class _Connection:
                 reason = _describe(error)
                 if isinstance(error, _LaterError):
                     last_seen = time.monotonic()
+                if self._outbox is not None or not _is_cut_short(error):
+                    refused = None
             lost = seen or self._outbox is not None
             if lost:
                 self._outbox, last_seen, attempt = None, time.monotonic(), 0
@@ -648,7 +667,7 @@ class _Connection:
                     return True, False
                 return True, reader.result()
             except grpc.aio.AioRpcError as error:
-                raise self._failed(error.code(), error.details()) or error from None
+                raise self._failed(error.code(), error.details(), error.trailing_metadata()) or error from None
             finally:
                 for task in tasks:
                     task.cancel()
@@ -668,10 +687,13 @@ class _Connection:
             await asyncio.sleep(CHANGED_S)
         log.info("reconnecting with the current content of the files")
 
-    def _failed(self, code: grpc.StatusCode, details: str | None) -> Exception | None:
-        """What to make of a call that failed for who we are, or who they are; None if for something else."""
+    def _failed(self, code: grpc.StatusCode, details: str | None, told: Iterable[tuple[str, Any]]) -> Exception | None:
+        """Return what to make of a call that failed for who we are, or who they are; None if for something else."""
         if code in REFUSALS:
-            return RefusedError(f"{self._address} refused the stream: {described(code, details)}", hint=hint(code))
+            words = described(code, details)
+            refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
+            unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in told)
+            return _Distrust(words, refused, certain=True) if unknown and self.incarnation else refused
         if code in COME_AGAIN:
             return _LaterError(described(code, details))
         certain = dial.distrust(self._address, self._shown, code, details)
@@ -689,7 +711,8 @@ class _Connection:
         if data is grpc.aio.EOF:
             code = await call.code()
             details = await call.details()
-            raise self._failed(code, details) or ConnectionError(described(code, details))
+            told = await call.trailing_metadata()
+            raise self._failed(code, details, told or ()) or ConnectionError(described(code, details))
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -781,6 +804,11 @@ def _refused(address: str, refused: wire.Refused) -> FedloomError:
             hint="make the partition with the aggregator's experiment file: fedloom partition EXPERIMENT",
         )
     return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refused.code))
+
+
+def _is_cut_short(error: Exception) -> bool:
+    """Whether a call ended while we were writing, in which case gRPC does not always tell its status."""
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.INTERNAL
 
 
 def _describe(error: BaseException) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -58,12 +59,18 @@ class Denied(Exception):
         Who it is, as far as that is known: None is nobody that we know.
     again
         Whether it would be let in if it came again: it is the same, and may do something else than before.
+    final
+        Whether its token has been revoked or has expired, which no other file can change. A token or a certificate that
+        is not known may be in a file that is about to be replaced.
     """
 
-    def __init__(self, reason: str, identity: Identity | None = None, *, again: bool = False) -> None:
+    def __init__(
+        self, reason: str, identity: Identity | None = None, *, again: bool = False, final: bool = False
+    ) -> None:
         super().__init__(reason)
         self.identity = identity
         self.again = again
+        self.final = final
 
 
 SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.PERSONALIZE, Role.WATCH}), ("*",))
@@ -107,10 +114,25 @@ class Access:
         self._table = Reread([identities], lambda: read_identities(identities)) if identities is not None else None
         self._shared = Tokens(() if shared is None else (keep_token(SHARED.name, shared),))
 
+    @property
+    def stale(self) -> bool:
+        """Whether a file has changed since it was last looked at, which costs no more than to look."""
+        return any(file.stale for file in self._files)
+
     def refresh(self) -> dict[Path, int]:
         """Read files again that have changed; return how often each has said something else so far."""
-        files = [file for file in (self._tokens, self._table) if file is not None]
-        return {path: file.refresh() for file in files for path in file.paths}
+        for file in self._files:
+            file.refresh()
+        return self.versions
+
+    @property
+    def versions(self) -> dict[Path, int]:
+        """How often each file has said something else so far, as far as they have been read."""
+        return {path: file.version for file in self._files for path in file.paths}
+
+    @property
+    def _files(self) -> list[Reread[Any]]:
+        return [file for file in (self._tokens, self._table) if file is not None]
 
     def admit(self, presented: Presented, action: Action) -> Admitted:
         """Return who a peer is, if it may do this.
@@ -156,7 +178,7 @@ class Access:
         now = self._now()
         if token is not None and (state := token.state(now)) != "valid":
             when = token.revoked if state == "revoked" else token.expires
-            raise Denied(f"token {token.id} of {token.name} {_was(state)} {when:%Y-%m-%d %H:%M:%S} UTC")
+            raise Denied(f"token {token.id} of {token.name} {_was(state)} {when:%Y-%m-%d %H:%M:%S} UTC", final=True)
         if certificate is not None and not certificate.starts <= now < certificate.ends:
             reason = f"{certificate} {validity(certificate.starts, certificate.ends, now)}"
             raise Denied(reason, again=True)  # a newer one may be there already

@@ -143,6 +143,11 @@ class Reread(Generic[_T]):
         """What they said when they were last read."""
         return self._value
 
+    @property
+    def stale(self) -> bool:
+        """Whether a file has changed since it was last looked at; this waits for nobody who reads."""
+        return self._found() != self._state
+
     def refresh(self) -> int:
         """Look whether a file has changed, and read them if so; return how often there was another value so far."""
         with self._lock:

@@ -24,6 +24,9 @@ from fedloom.trust.tokens import NAME, contains_token
 CHARACTER = "[A-Za-z0-9._-]"
 """What ids of clients consist of."""
 
+MAX_CLIENTS = 1_000
+"""Clients that an identity whose clients are given by a pattern may announce, unless its entry says otherwise."""
+
 
 class Role(StrEnum):
     """What an identity is let in for."""
@@ -72,6 +75,19 @@ class Entry(Settings):
     clients: tuple[str, ...] = Field(
         default=(), description="Ids of clients that it may speak for; * stands for any characters of ids, ? for one."
     )
+    max_clients: int | None = Field(
+        default=None,
+        ge=1,
+        description="Clients with data of their own that its connected workers may announce, all together; by default "
+        f"as many as `clients` lists, and {MAX_CLIENTS:,} at least where that has a pattern.",
+    )
+
+    @cached_property
+    def identity(self) -> Identity:
+        """Return who has its credentials."""
+        listed = len(self.clients)
+        most = max(listed, MAX_CLIENTS) if any(re.search(r"[*?]", each) for each in self.clients) else listed
+        return Identity(self.name, frozenset(self.roles), self.clients, self.max_clients or most)
 
 
 class _Table(Settings):
@@ -96,6 +112,7 @@ class Identity:
     name: str
     roles: frozenset[Role]
     clients: tuple[str, ...] = ()
+    max_clients: int | None = None
 
     def may(self, action: Action) -> bool:
         """Whether one of its roles allows this."""
@@ -115,10 +132,16 @@ class Identity:
 
 
 def _expression(pattern: str) -> str:
-    """A pattern of ids as a regular expression; a row of stars is one star, so that no id takes long."""
-    parts = re.split(r"(\*+|\?)", pattern)
-    stands = {"?": CHARACTER, "*": f"{CHARACTER}*"}
-    return "".join(stands[part[:1]] if part[:1] in stands else re.escape(part) for part in parts)
+    """Return a pattern of ids as a regular expression that takes linear time.
+
+    Each piece between two stars is looked for where it comes first, which is never tried again (an atomic group): if
+    the rest does not follow then, it does not follow a later one either.
+    """
+    pieces = ["".join(CHARACTER if c == "?" else re.escape(c) for c in piece) for piece in re.split(r"\*+", pattern)]
+    if len(pieces) == 1:
+        return pieces[0]
+    first, *inner, last = pieces
+    return first + "".join(f"(?>{CHARACTER}*?{piece})" for piece in inner) + f"{CHARACTER}*{last}"
 
 
 @dataclass(frozen=True)
@@ -133,13 +156,23 @@ class Identities:
         An identity that the table gives both needs both, and is preferred to those that need one. More than one are
         several identities that cannot be told apart by what was presented.
         """
-        matching = [
-            entry
-            for entry in self.entries
-            if (entry.certificate is None or entry.certificate in names) and entry.token in (None, token)
-        ]
+        by_certificate, by_token = self._by_credential
+        presented = [entry for name in names for entry in by_certificate.get(name, ())] + by_token.get(token, [])
+        matching = [entry for entry in presented if entry.token in (None, token)]
         both = [entry for entry in matching if entry.certificate is not None and entry.token is not None]
-        return [Identity(entry.name, frozenset(entry.roles), entry.clients) for entry in both or matching]
+        return [entry.identity for entry in both or matching]
+
+    @cached_property
+    def _by_credential(self) -> tuple[dict[str, list[Entry]], dict[str | None, list[Entry]]]:
+        """Entries by certificate, and those without one by token."""
+        by_certificate: dict[str, list[Entry]] = {}
+        by_token: dict[str | None, list[Entry]] = {}
+        for entry in self.entries:
+            if entry.certificate is not None:
+                by_certificate.setdefault(entry.certificate, []).append(entry)
+            else:
+                by_token.setdefault(entry.token, []).append(entry)
+        return by_certificate, by_token
 
 
 def read_identities(path: Path) -> Identities:
@@ -156,7 +189,7 @@ def read_identities(path: Path) -> Identities:
             f"{path}: found a token; allowed: the name of one",
             hint="whoever reads this file can use that token: revoke it (`fedloom token revoke`) and make another",
         )
-    value, origins = parse(text, str(path))
+    value, origins = parse(text, str(path), quick=True)
     if not isinstance(value, dict):
         raise ExperimentError(f"{path}: found {shown(value)}; allowed: a mapping with the keys version, identities")
     try:

@@ -1,0 +1,123 @@
+"""Clients that let a deadline pass and have given no sign of life since, and what follows for draws and evaluations.
+
+A sign of life is that the client's worker joins again, or that it says anything about a request, even too late.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Sequence
+
+PATIENCE = 3
+"""Deadlines that one evaluation waits for silent clients, before it asks those alone that have answered before."""
+
+NO_SIGN = "it let an earlier deadline pass, and has given no sign of life since"
+NEVER_ANSWERED = f"it has never answered, and this evaluation has waited for {PATIENCE} deadlines"
+
+
+class Silence:
+    """Record of who answers and who does not. Any thread may use it.
+
+    It grows with the clients that are connected, and belongs to one process: whoever joins another aggregator, or this
+    one after a restart, begins anew.
+
+    Attributes
+    ----------
+    waited_s
+        Seconds of all exchanges in which a client let the deadline pass.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._lock = threading.Lock()
+        self._silent: set[str] = set()
+        self._heard: set[str] = set()  # they answered what they were asked last
+        self._places: dict[str, tuple[str, str]] = {}  # worker and owner of clients that one worker alone serves
+        self._owing: set[str] = set()  # owners of which no client answered the exchange they were asked in last
+
+    def join(self, members: Iterable[str], worker: str, owner: str | None) -> None:
+        """Note who serves clients that nobody else may serve; they are new."""
+        with self._lock:
+            for client in members:
+                self._heard.discard(client)
+                self._places[client] = worker, owner or worker
+
+    def leave(self, members: Iterable[str]) -> None:
+        """Forget clients whose worker is gone."""
+        with self._lock:
+            for client in members:
+                self._places.pop(client, None)
+                self._heard.discard(client)
+                self._silent.discard(client)
+
+    def sign(self, clients: Collection[str], worker: str, owner: str | None) -> None:
+        """Note that the worker of these clients is alive."""
+        with self._lock:
+            self._owing.discard(owner or worker)
+            self._silent = {client for client in self._silent if client not in clients}
+
+    def end(self, answered: Collection[str], silent: Collection[str], seconds: float) -> None:
+        """Note the end of an exchange; clients whose worker answered nothing at all are as silent as those asked."""
+        with self._lock:
+            self._heard.update(answered)
+            self._silent.difference_update(answered)
+            alive = [self._places[client] for client in answered if client in self._places]
+            self._owing.difference_update(owner for _, owner in alive)
+            if not silent:
+                return
+            self.waited_s += seconds
+            mute = {self._places[client] for client in silent if client in self._places}
+            self._owing.update({owner for _, owner in mute} - {owner for _, owner in alive})
+            workers = {worker for worker, _ in mute} - {worker for worker, _ in alive}
+            self._silent.update(silent)
+            self._silent.update(client for client, (worker, _) in self._places.items() if worker in workers)
+            self._heard -= self._silent
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """Clients that are silent now."""
+        with self._lock:
+            return frozenset(self._silent)
+
+    def prefer(self, roster: Sequence[str], size: int, *, heard_first: bool) -> Sequence[str]:
+        """Return those of a roster, in its order, that a cohort is drawn from: at least ``size``, if there are.
+
+        Everyone, while nobody is silent. Otherwise silent clients come last, and before them those of an owner whose
+        clients have all been silent in their last exchange.
+
+        Parameters
+        ----------
+        heard_first
+            Whether clients that have never answered come after those that have, which is for the next attempt after
+            one in which clients were silent.
+        """
+        with self._lock:
+            if not heard_first and not self._owing and self._silent.isdisjoint(roster):
+                return roster
+            ranks = {client: self._rank(client, heard_first) for client in roster}
+        for worst in sorted(set(ranks.values())):
+            chosen = [client for client in roster if ranks[client] <= worst]
+            if len(chosen) >= size:
+                return chosen
+        return roster
+
+    def _rank(self, client: str, heard_first: bool) -> int:
+        if client in self._silent:
+            return 4
+        owes = client in self._places and self._places[client][1] in self._owing
+        return 2 * owes + (heard_first and client not in self._heard)
+
+    def skipped(self, clients: Sequence[str], waited_s: float, deadline_s: float) -> dict[str, str]:
+        """Return those that an evaluation does not ask, each with the reason.
+
+        Parameters
+        ----------
+        waited_s
+            How long it has waited for silent clients so far.
+        """
+        with self._lock:
+            found = dict.fromkeys((client for client in clients if client in self._silent), NO_SIGN)
+            if waited_s >= PATIENCE * deadline_s:
+                new = (client for client in clients if client not in self._heard and client not in found)
+                found |= dict.fromkeys(new, NEVER_ANSWERED)
+            return found

@@ -1,0 +1,106 @@
+"""An HTTP server for a port without authentication: a bounded number of connections, each for a bounded time."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 16
+"""Open connections; one more ends the oldest, so that idle ones keep nobody out."""
+
+CONNECTION_S = 10.0
+"""Seconds a connection may take from its start to the last byte of its answer."""
+
+PAUSE_S = 0.5
+"""Seconds without accepting after a connection could not be accepted, and between looks at old connections."""
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class _Handler(WSGIRequestHandler):
+    """Handler that logs no requests."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: anybody can call."""
+
+
+class BoundedServer(ThreadingMixIn, WSGIServer):
+    """Thread per connection, for at most ``CONNECTIONS`` of them.
+
+    Parameters
+    ----------
+    host, port
+        Where to listen; port 0 is any free one.
+    application
+        WSGI application.
+
+    Raises
+    ------
+    OSError
+        If the port is taken or the address is not of this machine.
+    """
+
+    daemon_threads = True
+    request_queue_size = 4 * CONNECTIONS
+
+    def __init__(self, host: str, port: int, application: Application) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, address = found[0][0], found[0][4]
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}  # since when, oldest first
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(application)
+
+    def server_bind(self) -> None:
+        """Bind without looking up this machine's name, which may take long."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "fedloom", int(self.server_address[1])
+        self.setup_environ()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, in place of the oldest if there are too many."""
+        try:
+            accepted, peer = super().get_request()
+        except OSError as error:  # without descriptors the next try would fail at once, and so on without end
+            log.warning("a connection could not be accepted: %s", error)
+            time.sleep(PAUSE_S)
+            raise
+        accepted.settimeout(CONNECTION_S)
+        with self._lock:
+            self._open[accepted] = time.monotonic()
+            for oldest in list(self._open)[: max(0, len(self._open) - CONNECTIONS)]:
+                self._end(oldest)
+        return accepted, peer
+
+    def service_actions(self) -> None:
+        """End the connections whose time is over."""
+        before = time.monotonic() - CONNECTION_S
+        with self._lock:
+            for each in [each for each, since in self._open.items() if since < before]:
+                self._end(each)
+
+    def _end(self, connection: socket.socket) -> None:
+        """Let the thread of a connection read its end; it closes the socket."""
+        del self._open[connection]
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("the peer was faster: %s", error)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that has had its answer."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Note that a connection broke."""
+        log.debug("a connection of %s broke", client_address, exc_info=True)

@@ -1,0 +1,116 @@
+"""Clients that let deadlines pass: who is drawn before them, whom evaluations leave out, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedloom.federation.cohort import Attempting, Rules
+from fedloom.federation.journal import Attempt
+from fedloom.federation.silence import PATIENCE, Silence
+
+HONEST = ("h-1", "h-2", "h-3")
+GHOSTS = tuple(f"g-{i}" for i in range(50))
+EVERYONE = (*GHOSTS, *HONEST)
+
+
+@pytest.fixture
+def silence() -> Silence:
+    """Three members with a client each, and one with fifty."""
+    silence = Silence()
+    for client in HONEST:
+        silence.join([client], f"worker of {client}", f"owner of {client}")
+    silence.join(GHOSTS, "ghosts", "mallory")
+    return silence
+
+
+def drawn(silence: Silence, size: int, *, heard_first: bool = False) -> set[str]:
+    return set(silence.prefer(EVERYONE, size, heard_first=heard_first))
+
+
+def test_everyone_is_drawn_from_while_nobody_was_silent(silence: Silence) -> None:
+    assert silence.prefer(EVERYONE, 3, heard_first=False) is EVERYONE
+    silence.end(EVERYONE, (), 1.0)
+    assert silence.prefer(EVERYONE, 3, heard_first=False) is EVERYONE
+    assert silence.waited_s == 0.0
+
+
+def test_all_clients_of_a_worker_that_answers_nothing_come_last(silence: Silence) -> None:
+    silence.end(HONEST[:1], GHOSTS[:2], 5.0)
+    assert silence.silent == set(GHOSTS)
+    assert silence.waited_s == 5.0
+    assert drawn(silence, 3) == set(HONEST)
+    assert drawn(silence, 4) == set(EVERYONE)  # others do not suffice
+
+
+def test_who_answers_for_others_loses_the_silent_ones_alone(silence: Silence) -> None:
+    silence.end(GHOSTS[:1], GHOSTS[1:3], 5.0)
+    assert silence.silent == set(GHOSTS[1:3])
+    assert drawn(silence, 3) == set(EVERYONE) - set(GHOSTS[1:3])
+
+
+def test_the_other_workers_of_an_owner_that_was_silent_come_after_other_owners(silence: Silence) -> None:
+    silence.join(["g-x"], "another of mallory's", "mallory")
+    silence.end((), GHOSTS[:1], 5.0)
+    assert "g-x" not in silence.silent
+    assert set(silence.prefer((*EVERYONE, "g-x"), 3, heard_first=False)) == set(HONEST)
+    assert set(silence.prefer((*EVERYONE, "g-x"), 4, heard_first=False)) == {*HONEST, "g-x"}
+    silence.end(["g-x"], (), 1.0)
+    assert set(silence.prefer((*EVERYONE, "g-x"), 3, heard_first=False)) == {*HONEST, "g-x"}
+
+
+def test_after_a_silent_attempt_those_who_answered_come_first_though_others_gave_signs_of_life(
+    silence: Silence,
+) -> None:
+    silence.end(HONEST, (), 1.0)
+    silence.end((), GHOSTS[:3], 5.0)
+    silence.sign(GHOSTS, "ghosts", "mallory")
+    assert drawn(silence, 3) == set(EVERYONE)
+    assert drawn(silence, 3, heard_first=True) == set(HONEST)
+    silence.end(GHOSTS[:1], (), 1.0)
+    assert drawn(silence, 3, heard_first=True) == {*HONEST, GHOSTS[0]}
+
+
+def test_who_joins_again_is_new(silence: Silence) -> None:
+    silence.end((), GHOSTS, 5.0)
+    silence.leave(GHOSTS)
+    assert silence.silent == frozenset()
+    silence.sign(GHOSTS, "ghosts", "mallory")
+    silence.join(GHOSTS, "ghosts", "mallory")
+    assert drawn(silence, 3) == set(EVERYONE)
+
+
+def test_an_evaluation_leaves_out_silent_clients_and_after_its_patience_new_ones(silence: Silence) -> None:
+    silence.end(HONEST[:1], (), 1.0)
+    silence.end((), GHOSTS, 5.0)
+    deadline_s = 10.0
+    assert set(silence.skipped(EVERYONE, 0.0, deadline_s)) == set(GHOSTS)
+    assert set(silence.skipped(EVERYONE, PATIENCE * deadline_s, deadline_s)) == {*GHOSTS, *HONEST[1:]}
+    silence.sign(GHOSTS, "ghosts", "mallory")
+    assert silence.skipped(EVERYONE, 0.0, deadline_s) == {}
+
+
+def test_in_a_closed_run_silent_clients_are_those_who_were_asked() -> None:
+    silence = Silence()
+    silence.end(("a",), ("b",), 5.0)
+    assert set(silence.skipped(("a", "b", "c"), 0.0, 1.0)) == {"b"}
+    silence.sign(("b", "c"), "w", None)
+    assert silence.skipped(("a", "b", "c"), 0.0, 1.0) == {}
+
+
+def cohort_of(silence: Silence | None, **how: object) -> tuple[str, ...]:
+    """The cohort of five of round 7, as the loop draws it."""
+    sizes = dict.fromkeys(EVERYONE, 1)
+    rules = Rules(3, 5, 1.0, 1, {}, None, lambda client, answer: None)  # type: ignore[arg-type]
+    prefer = None if silence is None else lambda roster, size: silence.prefer(roster, size, heard_first=False)
+    session = Attempting(Attempt(7, 1), "train", EVERYONE, sizes, None, rules, None, None, prefer)  # type: ignore[arg-type]
+    return session.sample(**how).clients  # type: ignore[arg-type]
+
+
+def test_a_draw_is_what_it_was_where_everybody_answers(silence: Silence) -> None:
+    assert cohort_of(silence) == cohort_of(None)
+    silence.end((), GHOSTS[:1], 5.0)
+    assert set(cohort_of(silence, size=3)) == set(HONEST)
+    weights = torch.ones(len(EVERYONE), dtype=torch.float64)
+    assert cohort_of(silence, weights=weights) == cohort_of(None, weights=weights)
+    assert cohort_of(silence, always=GHOSTS[:1]) == cohort_of(None, always=GHOSTS[:1])
