@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ def printable(text: str, limit: int | None = None, keep: str = "") -> str:
     """
     shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text[:limit])
     return "".join(shown)[:limit]
+
+
+def composed(text: str) -> str:
+    """Return a text in Unicode's composed form (NFC): macOS writes ``é`` as two characters, and others as one."""
+    return unicodedata.normalize("NFC", text)
 
 
 def shortened(text: str, most: int = 60) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
 from fedloom.settings import Settings
 from fedloom.storage.folder import fill, read_file, sync, write_atomically
-from fedloom.words import counted
+from fedloom.words import counted, parsed_json
 
 LOCAL = ("arrays", "folder", "table")
 """What ``data.dataset`` says of them."""
@@ -54,6 +55,9 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
 
 OPTIONS = {"--label COLUMN (or --unlabelled, without labels)": "label", "--split": "split", "client": "client"}
 """What the readers call a column in errors, because they are those of ``fedloom data pack``; and its key here."""
+
+READ = 2
+"""Version of the rules by which sources are read: with another one they are read again."""
 
 COLUMNS = (
     "a column with labels is named at data.source.label, one that says whose a row is at data.source.client, one with "
@@ -82,6 +86,10 @@ class LocalFiles(Settings):
     resize: bool = Field(default=False, description="Resize images of another size to the first one's.")
 
 
+log = logging.getLogger("fedloom.data")
+_told: set[tuple[str, str]] = set()
+
+
 @dataclass(frozen=True)
 class Card:
     """What is known of a data set: all but its examples."""
@@ -108,7 +116,7 @@ class Card:
             If it is damaged, or of another version.
         """
         try:
-            found = json.loads(read_file(path))
+            found = parsed_json(read_file(path))
             if found.pop("version") != VERSION:
                 raise DataError(f"{path}: of another version; allowed: {VERSION}", hint=f"remove {path.parent}")
             owners = found["owners"]
@@ -142,7 +150,10 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or what was made of it is gone
-        return _source(home, json.loads(record.read_bytes())["name"])
+        kept = parsed_json(record.read_bytes())
+        found = _source(home, kept["name"])
+        tell_notes(str(path), kept["notes"])
+        return found
     mistakes = Mistakes(str(path))
     request = Request(None, True, files.label, files.split, files.resize, files.client)
     try:
@@ -157,8 +168,17 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
         raise DataError(said, hint=COLUMNS if dataset == "table" else None) from error
     name = keep(dataset, examples, str(path), root)
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(record, json.dumps({"name": name}).encode())
+    write_atomically(record, json.dumps({"name": name, "notes": examples.notes}).encode())
+    tell_notes(str(path), examples.notes)
     return _source(home, name)
+
+
+def tell_notes(where: str, notes: Sequence[str]) -> None:
+    """Log what was done to examples that their owner should know, once in a process."""
+    for note in notes:
+        if (where, note) not in _told:
+            _told.add((where, note))
+            log.warning("%s: %s", where, note)
 
 
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
@@ -244,7 +264,7 @@ def _reader(dataset: str, path: Path) -> Reader:
 
 def _stamp(dataset: str, files: LocalFiles, path: Path) -> str:
     """Changes whenever what is at the path may have changed, or is to be read otherwise."""
-    told = hashlib.sha256(json.dumps([VERSION, dataset, files.model_dump(), str(path.resolve())]).encode())
+    told = hashlib.sha256(json.dumps([READ, dataset, files.model_dump(), str(path.resolve())]).encode())
     for at, _, names in sorted(os.walk(path)) if path.is_dir() else [(str(path.parent), [], [path.name])]:
         for name in sorted(names):
             about = (Path(at) / name).lstat()

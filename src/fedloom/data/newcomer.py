@@ -17,6 +17,7 @@ from fedloom.data.federated import ClientData, FederatedDataset, Split, normaliz
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
 from fedloom.data.own import AGAIN, check_features, read_card, read_own_shard
 from fedloom.errors import DataError
+from fedloom.words import composed
 
 MOST_EXAMPLES = 1_000_000
 """Of a client: more are no better a description of it, and would fill its memory."""
@@ -128,7 +129,8 @@ class Newcomer(FederatedDataset):
             if found != needed:
                 raise DataError(f"{folder}: {what} is {found}; allowed: {needed}, as the run was trained with")
         check_features(folder, card, wanted.features)
-        foreign = [name for name in card.classes if name not in wanted.class_names] if card.labelled else []
+        place = {composed(name): i for i, name in enumerate(wanted.class_names)}
+        foreign = [name for name in card.classes if composed(name) not in place] if card.labelled else []
         if foreign:
             raise DataError(
                 f"{folder}: found class {foreign[0]!r}, which the run lacks; allowed: {', '.join(wanted.class_names)}"
@@ -140,7 +142,7 @@ class Newcomer(FederatedDataset):
             raise DataError(f"{folder}: the shard is damaged: {error}", hint=AGAIN) from error
         y = tensors.get("train_y")
         if y is not None and card.labelled:
-            places = torch.tensor([wanted.class_names.index(name) for name in card.classes])
+            places = torch.tensor([place[composed(name)] for name in card.classes])
             y = places[checked_labels(y, len(x), len(card.classes))]
         return cls(card.id, x, y, wanted)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedloom.data.manifest import Kind
 from fedloom.data.own import Own
 from fedloom.errors import DataError
-from fedloom.words import counted, shortened
+from fedloom.words import composed, counted, shortened
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
@@ -187,8 +187,9 @@ def positions(
     labels
         None or empty where one is missing.
     """
+    labels = [label and composed(label) for label in labels]
     classes = found_classes(label for label in labels if label) if own is None else own.classes
-    place = {name: i for i, name in enumerate(classes)}
+    place = {composed(name): i for i, name in enumerate(classes)}
     y = np.array([place.get(label or "", -1) for label in labels], dtype=np.int64)
     missing = [i for i in np.flatnonzero(y < 0).tolist() if not labels[i]]
     unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]
