@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalize
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
 from fedloom.data.own import AGAIN, check_features, read_card, read_own_shard
+from fedloom.data.problem import Problem
 from fedloom.errors import DataError
 from fedloom.words import composed
 
@@ -43,15 +44,14 @@ class Wanted:
     features: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, problem: Mapping[str, Any], features: tuple[str, ...] | None) -> Wanted:
-        """Read it from what a run says of its problem, and its experiment of the columns."""
-        normalization = problem["normalization"]
+    def of(cls, problem: Problem, features: tuple[str, ...] | None) -> Wanted:
+        """Return what a run's problem asks for, and its experiment of the columns."""
         return cls(
-            problem["dataset"],
-            problem["kind"],
-            tuple(problem["input_shape"]),
-            tuple(problem["class_names"]),
-            Normalization(tuple(normalization["mean"]), tuple(normalization["std"])),
+            problem.dataset,
+            problem.kind,
+            problem.input_shape,
+            problem.class_names,
+            problem.normalization,
             features,
         )
 

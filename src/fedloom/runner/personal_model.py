@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.manifest import Kind, Normalization
+from fedloom.data.problem import Problem
 from fedloom.errors import ExperimentError
 from fedloom.models.predictors import Predictor
 from fedloom.storage.folder import write_atomically
@@ -259,13 +259,12 @@ def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:
     return ExperimentError(f"{what}: this model cannot be exported ({type(error).__name__}: {said}); allowed: {others}")
 
 
-def card_of(problem: Mapping[str, Any], **others: Any) -> Card:
-    """Make a card of what a run says of its problem (``federation.served.About.problem``), and the rest."""
-    normalization = problem["normalization"]
+def card_of(problem: Problem, **others: Any) -> Card:
+    """Make a card of a run's problem, and the rest."""
     return Card(
-        kind=problem["kind"],
-        input_shape=tuple(problem["input_shape"]),
-        classes=tuple(problem["class_names"]),
-        normalization=Normalization(tuple(normalization["mean"]), tuple(normalization["std"])),
+        kind=problem.kind,
+        input_shape=problem.input_shape,
+        classes=problem.class_names,
+        normalization=problem.normalization,
         **others,
     )
