@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.apportion import stratified
-from fedloom.data.folders import data_root, locked, published
+from fedloom.data.folders import data_root, locked, naming_owner, published
 from fedloom.data.keyed import keyed_generator
 from fedloom.data.pack.arrays import examples_of, read_arrays
 from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
@@ -167,8 +167,9 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
             said = said.replace(f"allowed with {option}:", f"allowed with data.source.{key}:")
         raise DataError(said, hint=COLUMNS if dataset == "table" else None) from error
     name = keep(dataset, examples, str(path), root)
-    record.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(record, json.dumps({"name": name, "notes": examples.notes}).encode())
+    with naming_owner(record):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(record, json.dumps({"name": name, "notes": examples.notes}).encode())
     tell_notes(str(path), examples.notes)
     return _source(home, name)
 
