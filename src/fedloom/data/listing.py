@@ -68,7 +68,8 @@ def folders_in(folder: Path) -> list[str]:
 
 def _entries(folder: Path) -> tuple[list[str], list[str], tuple[int, int]]:
     """Return names of files and of folders, in order, and what tells this folder from all others."""
-    files, folders = [], []
+    files: list[str] = []
+    folders: list[str] = []
     try:
         about = folder.stat()
         with os.scandir(folder) as found:
