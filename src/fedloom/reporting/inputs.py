@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -238,6 +239,14 @@ class _Mapped(_Part):
     round: Count
     explained: tuple[Number, Number]
     xy: list[tuple[Number, Number] | None]
+    descriptors: str
+
+    @model_validator(mode="after")
+    def _of_each_client(self) -> _Mapped:
+        size = len(base64.b64decode(self.descriptors, validate=True))  # of 32-bit floats
+        if size % (4 * max(1, len(self.xy))):
+            raise ValueError("there must be one descriptor for each client")
+        return self
 
 
 class _Points(_Clients):
