@@ -14,6 +14,8 @@ from facts import tells
 from PIL import Image
 
 import fedloom
+from fedloom.data.manifest import Normalization
+from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack.items import read_items
 from fedloom.errors import DataError
 
@@ -225,3 +227,42 @@ def test_items_that_are_no_pairs_are_refused(item: Any) -> None:
 
 def test_images_of_several_shapes_are_refused() -> None:
     assert tells(refusal([(image(4, 5), 0), (image(4, 6), 0)]), "dataset[1]", "[1, 4, 6]", "[1, 4, 5]")
+
+
+# --- newcomers --------------------------------------------------------------------------------------------------------
+
+WANTED = Wanted("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)))
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "u4", "u8", "i2", ">i4", "i8"])
+def test_pixels_of_a_newcomer_are_taken_from_every_integer_type(dtype: str) -> None:
+    x = RNG.integers(0, 256, (3, 1, 4, 4))
+    taken = Newcomer.from_arrays("eve", x.astype(dtype), np.array([0, 1, 1]).astype(dtype), WANTED).client("eve").train
+    same = Newcomer.from_arrays("eve", x.astype(np.uint8), [0, 1, 1], WANTED).client("eve").train
+    assert torch.equal(taken.x, same.x)
+    assert taken.y is not None
+    assert taken.y.tolist() == [0, 1, 1]
+    if np.dtype(dtype).itemsize > 1:
+        x[1, 0, 2, 3] = 300
+        with pytest.raises(DataError) as caught:
+            Newcomer.from_arrays("eve", x.astype(dtype), None, WANTED)
+        assert tells(str(caught.value), "x", 300, 255)
+
+
+def test_a_model_of_pixels_refuses_floats_that_would_be_scaled_twice(tmp_path: Path) -> None:
+    task = {
+        "name": "own",
+        "model": {"name": "logistic"},
+        "algorithm": {"name": "fedavg", "local": {"steps": 1}},
+        "federation": {"rounds": 1, "clients_per_round": 1},
+        "runtime": {"workers": 0},
+    }
+    data = fedloom.Federated.from_torchvision([(image(4, 5), i % 2) for i in range(60)], SCHEME, root=tmp_path)
+    run = fedloom.run(task, data=data, out=tmp_path / "run", report=False, progress=False)
+    model = run.models("client-0000")
+    x = torch.from_numpy(image(2, 1, 4, 5))
+    assert torch.equal(model(x), model(x.long()))
+    for given in (x.float() / 255, x.numpy() / 255, x > 0):
+        with pytest.raises(DataError) as caught:
+            model(given)
+        assert tells(str(caught.value), "pixels", "255")

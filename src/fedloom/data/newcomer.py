@@ -179,7 +179,7 @@ def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
         what = "whole numbers from 0 to 255" if wanted.kind == "pixels" else "whole numbers, the tokens"
         raise DataError(f"x: found {x.dtype}; allowed for {wanted.kind}: {what}")
     most = 255 if wanted.kind == "pixels" else len(wanted.class_names) - 1
-    low, high = int(x.min()), int(x.max())
+    low, high = _range(x)
     if low < 0 or high > most:
         raise DataError(f"x: found {wanted.kind} from {low} to {high}; allowed: from 0 to {most}")
     return x.to(torch.uint8)
@@ -199,7 +199,7 @@ def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
         raise DataError(f"y: found {y.dtype}; allowed: whole numbers from 0 to {classes - 1}")
     if not classes:
         raise DataError("y: found labels; allowed: none, the run's data have no classes")
-    low, high = int(y.min()), int(y.max())
+    low, high = _range(y)
     if low < 0 or high >= classes:
         raise DataError(f"y: found labels from {low} to {high}; allowed: from 0 to {classes - 1}")
     return y.long()
@@ -219,11 +219,18 @@ def _numbered(y: Any, wanted: Wanted) -> Any:
     return [places[name] for name in names]
 
 
+def _range(values: Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest of integers; of unsigned ones torch itself cannot tell."""
+    array = values.numpy()
+    return int(array.min()), int(array.max())
+
+
 def _tensor(values: Any, what: str) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().cpu()
     try:
         array = np.ascontiguousarray(values)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch knows the machine's own order alone
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
         raise DataError(f"{what}: found {type(values).__name__}; allowed: numbers, in an array or a list") from error
