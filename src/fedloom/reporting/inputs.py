@@ -17,6 +17,10 @@ Number = Annotated[float, Field(gt=-1e15, lt=1e15)]
 Matrix = list[list[Count]]
 
 
+OF_BROKEN_FILES = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
+"""Errors that code meets in a file of another form; bugs raise them too, and then the files are found to be whole."""
+
+
 class _Part(BaseModel):
     """An object of a file; keys that no report needs may be there."""
 
@@ -66,6 +70,10 @@ class _Groups(_Part):
         found = {group.other for group in (self.seen, self.unseen, *inner) if group is not None}
         if any(len(other) != 1 for other in found) or len(found) > 1:
             raise ValueError("groups must have one other reading, the same one: masked, or unmasked")
+        groups = [group for group in (self.seen, self.unseen, *inner) if group is not None]
+        readings = [each for group in groups for each in (group, group.masked, group.unmasked) if each is not None]
+        if len({each.accuracy_mean is None for each in readings}) > 1:
+            raise ValueError("either all groups have accuracies, or none has")
         return self
 
 
@@ -96,6 +104,19 @@ class _Evaluation(_Round):
     uncertainty: dict[str, _Uncertain | None] = {}
     left_out: _LeftOut = _LeftOut()
     client_steps: Count | None = None
+
+
+class _Compared(_Evaluation):
+    """A line of ``metrics.jsonl`` as a comparison needs it."""
+
+    client_steps: Count
+    validation_pooled: Number | None
+    validation_loss: Number | None
+
+
+class _OwnSteps(_Part):
+    steps: Count
+    unseen: _Group | None
 
 
 class _Over(_Part):
@@ -132,6 +153,7 @@ class _Summary(_Groups):
     rounds: Count
     clients_per_round: Count | None
     best: _Round | None
+    own_steps: list[_OwnSteps] | None = None
     last_evaluations: _Late | None = None
     uncertainty: dict[str, _Calibrated | None] = {}
     communication: _Traffic
@@ -146,8 +168,9 @@ class _Summary(_Groups):
         costs = own.get("new_client", {}) if isinstance(own, dict) else None
         if not isinstance(costs, dict):
             raise ValueError("what the method adds must be an object, and so must its new_client")  # noqa: TRY004
-        if costs.get("personal") is not None:
-            _NewClient.model_validate(costs["personal"])
+        for cost in costs.values():
+            if cost is not None:
+                _NewClient.model_validate(cost)
         return value
 
 
@@ -341,6 +364,34 @@ def check(run: RunFolder, names: Sequence[str]) -> None:
                 raise _broken(run, name, error) from None
     if "partition.json" in names:
         _check_classes(run, len(run.manifest().class_names), names)
+
+
+def check_compared(run: RunFolder) -> None:
+    """Refuse files of a finished run that a comparison cannot read.
+
+    Raises
+    ------
+    DataError
+        The first such file: the key, and what is wrong with it.
+    """
+    summary = checked(run, "summary.json")
+    method = summary["algorithm"]
+    check(run, ("clients.csv",))
+    lines = list(run.metrics())
+    try:
+        TypeAdapter(list[_Compared]).validate_python(lines, strict=False)
+    except ValidationError as error:
+        raise _broken(run, "metrics.jsonl", error) from None
+    for name, line in (("summary.json", summary), *(("metrics.jsonl", line) for line in lines)):
+        own = line.get(method, {})
+        if not isinstance(own, dict) or (line["global"] is None) != (summary["global"] is None):
+            raise DataError(f"{run.path / name}: is broken: it must have {method} and global as the other rounds")
+        try:
+            TypeAdapter(_Group | None).validate_python(own.get("users"), strict=False)
+        except ValidationError as error:
+            raise _broken(run, name, error) from None
+    if not all(row.get("test", "").isdecimal() for row in run.clients()):
+        raise DataError(f"{run.path / 'clients.csv'}: is broken, at test: numbers of examples are missing")
 
 
 def _check_classes(run: RunFolder, classes: int, names: Sequence[str]) -> None:

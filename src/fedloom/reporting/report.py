@@ -244,9 +244,6 @@ FILES: Mapping[str, Sequence[str]] = {
 }
 """Files that sections are made of, other than those that are checked when they are read."""
 
-_OF_BROKEN_FILES = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
-"""What code meets in a file of another form; bugs raise them too, and then the files are found to be whole."""
-
 
 def _without_classes(run: RunFolder) -> bool:
     try:
@@ -260,7 +257,7 @@ def _section(title: str, run: RunFolder, build: Callable[[RunFolder], Section]) 
     try:
         try:
             return build(run)
-        except _OF_BROKEN_FILES:
+        except inputs.OF_BROKEN_FILES:
             inputs.check(run, FILES.get(title, ()))
             raise
     except DataError as error:
