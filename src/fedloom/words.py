@@ -6,8 +6,12 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+DEEPEST = 50
+"""Levels of lists and objects at most in JSON that a peer sends."""
 
 REASON_CHARACTERS = 300
 """As much is kept of a reason that somebody else gave."""
@@ -28,24 +32,46 @@ def printable(text: str, limit: int | None = None, keep: str = "") -> str:
     return "".join(shown)[:limit]
 
 
+def composed(text: str) -> str:
+    """Return a text in Unicode's composed form (NFC): macOS writes ``é`` as two characters, and others as one."""
+    return unicodedata.normalize("NFC", text)
+
+
 def shortened(text: str, most: int = 60) -> str:
     """Return a text, or its beginning, as part of a line."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def parsed_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:
+    """Return the value of a JSON text.
+
+    Parameters
+    ----------
+    deepest
+        Levels of lists and objects at most, in what a peer sent; None: as many as Python can read.
 
     Raises
     ------
     ValueError
-        If it is none, nested deeper than Python goes, or has a number that is not finite.
+        If it is none, nested too deeply, or has a number that is not finite.
     """
     try:
-        return json.loads(text, parse_constant=_finite, parse_float=_finite)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("lists and objects nested too deeply") from None
+    level: list[Any] = [value]
+    for _ in range(deepest or 0):
+        level = [inner for each in level for inner in _inside(each)]
+    if deepest is not None and any(isinstance(each, dict | list) for each in level):
+        raise ValueError(f"lists and objects nested more than {deepest} deep")
+    return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _finite(text: str) -> float:

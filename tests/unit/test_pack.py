@@ -259,7 +259,7 @@ def test_images_by_class(tmp_path: Path) -> None:
     assert np.asarray(Image.open(root / "dog" / "colour.png").convert("L")).tobytes() in inputs
     assert tells(packed.notes[0], 1, "RGB", "L")
     found = pack(root, tmp_path / "found", settings()).card
-    assert (found.input_shape, found.classes) == ((1, 4, 5), ("cat", "dog"))
+    assert (found.input_shape, found.classes) == ((3, 4, 5), ("cat", "dog"))  # as one of them has colours
 
 
 def test_colour_images_are_channels_first(tmp_path: Path) -> None:

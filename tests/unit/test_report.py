@@ -12,12 +12,13 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from facts import tells
 from run_folders import write_run
 
 from fedloom.errors import DataError, StorageError
 from fedloom.federation.folder import RunFolder
 from fedloom.reporting.follow import follow_report
-from fedloom.reporting.report import _matrix, write_report
+from fedloom.reporting.report import Section, _matrix, _section, write_report
 from fedloom.words import as_csv, counted
 
 SECTIONS = [
@@ -501,7 +502,71 @@ def test_a_line_of_metrics_from_elsewhere(small: Path) -> None:
     line["seen"] = {"accuracy": 1}
     (run / "metrics.jsonl").write_text(json.dumps(line))
     found = left_out(write_report(run).read_text())
-    assert "not what FedLoom writes (KeyError" in found["Results"]
+    assert tells(found["Results"], "metrics.jsonl", "seen.clients")
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError])
+def test_a_bug_in_a_section_is_raised_and_a_broken_file_is_not(small: Path, error: type[Exception]) -> None:
+    def build(run: RunFolder) -> Section:
+        raise error("a bug")
+
+    run = RunFolder.open(small)
+    for title in ("Results", "Settings"):
+        with pytest.raises(error, match="a bug"):
+            _section(title, run, build)
+    (small / "metrics.jsonl").write_text((small / "metrics.jsonl").read_text().replace("accuracy_std", "other"))
+    assert tells(_section("Results", run, build).absent, "metrics.jsonl", "accuracy")
+
+
+WRONG: list[tuple[str, tuple[str | int, ...], object]] = [
+    ("summary.json", ("seen", "accuracy_std"), None),
+    ("summary.json", ("communication",), []),
+    ("summary.json", ("duration_s",), "long"),
+    ("summary.json", ("last_evaluations",), 3),
+    ("summary.json", ("pefll",), 3),
+    ("summary.json", ("best", "round"), -1),
+    ("confusion.json", ("personal", "seen", 0), [1]),
+    ("confusion.json", ("classes",), ["a"]),
+    ("confusion.json", ("global",), {"seen": "x"}),
+    ("calibration.json", ("edges",), [0.5]),
+    ("calibration.json", ("personal", "seen"), [[1, 2]]),
+    ("summary.json", ("algorithm",), []),
+    ("descriptors.json", ("clients", "class", 0), 99),
+    ("descriptors.json", ("maps",), []),
+    ("descriptors.json", ("maps", 0, "xy"), [[0, 0]]),
+    ("descriptors.json", ("round", 0), 10**30),
+    ("journal.jsonl", ("phases",), 3),
+    ("journal.jsonl", ("phases",), {"a": 10**30}),
+    ("metrics.jsonl", ("uncertainty", "seen"), {"ece": "x"}),
+    ("metrics.jsonl", ("left_out",), 5),
+    ("partition.json", ("scheme",), {}),
+]
+
+
+@pytest.mark.parametrize(("file", "keys", "value"), WRONG)
+@UNRENDERED
+def test_a_value_of_another_form_is_never_taken_for_a_bug(
+    small: Path, file: str, keys: tuple[str | int, ...], value: object
+) -> None:
+    first, *others = (small / file).read_text().splitlines() if file.endswith("l") else [(small / file).read_text()]
+    document = json.loads(first)
+    at = document
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    (small / file).write_text("\n".join([json.dumps(document), *others]) + "\n")
+    assert titles(write_report(small).read_text()) == SECTIONS
+
+
+@pytest.mark.parametrize(("column", "value"), [(1, "maybe"), (2, "many"), (8, "x"), (8, "nan")])
+@UNRENDERED
+def test_a_broken_cell_of_the_clients_is_named(small: Path, column: int, value: str) -> None:
+    header, first, *others = (small / "clients.csv").read_text().splitlines()
+    cells = first.split(",")
+    cells[column] = value
+    (small / "clients.csv").write_text("\n".join([header, ",".join(cells), *others]) + "\n")
+    found = left_out(write_report(small).read_text())
+    assert all("clients.csv" in said for said in found.values())
 
 
 @UNRENDERED

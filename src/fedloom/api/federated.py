@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,10 @@ class Federated:
         Parameters
         ----------
         dataset
-            Its examples, ``(image, label)`` each: without a transform, or with ``ToTensor`` alone.
+            Its examples, ``(image, label)`` each: without a transform, or with ``ToTensor`` alone. Images are
+            Pillow's of 8 bits a channel, tensors ``[channels, height, width]`` or arrays ``[height, width,
+            channels]``; labels whole numbers from 0, or names of classes. Palettes become RGB and booleans 0 and 255,
+            with a warning in the log ``fedloom.data``.
         scheme
             Who gets which, as ``data.partition`` of an experiment:
             ``{"scheme": "dirichlet", "clients": 20, "alpha": 0.1}``.
@@ -120,24 +123,29 @@ class Federated:
         Raises
         ------
         DataError
-            If an example is no image and label, or images are of several sizes, or changed by a transform.
+            If an example is no image and label, a pixel or label cannot be kept exactly, images are of several sizes,
+            or there are fewer or more examples than ``len(dataset)``.
         ExperimentError
             If the scheme is not a mapping. What is in it is checked where it is used.
         """
-        for name, one in (("dataset", dataset), ("test", test)):
-            if one is not None and not (hasattr(one, "__iter__") or hasattr(one, "__len__")):
-                raise DataError(f"{name}: found a {type(one).__name__}; allowed: a data set of torchvision")
+        from fedloom.data.local import tell_notes
+        from fedloom.data.pack.items import read_items
+
         partition = _partition(scheme)
         if classes is None:
             classes = getattr(dataset, "classes", None)
-        if test is None:
-            x, y = _images(dataset, "dataset")
-            arrays = {"x": x, "y": y}
-        else:
-            arrays = {}
-            for name, one in (("train", dataset), ("test", test)):
-                arrays[f"{name}_x"], arrays[f"{name}_y"] = _images(one, "dataset" if name == "train" else "test")
-        return cls._kept([(None, arrays)], classes, root, {"partition": partition, **settings})
+        arrays: dict[str, Any] = {}
+        told: list[tuple[str, Sequence[str]]] = []
+        given = (
+            {"": ("dataset", dataset)} if test is None else {"train_": ("dataset", dataset), "test_": ("test", test)}
+        )
+        for prefix, (what, one) in given.items():
+            arrays[f"{prefix}x"], arrays[f"{prefix}y"], notes = read_items(one, what)
+            told.append((what, notes))
+        made = cls._kept([(None, arrays)], classes, root, {"partition": partition, **settings})
+        for what, of_one in told:
+            tell_notes(f"{what} ({Path(made.model_dump()['source']['path']).name})", of_one)
+        return made
 
     @classmethod
     def from_frame(
@@ -256,44 +264,3 @@ def _array(value: Any, what: str) -> Any:
     if found.dtype == object and not all(isinstance(item, str) for item in found.reshape(-1).tolist()):
         raise DataError(f"{what}: found an array of objects; allowed: numbers, or names of classes")
     return found
-
-
-def _images(dataset: Iterable[Any], what: str) -> tuple[Any, Any]:
-    """The images of a data set ``[n, channels, height, width]``, uint8, and their labels ``[n]``."""
-    import numpy as np
-
-    images: list[Any] = []
-    labels: list[int] = []
-    for place, item in enumerate(dataset if hasattr(dataset, "__iter__") else _items(dataset)):
-        where = f"{what}[{place}]"
-        if not isinstance(item, Sequence) or len(item) != 2:
-            raise DataError(f"{where}: found a {type(item).__name__}; allowed: (image, label)")
-        image, label = item
-        is_tensor = hasattr(image, "detach")
-        pixels = _array(image, where)
-        if pixels.ndim == 2:
-            pixels = pixels[None] if is_tensor else pixels[:, :, None]
-        if pixels.ndim != 3:
-            raise DataError(
-                f"{where}: found an image of shape {list(pixels.shape)}; allowed: one with height and width"
-            )
-        if not is_tensor:  # Pillow's: height, width, channels
-            pixels = pixels.transpose(2, 0, 1)
-        if pixels.dtype.kind == "f":  # ToTensor divides by 255
-            whole = np.round(pixels * 255)
-            if not (np.abs(pixels * 255 - whole) < 1e-3).all() or whole.min() < 0 or whole.max() > 255:
-                raise DataError(f"{where}: found pixels changed by a transform; allowed: none, or ToTensor alone")
-            pixels = whole
-        if images and pixels.shape != images[0].shape:
-            found, allowed = list(pixels.shape), list(images[0].shape)
-            raise DataError(f"{where}: found an image of shape {found}; allowed: {allowed}, as the first's")
-        images.append(pixels.astype(np.uint8))
-        labels.append(int(label))
-    if not images:
-        raise DataError(f"{what}: found no examples")
-    return np.stack(images), np.array(labels, dtype=np.int64)
-
-
-def _items(dataset: Any) -> Iterable[Any]:
-    """The items of a data set, which has a length and places."""
-    return (dataset[place] for place in range(len(dataset)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -13,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from fedloom.cluster.manifests import Manifest
 from fedloom.cluster.refusals import refusal
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
+from fedloom.words import parsed_json
 
 log = logging.getLogger("fedloom.cluster")
 
@@ -178,7 +178,7 @@ class Api:
             response = self._once("GET", self._path(kind), query, None, read_s=wait_s + 5, stream=True)
             try:
                 for line in iter_resp_lines(response):
-                    event = json.loads(line)
+                    event = parsed_json(line)
                     if event.get("type") == "ERROR":  # usually 410: the version is too old; a list gives a new one
                         log.debug("watch ended: %s", event.get("object"))
                         break
@@ -232,7 +232,7 @@ class Api:
         while True:
             try:
                 response = self._once(method, path, query, body, read_s=READ_S)
-                return response.data.decode(errors="replace") if text else json.loads(response.data)
+                return response.data.decode(errors="replace") if text else parsed_json(response.data)
             except self._exceptions as error:
                 if error.status not in PASSING:  # 0 is a certificate that is not accepted
                     raise self._failure(error, f"{method} {path}") from error
@@ -352,7 +352,7 @@ def _message(error: Any) -> str:
     """What the API server said, without what surrounds it."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     try:
-        said = json.loads(body).get("message")
+        said = parsed_json(body).get("message")
     except (ValueError, AttributeError):
         said = body.strip()[:200]
     return str(said or error.reason)

@@ -15,6 +15,7 @@ from fedloom.experiment.validation_errors import explain, listing, shown
 from fedloom.experiment.yaml_reader import parse
 from fedloom.settings import Settings
 from fedloom.storage.folder import read_file
+from fedloom.words import parsed_json
 
 OWN = "fedloom.dev/"
 """Prefix of our own labels and annotations."""
@@ -240,7 +241,7 @@ _S = TypeVar("_S", bound=Settings)
 
 def _read(settings: type[_S], text: str, source: str) -> _S:
     try:
-        value = json.loads(text)
+        value = parsed_json(text)
     except ValueError as error:
         raise ExperimentError(f"{source}: not JSON ({error})") from error
     if not isinstance(value, dict):

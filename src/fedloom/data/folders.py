@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedloom.errors import StorageError
 from fedloom.storage.folder import sync
 
 log = logging.getLogger("fedloom.data")
@@ -23,11 +24,69 @@ def data_root(root: Path | str | None = None) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is about to be made; others wait. It goes when the process goes, killed or not."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+    """Hold the lock of a folder that is about to be made; others wait. It goes when the process goes, killed or not.
+
+    Several users may share the folders above: whoever may read the lock may hold it.
+
+    Raises
+    ------
+    StorageError
+        If this user may not make the lock: who owns the place, and what to do.
+    """
+    path = folder.parent / f".{folder.name}.lock"
+    with naming_owner(path):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:  # another user's
+            if not path.exists():
+                raise
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def naming_owner(path: Path) -> Iterator[None]:
+    """Say what to do where another user's permissions end what is done in the block.
+
+    Raises
+    ------
+    StorageError
+        Who owns the nearest folder that is there.
+    """
+    try:
+        yield
+    except (PermissionError, StorageError) as error:
+        cause = error.__cause__ if isinstance(error, StorageError) else error
+        if not isinstance(cause, PermissionError):
+            raise
+        there = next((above for above in (path, *path.parents) if _is_there(above)), path)
+        raise StorageError(
+            f"{path}: {(cause.strerror or str(cause)).lower()}: {there} belongs to {_owner(there)}",
+            hint="use a data root of your own (data.root, or the variable FEDLOOM_DATA), or have its owner share it "
+            "with a group: chgrp -R GROUP DIR && chmod -R g+rwX DIR, and chmod g+s on its folders",
+        ) from error
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.owner()
+    except (KeyError, OSError):  # of a user whom this machine does not know
+        try:
+            return f"the user {path.stat().st_uid}"
+        except OSError:
+            return "another user"
 
 
 @contextmanager
@@ -37,17 +96,19 @@ def published(folder: Path) -> Iterator[Path]:
     A process killed in the block leaves a staging folder, which no reader looks at and the next writer removes.
     Call it under :func:`locked`.
     """
-    for leftover in folder.parent.glob(f".{folder.name}.staging-*"):
-        log.info("removing %s, left by a process that was killed", leftover)
-        shutil.rmtree(leftover)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.staging-", dir=folder.parent))
+    with naming_owner(folder):
+        for leftover in folder.parent.glob(f".{folder.name}.staging-*"):
+            log.info("removing %s, left by a process that was killed", leftover)
+            shutil.rmtree(leftover)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.staging-", dir=folder.parent))
     try:
         content = staging / "content"
         content.mkdir()
         yield content
-        if folder.exists():
-            folder.rename(staging / "replaced")
-        content.rename(folder)
+        with naming_owner(folder):
+            if folder.exists():
+                folder.rename(staging / "replaced")
+            content.rename(folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from pydantic import Field
 
 from fedloom.data.apportion import stratified
 from fedloom.data.copies import equal_inputs
-from fedloom.data.folders import data_root, locked, published
+from fedloom.data.folders import data_root, locked, naming_owner, published
 from fedloom.data.keyed import keyed_generator
+from fedloom.data.listing import files_below
 from fedloom.data.pack.arrays import examples_of, read_arrays
 from fedloom.data.pack.columns import read_frame, read_parquet
 from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, listed
@@ -35,7 +35,7 @@ from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
 from fedloom.settings import Settings
 from fedloom.storage.folder import fill, read_file, sync, write_atomically
-from fedloom.words import counted
+from fedloom.words import counted, parsed_json
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -121,7 +121,7 @@ class Card:
             If it is damaged, or of another version.
         """
         try:
-            found = json.loads(read_file(path))
+            found = parsed_json(read_file(path))
             if found.pop("version") != VERSION:
                 raise DataError(f"{path}: of another version; allowed: {VERSION}", hint=f"remove {path.parent}")
             owners = found["owners"]
@@ -155,7 +155,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or what was made of it is gone
-        kept = json.loads(record.read_bytes())
+        kept = parsed_json(record.read_bytes())
         found = _source(home, kept["name"])
         tell_notes(str(path), kept["notes"])
         return found
@@ -172,8 +172,9 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     name = keep(dataset, examples, str(path), root)
     if examples.features is not None:
         log.info("%s: features %s", path, listed(examples.features))
-    record.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(record, json.dumps({"name": name, "notes": examples.notes}).encode())
+    with naming_owner(record):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(record, json.dumps({"name": name, "notes": examples.notes}).encode())
     tell_notes(str(path), examples.notes)
     return _source(home, name)
 
@@ -271,12 +272,10 @@ def _reader(dataset: str, path: Path) -> Reader:
 def _stamp(dataset: str, files: LocalFiles, path: Path) -> str:
     """Changes whenever what is at the path may have changed, or is to be read otherwise."""
     told = hashlib.sha256(json.dumps([READ, dataset, files.model_dump(), str(path.resolve())]).encode())
-    for at, _, names in sorted(os.walk(path)) if path.is_dir() else [(str(path.parent), [], [path.name])]:
-        for name in sorted(names):
-            file = Path(at) / name
-            about = file.stat() if file.exists() else file.lstat()  # a link to nothing has nothing else
-            read = [at, name, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
-            told.update(json.dumps(read).encode())
+    for file in files_below(path) if path.is_dir() else [path]:
+        about = file.stat() if file.exists() else file.lstat()  # a link to nothing has nothing else
+        read = [str(file), about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+        told.update(json.dumps(read).encode())
     return told.hexdigest()
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom.data.folders import naming_owner
 from fedloom.data.reserve import Reserved
 from fedloom.errors import DataError, as_storage_error
 from fedloom.storage.folder import read_file
@@ -262,7 +263,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / "partition.json"
     try:
-        text = read_file(path)
+        with naming_owner(path):
+            text = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"no partition here: expected its manifest in {path}", hint=FIX) from None
     except OSError as error:
@@ -285,7 +287,8 @@ def read_shard(folder: Path, entry: ClientEntry) -> bytes:
     """
     path = shard_path(folder, entry.id)
     try:
-        content = read_file(path)
+        with naming_owner(path):
+            content = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"the shard of client {entry.id} is missing: expected {path}", hint=FIX) from None
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind,
 from fedloom.data.own import AGAIN, check_features, read_card, read_own_shard
 from fedloom.data.pack.arrays import numbered
 from fedloom.data.pack.examples import Mistakes
+from fedloom.data.problem import Problem
 from fedloom.data.values import Rounding, numbers
 from fedloom.errors import DataError
+from fedloom.words import composed
 
 MOST_EXAMPLES = 1_000_000
 """Of a client: more are no better a description of it, and would fill its memory."""
@@ -45,15 +47,14 @@ class Wanted:
     features: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, problem: Mapping[str, Any], features: tuple[str, ...] | None) -> Wanted:
-        """Read it from what a run says of its problem, and its experiment of the columns."""
-        normalization = problem["normalization"]
+    def of(cls, problem: Problem, features: tuple[str, ...] | None) -> Wanted:
+        """Return what a run's problem asks for, and its experiment of the columns."""
         return cls(
-            problem["dataset"],
-            problem["kind"],
-            tuple(problem["input_shape"]),
-            tuple(problem["class_names"]),
-            Normalization(tuple(normalization["mean"]), tuple(normalization["std"])),
+            problem.dataset,
+            problem.kind,
+            problem.input_shape,
+            problem.class_names,
+            problem.normalization,
             features,
         )
 
@@ -136,7 +137,8 @@ class Newcomer(FederatedDataset):
             if found != needed:
                 raise DataError(f"{folder}: {what} is {found}; allowed: {needed}, as the run was trained with")
         check_features(folder, card, wanted.features)
-        foreign = [name for name in card.classes if name not in wanted.class_names] if card.labelled else []
+        place = {composed(name): i for i, name in enumerate(wanted.class_names)}
+        foreign = [name for name in card.classes if composed(name) not in place] if card.labelled else []
         if foreign:
             raise DataError(
                 f"{folder}: found class {foreign[0]!r}, which the run lacks; allowed: {', '.join(wanted.class_names)}"
@@ -148,7 +150,7 @@ class Newcomer(FederatedDataset):
             raise DataError(f"{folder}: the shard is damaged: {error}", hint=AGAIN) from error
         y = tensors.get("train_y")
         if y is not None and card.labelled:
-            places = torch.tensor([wanted.class_names.index(name) for name in card.classes])
+            places = torch.tensor([place[composed(name)] for name in card.classes])
             y = places[checked_labels(y, len(x), len(card.classes))]
         return cls(card.id, x, y, wanted)
 
@@ -180,7 +182,7 @@ def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
         what = "whole numbers from 0 to 255" if wanted.kind == "pixels" else "whole numbers, the tokens"
         raise DataError(f"x: found {x.dtype}; allowed for {wanted.kind}: {what}")
     most = 255 if wanted.kind == "pixels" else len(wanted.class_names) - 1
-    low, high = int(x.min()), int(x.max())
+    low, high = _range(x)
     if low < 0 or high > most:
         raise DataError(f"x: found {wanted.kind} from {low} to {high}; allowed: from 0 to {most}")
     return x.to(torch.uint8)
@@ -200,7 +202,7 @@ def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
         raise DataError(f"y: found {y.dtype}; allowed: whole numbers from 0 to {classes - 1}")
     if not classes:
         raise DataError("y: found labels; allowed: none, the run's data have no classes")
-    low, high = int(y.min()), int(y.max())
+    low, high = _range(y)
     if low < 0 or high >= classes:
         raise DataError(f"y: found labels from {low} to {high}; allowed: from 0 to {classes - 1}")
     return y.long()
@@ -251,11 +253,18 @@ def _positions(y: Any, wanted: Wanted) -> Tensor:
     return torch.from_numpy(found)
 
 
+def _range(values: Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest of integers; of unsigned ones torch itself cannot tell."""
+    array = values.numpy()
+    return int(array.min()), int(array.max())
+
+
 def _tensor(values: Any, what: str) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().cpu()
     try:
         array = np.ascontiguousarray(values)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch knows the machine's own order alone
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
         raise DataError(f"{what}: found {type(values).__name__}; allowed: numbers, in an array or a list") from error

@@ -28,7 +28,7 @@ from fedloom.data.manifest import (
 from fedloom.errors import DataError
 from fedloom.settings import Settings
 from fedloom.storage.folder import read_file
-from fedloom.words import counted
+from fedloom.words import composed, counted
 
 CARD = "client.json"
 SHARD = "shard.safetensors"
@@ -76,7 +76,8 @@ class Own(Settings):
             )
         if not self.classes:
             raise ValueError("classes: found none; allowed: at least one name")
-        twice = next((name for name in self.classes if self.classes.count(name) > 1), None)
+        names = [composed(name) for name in self.classes]
+        twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"classes: found {twice!r} twice; allowed: each once")
         if self.kind == "tokens" and len(self.classes) > 256:
@@ -297,7 +298,7 @@ class OwnClients:
         first_folder, first, _ = next(iter(ordered.values()))
         for folder, card, _ in ordered.values():
             for what in ("kind", "input_shape", "classes"):
-                if getattr(card, what) != getattr(first, what):
+                if _plain(getattr(card, what)) != _plain(getattr(first, what)):
                     raise DataError(
                         f"{folder}: {what} is {_shown(getattr(card, what))}, of {first_folder} "
                         f"{_shown(getattr(first, what))}; allowed: one kind of data",
@@ -320,7 +321,7 @@ class OwnClients:
         for name, card in self.cards.items():
             for what in ("kind", "input_shape", "classes"):
                 found, needed = getattr(card, what), getattr(own, what)
-                if found != needed:
+                if _plain(found) != _plain(needed):
                     raise DataError(
                         f"{self.folders[name]}: {what} is {_shown(found)}; allowed by data.own.{what}: "
                         f"{_shown(needed)}",
@@ -442,6 +443,11 @@ def _packed(given: Path) -> list[Path]:
     if not inside:
         raise DataError(f"no packed client here: expected {given / CARD}, or folders with one", hint=AGAIN)
     return inside
+
+
+def _plain(value: object) -> object:
+    """Return a value by which two are compared: names of classes in one Unicode form."""
+    return tuple(composed(str(item)) for item in value) if isinstance(value, tuple) else value
 
 
 def _shown(value: object) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.words import composed
+
 EXACT = 2**53
 """Integers up to here are whole numbers of a 64-bit float, in which values are checked."""
 
@@ -118,6 +120,8 @@ class Rounding:
 def label_text(value: object) -> str | None:
     """Return the name that a label, or an owner, is given by: whole numbers in digits; None where it is missing.
 
+    Text is in Unicode's composed form, so that two spellings that look alike are one name.
+
     Raises
     ------
     ValueError
@@ -133,7 +137,7 @@ def label_text(value: object) -> str | None:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
-        text = value.strip()
+        text = composed(value.strip())
         return None if text in MISSING else text
     if isinstance(value, bool | int):
         return str(value)

@@ -16,6 +16,7 @@ from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
 from fedloom.experiment.validation_errors import KeyPath, explain, listing, shown
 from fedloom.models.module import check_sent_factory
+from fedloom.words import DEEPEST, parsed_json
 
 
 def validated(
@@ -76,8 +77,8 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
     """
     source = "experiment sent by the aggregator"
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parsed_json(text, DEEPEST)
+    except ValueError as error:
         raise ExperimentError(f"{source}: not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("data"), dict):
         raise ExperimentError(f"{source}: found {shown(value)}; allowed: a mapping with the key data")

@@ -16,6 +16,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedloom.words import parsed_json
+
 _BEFORE = b'{"__metadata__":{"fedloom":"{\\"sha256\\": \\"'
 _AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)
 _ZEROS = b"0" * 64
@@ -51,12 +53,12 @@ def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if said != found:
         raise ValueError(f"damaged: found sha256 {found[:12]}, written with {said[:12]}")
     try:
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        about: dict[str, Any] = json.loads(header["__metadata__"]["fedloom"])
+        header = parsed_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        about: dict[str, Any] = parsed_json(header["__metadata__"]["fedloom"])
         del about["sha256"]
         return safetensors.torch.load(content), about
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"damaged: {error}") from error
 
 
 def digest_of(content: bytes) -> str:

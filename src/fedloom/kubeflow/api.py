@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
+from fedloom.words import parsed_json
 
 TIMEOUT_S = (8, 60)
 """To connect, and for an answer."""
@@ -382,5 +383,5 @@ def _message(body: Any) -> str:
     """What the API says went wrong, on one line."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     with suppress(ValueError, KeyError, TypeError):
-        text = str(json.loads(text)["message"])
+        text = str(parsed_json(text)["message"])
     return " ".join(text.split())[:500]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse
 from fedloom.federation.folder import ABSENT, EXPERIMENT, RunFolder
+from fedloom.reporting import inputs
 from fedloom.reporting.words import human_bytes, is_masked, method_title
 from fedloom.words import counted
 
@@ -215,18 +216,9 @@ def _check_installed(*packages: str) -> None:
 
 
 def _sections(run: RunFolder) -> list[Section]:
-    # Data without classes leave nothing to be right about.
-    quality: dict[str, Callable[[RunFolder], Section]] = (
-        {"Learning curves": _curves, "Results": _results}
-        if _without_classes(run)
-        else {
-            "Learning curves": _curves,
-            "Results": _results,
-            "Clients": _clients,
-            "Confusion matrix": _confusion,
-            "Calibration": _calibration,
-        }
-    )
+    quality: dict[str, Callable[[RunFolder], Section]] = {"Learning curves": _curves, "Results": _results}
+    if not _without_classes(run):  # data without classes leave nothing to be right about
+        quality |= {"Clients": _clients, "Confusion matrix": _confusion, "Calibration": _calibration}
     if (run.path / "descriptors.json").exists():  # only some methods have descriptors
         quality["Descriptors"] = _descriptors
     if (run.path / "uncertainty.json").exists():  # of methods whose models are distributions
@@ -239,6 +231,20 @@ def _sections(run: RunFolder) -> list[Section]:
     return [_section(title, run, build) for title, build in {**quality, **circumstances}.items()]
 
 
+FILES: Mapping[str, Sequence[str]] = {
+    "Learning curves": ("metrics.jsonl", "partition.json"),
+    "Results": ("metrics.jsonl", "summary.json"),
+    "Clients": ("clients.csv", "metrics.jsonl"),
+    "Confusion matrix": ("confusion.json",),
+    "Calibration": ("calibration.json", "metrics.jsonl", "summary.json"),
+    "Descriptors": ("descriptors.json", "partition.json"),
+    "Uncertainty": ("uncertainty.json", "clients.csv"),
+    "Client by client": ("clients.csv", "metrics.jsonl", "confusion.csv", "partition.json"),
+    "Time": ("journal.jsonl", "summary.json"),
+}
+"""Files that sections are made of, other than those that are checked when they are read."""
+
+
 def _without_classes(run: RunFolder) -> bool:
     try:
         return run.manifest().classes == 0
@@ -247,13 +253,15 @@ def _without_classes(run: RunFolder) -> bool:
 
 
 def _section(title: str, run: RunFolder, build: Callable[[RunFolder], Section]) -> Section:
-    """A section, or the line that says why it is left out: the one place where a broken file is forgiven."""
+    """Return a section, or the line that says which file is broken; other errors are bugs, and raised."""
     try:
-        return build(run)
+        try:
+            return build(run)
+        except inputs.OF_BROKEN_FILES:
+            inputs.check(run, FILES.get(title, ()))
+            raise
     except DataError as error:
         return Section(title, absent=_within(run, error))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        return Section(title, absent=f"its file is not what FedLoom writes ({type(error).__name__}: {error})")
 
 
 def _within(run: RunFolder, error: DataError) -> str:
@@ -278,6 +286,7 @@ def _head(run: RunFolder) -> Head:
     notices: list[str] = []
     try:
         lines = run.metrics()
+        inputs.check(run, ("metrics.jsonl",))
         if lines.unreadable:
             notices.append(f"metrics.jsonl: {counted(lines.unreadable, 'unreadable line')} left out.")
         last = lines[-1] if lines else None
@@ -287,29 +296,24 @@ def _head(run: RunFolder) -> Head:
                 f"Not in the statistics of round {last['round']}: {counted(missing['absent'], 'client')} that did not "
                 f"answer, {missing['untested']} without test examples."
             )
-    except (DataError, KeyError, TypeError, AttributeError):  # the sections made from this file say what is wrong
+    except DataError:  # the sections made from this file say what is wrong
         last = None
     try:
         manifest = run.manifest()
         data = f"{len(manifest.roster)} seen and {counted(len(manifest.unseen), 'unseen client')}, scheme "
-        data += f"{manifest.scheme['scheme']}, {_range([client.train for client in manifest.clients])} training "
-        data += "examples each"
-    except (DataError, KeyError):
+        data += f"{manifest.scheme.get('scheme', DASH)}, {_range([client.train for client in manifest.clients])} "
+        data += "training examples each"
+    except DataError:
         data = ""
     try:
-        summary = run.json("summary.json")
+        summary = inputs.checked(run, "summary.json")
         about = (str(summary["name"]), f"algorithm {summary['algorithm']}", f"model {summary['model']}")
         steps = None if last is None else last.get("client_steps")
         title = _title(method_title(summary), summary["dataset"], summary["seed"])
         return Head(title, " · ".join(about), data, tuple(notices), False, _quality(summary), _cost(summary, steps))
-    except (DataError, KeyError, TypeError, ValueError) as error:
-        why = (
-            _within(run, error)
-            if isinstance(error, DataError)
-            else f"summary.json is not what FedLoom writes ({error!r})"
-        )
+    except DataError as error:
         upto = "" if last is None else f"; the results are those of round {last['round']}"
-        unfinished = f"This run is not finished: {why}{upto}."
+        unfinished = f"This run is not finished: {_within(run, error)}{upto}."
         title = _unfinished_title(run)
         return Head(title, f"{run.path.resolve().name} · unfinished run", data, (unfinished, *notices), True)
 
@@ -388,19 +392,16 @@ def _results(run: RunFolder) -> Section:
 
 def _late(run: RunFolder) -> list[str]:
     """What the last evaluations say together, of a run that is finished and has several."""
-    try:
-        found = run.json("summary.json")["last_evaluations"]
-        if found["evaluations"] < 2:
-            return []
-        first, last = found["rounds"]
-        said = []
-        for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
-            over = (found[key] or {}).get("accuracy_mean")
-            if over is not None:
-                mean, *ends = (_percent(over[name]) for name in ("mean", "lowest", "highest"))
-                said.append(f"{label} {mean} ({' to '.join(ends)})")
-    except (DataError, KeyError, TypeError, ValueError):  # an older run, or one that goes on
+    found = _summary(run).get("last_evaluations")
+    if found is None or found["evaluations"] < 2:  # an older run, or one that goes on
         return []
+    first, last = found["rounds"]
+    said = []
+    for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
+        over = (found[key] or {}).get("accuracy_mean")
+        if over is not None:
+            mean, *ends = (_percent(over[name]) for name in ("mean", "lowest", "highest"))
+            said.append(f"{label} {mean} ({' to '.join(ends)})")
     if not said:
         return []
     return [
@@ -412,9 +413,9 @@ def _late(run: RunFolder) -> list[str]:
 def _best(run: RunFolder) -> Mapping[str, Any] | None:
     """The best round: of a finished run as its summary has it, so that no torch is needed."""
     try:
-        found: Mapping[str, Any] | None = run.json("summary.json")["best"]
+        found: Mapping[str, Any] | None = inputs.checked(run, "summary.json")["best"]
         return found
-    except (DataError, KeyError):
+    except DataError:
         from fedloom.evaluation.summary import best
 
         return best(run.evaluations())
@@ -545,8 +546,9 @@ def _classes(labels: Sequence[str], names: Mapping[str, str]) -> str:
 def _named(run: RunFolder) -> dict[str, dict[str, str]]:
     """Rows of ``clients.csv`` by id; none where it cannot be read."""
     try:
+        inputs.check(run, ("clients.csv",))
         return {row["id"]: row for row in run.clients()}
-    except (DataError, KeyError):
+    except DataError:
         return {}
 
 
@@ -625,6 +627,8 @@ def _confusion(run: RunFolder) -> Section:
         groups = [each for each in document["global"].values() if each is not None]
         summed = [[sum(cells) for cells in zip(*lines, strict=True)] for lines in zip(*groups, strict=True)]
         counts["global"] = ("All clients, global model", summed)
+    if not counts:
+        raise DataError(f"{run.path / 'confusion.json'}: no client answered in round {document['round']}")
     wide = figures.confusion_is_wide(names)
     panels = tuple(
         Panel(f"confusion-{key}", figures.confusion(each, names, title), wide) for key, (title, each) in counts.items()
@@ -655,11 +659,8 @@ def _mistakes(
 
 def _calibration_of_clients(run: RunFolder) -> dict[str, float | None]:
     """By group, the mean over clients of each one's own calibration error; nothing of a run that is not finished."""
-    try:
-        found = run.json("summary.json")["uncertainty"]
-        return {key: of.get("ece_clients") for key, of in found.items() if of is not None}
-    except (DataError, KeyError, AttributeError):
-        return {}
+    found = _summary(run).get("uncertainty", {})
+    return {key: of.get("ece_clients") for key, of in found.items() if of is not None}
 
 
 def _calibration(run: RunFolder) -> Section:
@@ -756,12 +757,18 @@ def _descriptors(run: RunFolder) -> Section:
     return Section("Descriptors", tuple(panels), columns=2, text=text)
 
 
+def _summary(run: RunFolder) -> Mapping[str, Any]:
+    """Return the summary of a finished run; nothing of another, of which the head says why."""
+    try:
+        return inputs.checked(run, "summary.json")
+    except DataError:
+        return {}
+
+
 def _trained(run: RunFolder) -> int | None:
     """How many rounds a run has trained; None while nobody knows."""
-    try:
-        return int(run.json("summary.json")["rounds"])
-    except (DataError, KeyError):
-        return None
+    rounds: int | None = _summary(run).get("rounds")
+    return rounds
 
 
 def _phases(run: RunFolder) -> Section:
@@ -784,10 +791,8 @@ def _phases(run: RunFolder) -> Section:
     if not any(phases):
         raise DataError(f"{run.path / 'journal.jsonl'}: has no round with phase times")
     others = {name: seconds for name, seconds in (("failed attempts", failed), ("paused", paused)) if seconds}
-    try:
-        rest = run.json("summary.json")["duration_s"] - failed - paused - sum(sum(phase.values()) for phase in phases)
-    except (DataError, KeyError):  # not finished: nobody knows yet
-        rest = 0.0
+    duration = _summary(run).get("duration_s", 0.0)  # of a run that is not finished nobody knows it yet
+    rest = duration - failed - paused - sum(sum(phase.values()) for phase in phases)
     if rest > 0:
         others["evaluation and rest"] = rest
     panels = (
@@ -803,12 +808,9 @@ def _phases(run: RunFolder) -> Section:
 
 def _of_method(run: RunFolder) -> Mapping[str, Any]:
     """What the method itself adds to the summary; nothing, where that cannot be read."""
-    try:
-        summary = run.json("summary.json")
-        found = summary.get(summary["algorithm"], {})
-    except (DataError, KeyError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
+    summary = _summary(run)
+    found: Mapping[str, Any] = summary.get(summary.get("algorithm", ""), {})
+    return found
 
 
 def _method(run: RunFolder) -> Section:

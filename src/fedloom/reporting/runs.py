@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.yaml_reader import parse
 from fedloom.federation.folder import EXPERIMENT, RunFolder
+from fedloom.reporting.inputs import OF_BROKEN_FILES, check_compared
 from fedloom.reporting.words import is_masked
 from fedloom.words import counted
 
@@ -246,10 +247,9 @@ def read_run(folder: Path) -> Run:
                 p: _result(summary, history, best, clients, p, masked=masked, by_loss=by_loss) for p in predictors
             },
         )
-    except KeyError as error:
-        raise DataError(f"{folder}: a file of this run has no key {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{folder}: a file of this run is not what FedLoom writes ({error})") from error
+    except OF_BROKEN_FILES:
+        check_compared(files)
+        raise  # on whole files it is a bug
 
 
 def _result(

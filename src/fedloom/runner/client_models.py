@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.algorithms.base import Group
 from fedloom.data.federated import FederatedDataset
+from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.messages import Message
@@ -135,7 +135,7 @@ def _give(
             dataset.manifest.entry(client)
         if predictor not in loop.predictors:
             raise ExperimentError(f"predictor: found {predictor!r}; allowed: {', '.join(loop.predictors)}")
-        e, problem = parts.experiment, json.loads(about(parts).problem)
+        e, problem = parts.experiment, Problem.from_json(about(parts).problem)
         digest = loop.checkpoints.load(loop.round).digest
 
         def keep(predictors: Predictors, group: Group) -> Message:

@@ -16,6 +16,7 @@ from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.runner.personal_model import Promise
 from fedloom.storage.folder import PRIVATE_FILE
 from fedloom.theory.privacy import gaussian_epsilon, together
+from fedloom.words import parsed_json
 
 VERSION = 1
 """Of a line of the file."""
@@ -90,7 +91,7 @@ class Ledger:
         """z of each request before."""
         for number, line in enumerate(file, 1):
             try:
-                said = json.loads(line)
+                said = parsed_json(line)
                 version, z = said["version"], float(said["noise_multiplier"])
             except (ValueError, TypeError, KeyError):
                 version, z = None, 0.0

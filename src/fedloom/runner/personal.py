@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from fedloom.algorithms.base import Algorithm, Group, available, find
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import read_card
+from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
 from fedloom.evaluation.measure import metrics, nothing_measured
 from fedloom.evaluation.summary import Evaluation
@@ -234,9 +234,9 @@ def _client_of(about: About, asked: Asked) -> _Client:
     """Put together what a client needs, from what a server says of its run."""
     algorithm = find_method(about)
     e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
-    problem = json.loads(about.problem)
+    problem = Problem.from_json(about.problem)
     data = _data(asked, problem, e)
-    parts = assemble.for_newcomers(assemble.make_parts(e, data.manifest), problem["clients"])
+    parts = assemble.for_newcomers(assemble.make_parts(e, data.manifest), problem.clients)
     _check_labels(asked, parts)
     return _Client(private(asked, dataclasses.replace(parts, algorithm=algorithm)), about, data)
 
@@ -312,7 +312,7 @@ def find_method(about: About) -> Algorithm:
     return algorithm
 
 
-def _data(asked: Asked, problem: Mapping[str, Any], e: Experiment) -> Newcomer:
+def _data(asked: Asked, problem: Problem, e: Experiment) -> Newcomer:
     wanted = Wanted.of(problem, e.data.own.features if isinstance(e.data, OwnData) else None)
     if (asked.x is None) is (asked.data is None):
         raise ExperimentError("data: found x and a folder, or neither; allowed: one of them")
@@ -451,7 +451,9 @@ async def converse_for_all(
         if about.run != run:
             raise DataError(f"{where}: found the run {about.run}; allowed: {run}, the model's")
         e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
-        parts = assemble.for_newcomers(assemble.make_parts(e, dataset.manifest), json.loads(about.problem)["clients"])
+        parts = assemble.for_newcomers(
+            assemble.make_parts(e, dataset.manifest), Problem.from_json(about.problem).clients
+        )
         parts = dataclasses.replace(parts, algorithm=find_method(about))
         words = vocabulary(parts.algorithm)
         for entry in dataset.manifest.clients:
@@ -530,7 +532,7 @@ def _made(
     predictor = predictor_of(client.id, predictors, asked.predictor)
     e = client.parts.experiment
     card = card_of(
-        json.loads(client.about.problem),
+        Problem.from_json(client.about.problem),
         run=answered.run,
         round=answered.round,
         digest=answered.digest,
@@ -555,7 +557,7 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
         known = DurableRounds(folder, asked.checkpoint)
         trained = known.parts
         about = known.about
-        data = _data(asked, json.loads(about.problem), trained.experiment)
+        data = _data(asked, Problem.from_json(about.problem), trained.experiment)
         _check_labels(asked, trained)
         parts = private(asked, dataclasses.replace(trained, manifest=data.manifest))
         client = _Client(parts, about, data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.manifest import Kind, Normalization
-from fedloom.errors import ExperimentError
+from fedloom.data.problem import Problem
+from fedloom.errors import DataError, ExperimentError
 from fedloom.models.predictors import Predictor
 from fedloom.storage.folder import write_atomically
 from fedloom.words import printable
@@ -125,10 +125,20 @@ class PersonalModel(nn.Module):
         return self.card.classes
 
     def forward(self, x: Any) -> Tensor:
-        """Probabilities of the classes, ``[b, *input_shape] -> [b, C]``; of a tensor, an array or a list."""
+        """Return probabilities of the classes, ``[b, *input_shape] -> [b, C]``; of a tensor, an array or a list.
+
+        Raises
+        ------
+        DataError
+            If pixels are no integers: floats of a transform such as ``ToTensor`` would be divided by 255 again.
+        """
         if not isinstance(x, Tensor):
             x = torch.as_tensor(x, device=self.mean.device)
         if self.card.kind == "pixels":
+            if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+                raise DataError(
+                    f"x: pixels are of type {x.dtype}; give whole numbers from 0 to 255, such as torch.uint8"
+                )
             x = (x.float() / 255 - self.mean) / self.std
         elif self.card.kind == "features":
             x = (x.float() - self.mean) / self.std
@@ -259,13 +269,12 @@ def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:
     return ExperimentError(f"{what}: this model cannot be exported ({type(error).__name__}: {said}); allowed: {others}")
 
 
-def card_of(problem: Mapping[str, Any], **others: Any) -> Card:
-    """Make a card of what a run says of its problem (``federation.served.About.problem``), and the rest."""
-    normalization = problem["normalization"]
+def card_of(problem: Problem, **others: Any) -> Card:
+    """Make a card of a run's problem, and the rest."""
     return Card(
-        kind=problem["kind"],
-        input_shape=tuple(problem["input_shape"]),
-        classes=tuple(problem["class_names"]),
-        normalization=Normalization(tuple(normalization["mean"]), tuple(normalization["std"])),
+        kind=problem.kind,
+        input_shape=problem.input_shape,
+        classes=problem.class_names,
+        normalization=problem.normalization,
         **others,
     )

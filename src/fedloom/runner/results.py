@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import DataError, QuorumError
+from fedloom.errors import QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.summary import (
     LATE,
@@ -26,6 +25,7 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Extra, Loop
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
+from fedloom.reporting.inputs import checked
 from fedloom.theory.privacy import gaussian_epsilon
 from fedloom.words import as_csv, counted
 
@@ -56,37 +56,32 @@ def what_else(e: Experiment, roster: Roster, folder: RunFolder, *, keep: bool) -
         v, pi = evaluation.records["descriptor"], roster.manifest.class_proportions(evaluation.clients)
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
         if keep:
-            with _earlier(folder, "descriptors.json", evaluation.clients) as before:
-                document = descriptor_document(
-                    before,
-                    evaluation.round,
-                    correlation,
-                    v=v,
-                    pi=pi,
-                    clients=evaluation.clients,
-                    seen=evaluation.seen,
-                    present=evaluation.present,
-                )
+            document = descriptor_document(
+                _earlier(folder, "descriptors.json", evaluation.clients),
+                evaluation.round,
+                correlation,
+                v=v,
+                pi=pi,
+                clients=evaluation.clients,
+                seen=evaluation.seen,
+                present=evaluation.present,
+            )
             folder.write_json("descriptors.json", document)
         return {e.algorithm.name: {"spearman": correlation.as_json()}}
 
     return extra
 
 
-@contextmanager
-def _earlier(folder: RunFolder, name: str, clients: Sequence[str]) -> Iterator[dict[str, Any] | None]:
-    """Give what a file of the run has so far, to be gone on with; None if it is about other clients.
+def _earlier(folder: RunFolder, name: str, clients: Sequence[str]) -> dict[str, Any] | None:
+    """Return what a file of the run has so far, to be continued; None if there is none, or it is about other clients.
 
     Raises
     ------
     DataError
-        If it is not what was written.
+        If it is broken.
     """
-    try:
-        found = folder.json_or_none(name)
-        yield found if found is not None and found["clients"]["ids"] == list(clients) else None
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"{folder.path / name}: not what FedLoom writes ({error!r})") from error
+    found = checked(folder, name) if (folder.path / name).exists() else None
+    return found if found is not None and found["clients"]["ids"] == list(clients) else None
 
 
 def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
@@ -95,15 +90,14 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
     uncertainty = evaluation.uncertainty[:, p]
     if not bool(uncertainty[:, INFORMATION].any()):
         return
-    with _earlier(folder, "uncertainty.json", evaluation.clients) as before:
-        document = client_document(
-            before,
-            evaluation.round,
-            clients=evaluation.clients,
-            seen=evaluation.seen,
-            calibration=evaluation.calibration[:, p],
-            uncertainty=uncertainty,
-        )
+    document = client_document(
+        _earlier(folder, "uncertainty.json", evaluation.clients),
+        evaluation.round,
+        clients=evaluation.clients,
+        seen=evaluation.seen,
+        calibration=evaluation.calibration[:, p],
+        uncertainty=uncertainty,
+    )
     folder.write_json("uncertainty.json", document)
 
 

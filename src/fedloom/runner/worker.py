@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import threading
@@ -16,7 +15,7 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
 from fedloom.data.own import AGAIN, Own, OwnClients, own_manifest, read_own_shard
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, RefusedError
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuringSession
 from fedloom.federation.roster import Member
@@ -26,7 +25,7 @@ from fedloom.transport.address import split_address
 from fedloom.transport.bandwidth import Bandwidth
 from fedloom.transport.worker import Introduction, Joined, Session, serve
 from fedloom.trust.options import ClientOptions, Credentials
-from fedloom.words import shortened
+from fedloom.words import DEEPEST, parsed_json, printable, shortened
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Worker:
         )
 
     def _session(self, joined: Joined) -> Session:
-        told: dict[str, Any] = json.loads(joined.experiment)
+        told = _told(joined.experiment)
         options = self._options
         runtime = experiments.Runtime(
             workers=0, threads=options.threads, device=options.device, clients_at_once=options.clients_at_once
@@ -155,6 +154,24 @@ class Worker:
         return assemble.client_side(
             assemble.make_parts(shared, dataset.manifest), dataset, self._device, options.states, secret=self._secret
         )
+
+
+def _told(text: str) -> dict[str, Any]:
+    """Return what an aggregator tells of its run.
+
+    Raises
+    ------
+    RefusedError
+        If it cannot be read.
+    """
+    try:
+        told = parsed_json(text, DEEPEST)
+    except ValueError as error:
+        reason = printable(str(error), 300)
+        raise RefusedError(f"the aggregator's account of its run cannot be read: {reason}") from error
+    if not isinstance(told, dict) or not isinstance(told.get("experiment"), str):
+        raise RefusedError("the aggregator's account of its run has no experiment")
+    return told
 
 
 class Dealt:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +15,7 @@ import grpc
 from torch import Tensor
 
 import fedloom
+from fedloom.data.problem import Problem
 from fedloom.errors import DataError, QuorumError, RefusedError
 from fedloom.federation.served import About
 from fedloom.messages import Message
@@ -39,7 +39,7 @@ from fedloom.transport.spoken import (
 from fedloom.transport.stream import CHANNEL_OPTIONS
 from fedloom.transport.wire import personalization_pb2 as wire
 from fedloom.trust.options import Credentials
-from fedloom.words import printable
+from fedloom.words import DEEPEST, parsed_json, printable
 
 MOST_BYTES = 1 << 32
 """Of one message that a server sends."""
@@ -415,9 +415,10 @@ async def _write(call: Any, sent: list[bytes]) -> int:
 def _found(told: wire.Described) -> Found:
     about = About(printable(told.served.run), told.algorithm, told.algorithm_version, told.experiment, told.problem)
     try:
-        json.loads(told.problem), json.loads(told.experiment)
-    except ValueError as error:
-        raise RefusedError("what the server says of its run is not JSON") from error
+        Problem.from_json(told.problem)
+        parsed_json(told.experiment, DEEPEST)
+    except (DataError, ValueError) as error:
+        raise RefusedError(f"the server's account of its run cannot be read: {printable(str(error), 300)}") from error
     load = told.load
     return Found(
         about,

@@ -17,7 +17,7 @@ from fedloom.transport.failures import REFUSALS, described, hint
 from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust.options import Credentials, Shown
-from fedloom.words import printable
+from fedloom.words import DEEPEST, parsed_json, printable
 
 State = Literal["waiting", "training", "evaluating", "finished", "failed"]
 
@@ -165,9 +165,19 @@ def from_wire(told: wire.Progress) -> Progress:
         rounds=told.rounds,
         workers=told.workers,
         clients_unserved=told.clients_unserved,
-        evaluated=json.loads(told.evaluated) if told.HasField("evaluated") else None,
+        evaluated=_evaluated(told.evaluated) if told.HasField("evaluated") else None,
         message=printable(told.message, keep="\n"),
     )
+
+
+def _evaluated(text: str) -> Any:
+    """Return the statistics of the last evaluation."""
+    try:
+        return parsed_json(text, DEEPEST)
+    except ValueError as error:
+        raise RefusedError(
+            f"the aggregator's statistics are not JSON that can be read: {printable(str(error), 300)}"
+        ) from error
 
 
 def _distrust(channel: Any, address: str, shown: Shown) -> str | None:

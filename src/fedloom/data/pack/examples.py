@@ -24,7 +24,7 @@ from fedloom.data.values import (
     plain_numbers,
 )
 from fedloom.errors import DataError
-from fedloom.words import counted, shortened
+from fedloom.words import composed, counted, shortened
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
@@ -247,9 +247,10 @@ def positions(
     classes
         Those that are asked for; None: the different labels.
     """
+    labels = [label and composed(label) for label in labels]
     if classes is None:
         classes = _classes_of(labels, where, mistakes)
-    place = {name: i for i, name in enumerate(classes)}
+    place = {composed(name): i for i, name in enumerate(classes)}
     y = np.array([place.get(label or "", -1) for label in labels], dtype=np.int64)
     missing = [i for i in np.flatnonzero(y < 0).tolist() if not labels[i]]
     unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]

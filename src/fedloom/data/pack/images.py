@@ -2,37 +2,87 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.data.listing import files_below, folders_in
 from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Mistakes, Request, Tell, listed
+from fedloom.data.pack.pixels import GREY, UnfitImage, endings, read_picture
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
-from fedloom.words import counted
+from fedloom.words import composed, counted
 
-DEEP = ("I", "F")
-"""How the names of Pillow's modes begin whose values do not fit into a byte."""
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
-    """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on; hidden files are left out.
+    """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on.
 
-    Where whose they are is asked for, an owner's folder is above that of the class.
+    Hidden files and those that operating systems leave behind are passed over; links to folders are followed. With
+    ``client``, an owner's folder is above that of the class. Without ``data.own`` the images are grey if all of them
+    are, else RGB, and of the size of the first.
 
     Raises
     ------
     ExperimentError
-        If another word than ``folder`` says whose they are, Pillow is not installed, or images have not as many
-        channels as are asked for.
+        If ``client`` is another word than ``folder``, Pillow is not installed, or the experiment asks for inputs that
+        are no images.
     DataError
-        If there is no image.
+        If there is no image, or a folder cannot be read.
     """
+    _check_request(folder, request)
+    own = request.own
+    known = endings()
+    files = list(files_below(folder))
+    given = _are_splits(folder, () if own is None else own.classes)
+    depth = int(given) + int(request.client is not None)
+    taken = _Taken(None if own is None else own.input_shape, request.resize)
+    owners: list[str] = []
+    labels: list[str] = []
+    splits: list[int] = []
+    kept: list[Path] = []
+    for done, path in enumerate(files):
+        tell("reading images", done, len(files))
+        name = path.relative_to(folder)  # as mistakes call it: the folder stands before all of them
+        steps = tuple(map(composed, name.parts))
+        label = steps[depth] if len(steps) > depth + 1 else None
+        try:
+            _check_place(path, label, request, known)
+            taken.add(*read_picture(path))
+        except UnfitImage as unfit:
+            mistakes.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
+            continue
+        labels.append(label or "")
+        owners.append(steps[depth - 1] if request.client is not None else "")
+        splits.append(SPLIT_NAMES[steps[0]] if given else 0)
+        kept.append(path)
+    mistakes.refuse()
+    if not kept:
+        raise DataError(f"{folder}: found no image; expected CLASS/NAME.png and the like below it")
+    classes = own.classes if own is not None else found_classes(labels) if request.labelled else ()
+    place = {composed(name): i for i, name in enumerate(classes)}
+    x = taken.joined()
+    return Examples(
+        kind="pixels",
+        classes=classes,
+        x=x,
+        y=np.array([place[label] for label in labels], dtype=np.int64) if request.labelled else None,
+        split=np.array(splits, dtype=np.int64) if given else None,
+        where=lambda i: str(kept[i]),
+        notes=taken.notes(),
+        owners=None if request.client is None else tuple(owners),
+    )
+
+
+def _check_request(folder: Path, request: Request) -> None:
+    """Refuse what a folder of images cannot give, and a machine without Pillow."""
     try:
-        from PIL import Image
+        import PIL.Image  # noqa: F401
     except ImportError:
         raise ExperimentError(
             f"{folder}: reading images needs Pillow, which is not installed", hint="pip install 'fedloom[vision]'"
@@ -45,92 +95,93 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
             f"{folder}: found a folder of images; data.own has kind {own.kind} and input_shape "
             f"{list(own.input_shape)}; allowed for images: kind pixels, 1 or 3 channels"
         )
-    known = Image.registered_extensions()
-    files = list(_files(folder))
-    given = _are_splits(folder, () if own is None else own.classes)
-    depth = int(given) + int(request.client is not None)
-    owners: list[str] = []
-    shape = None if own is None else own.input_shape
-    pixels: list[NDArray[np.uint8]] = []
-    labels: list[str] = []
-    splits: list[int] = []
-    kept: list[Path] = []
-    changed: dict[str, int] = {}
-    for done, path in enumerate(files):
-        tell("reading images", done, len(files))
-        name = path.relative_to(folder)  # as mistakes call it: the folder stands before all of them
-        steps = name.parts
-        label = steps[depth] if len(steps) > depth + 1 else None
-        if path.suffix.lower() not in known:
-            mistakes.add(f"no image, by its name; allowed: {listed(('.png', '.jpg', '.bmp', '.webp'))}, ...", str(name))
-            continue
-        if not path.is_file():
-            mistakes.add("no file, but a pipe, a device or a link to nothing", str(name))
-            continue
-        if request.labelled and label is None:
-            where = "OWNER/CLASS" if request.client is not None else "classes"
-            mistakes.add(f"label missing: an image outside of the folders of {where}", str(name))
-            continue
-        if request.labelled and own is not None and label not in own.classes:
-            mistakes.add(f"unknown class of folder; allowed: {listed(own.classes)}", str(name))
-            continue
-        try:
-            with Image.open(path) as opened:
-                opened.load()
-                image: Image.Image = opened
-                if image.mode.startswith(DEEP):
-                    mistakes.add("more than 8 bits a channel; allowed: images of 8 bits", f"{name}: mode {image.mode}")
-                    continue
-                if shape is None:
-                    shape = (1 if image.mode in ("1", "L", "LA") else 3, image.height, image.width)
-                mode, size = "L" if shape[0] == 1 else "RGB", (shape[2], shape[1])
-                found = image.size
-                if image.mode != mode:
-                    what = f"converted from {image.mode} to {mode}"
-                    changed[what] = changed.get(what, 0) + 1
-                    image = image.convert(mode)
-                if found != size and request.resize:
-                    what = f"resized to {size[1]} x {size[0]}"
-                    changed[what] = changed.get(what, 0) + 1
-                    image = image.resize(size, Image.Resampling.BILINEAR)
-                elif found != size:
-                    allowed = f"another size (height x width); allowed: {size[1]} x {size[0]}, or --resize"
-                    mistakes.add(allowed, f"{name}: {found[1]} x {found[0]}")
-                    continue
-                array = np.asarray(image, dtype=np.uint8)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            mistakes.add("damaged image", f"{name}: {error}")
-            continue
-        pixels.append(array.reshape(size[1], size[0], shape[0]).transpose(2, 0, 1))
-        labels.append(label or "")
-        owners.append(steps[depth - 1] if request.client is not None else "")
-        splits.append(SPLIT_NAMES[steps[0]] if given else 0)
-        kept.append(path)
-    mistakes.refuse()
-    if shape is None or not kept:
-        raise DataError(f"{folder}: found no image; expected CLASS/NAME.png and the like below it")
-    classes = own.classes if own is not None else found_classes(labels) if request.labelled else ()
-    place = {name: i for i, name in enumerate(classes)}
-    return Examples(
-        kind="pixels",
-        classes=classes,
-        x=np.ascontiguousarray(np.stack(pixels)),
-        y=np.array([place[label] for label in labels], dtype=np.int64) if request.labelled else None,
-        split=np.array(splits, dtype=np.int64) if given else None,
-        where=lambda i: str(kept[i]),
-        notes=tuple(f"{counted(count, 'image')} {what}" for what, count in changed.items()),
-        owners=None if request.client is None else tuple(owners),
-    )
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Every file below a folder, in an order that is the same everywhere."""
-    for at, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(at) / name for name in sorted(files) if not name.startswith("."))
+def _check_place(path: Path, label: str | None, request: Request, known: frozenset[str]) -> None:
+    """Refuse what is no image by its name, no file, or not in the folder of a class."""
+    if path.suffix.lower() not in known:
+        raise UnfitImage(f"no image, by its name; allowed: {listed(sorted(known), 30)}", "")
+    if not path.is_file():
+        raise UnfitImage("no file, but a pipe, a device or a link to nothing", "")
+    if not request.labelled:
+        return
+    if label is None:
+        where = "OWNER/CLASS" if request.client is not None else "classes"
+        raise UnfitImage(f"label missing: an image outside of the folders of {where}", "")
+    if request.own is not None and label not in map(composed, request.own.classes):
+        raise UnfitImage(f"unknown class of folder; allowed: {listed(request.own.classes)}", "")
+
+
+@dataclass
+class _Taken:
+    """Images of one size, and what was changed in them.
+
+    Attributes
+    ----------
+    shape
+        ``(channels, height, width)``; None: grey if all images are, else RGB, of the size of the first.
+    resize
+        Whether images of another size are resized.
+    """
+
+    shape: tuple[int, ...] | None
+    resize: bool
+    _size: tuple[int, int] | None = None
+    _pixels: list[NDArray[np.uint8]] = field(default_factory=list)
+    _changed: dict[str, int] = field(default_factory=dict)
+    _grey: int = 0
+
+    def add(self, image: Image, notes: tuple[str, ...]) -> None:
+        """Take in an image, unless it is of another size.
+
+        Raises
+        ------
+        UnfitImage
+            If it is.
+        """
+        size = self._wanted_size(image)
+        if image.size != size and not self.resize:
+            fault = f"another size (height x width); allowed: {size[1]} x {size[0]}, or --resize"
+            raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
+        grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
+        mode = "L" if grey else "RGB"
+        changed = list(notes)
+        if image.mode != mode:
+            changed.append(f"converted from {image.mode} to {mode}")
+            image = image.convert(mode)
+        if image.size != size:
+            from PIL.Image import Resampling
+
+            changed.append(f"resized to {size[1]} x {size[0]}")
+            image = image.resize(size, Resampling.BILINEAR)
+        for what in changed:
+            self._changed[what] = self._changed.get(what, 0) + 1
+        self._grey += grey
+        self._pixels.append(np.asarray(image, dtype=np.uint8).reshape(size[1], size[0], -1).transpose(2, 0, 1))
+
+    def _wanted_size(self, image: Image) -> tuple[int, int]:
+        """Return (width, height)."""
+        if self._size is None:
+            self._size = image.size if self.shape is None else (self.shape[2], self.shape[1])
+        return self._size
+
+    def joined(self) -> NDArray[np.uint8]:
+        """Return all images, ``[n, channels, height, width]``: grey ones among others become RGB."""
+        channels = max(len(each) for each in self._pixels)
+        if channels == 3 and self._grey and self.shape is None:
+            self._changed["converted from L to RGB"] = self._grey
+        first = self._pixels[0]
+        x = np.empty((len(self._pixels), channels, *first.shape[1:]), dtype=np.uint8)
+        for i, each in enumerate(self._pixels):
+            x[i] = each
+        return x
+
+    def notes(self) -> tuple[str, ...]:
+        """Return how many images were changed, and how."""
+        return tuple(f"{counted(count, 'image')} {what}" for what, count in self._changed.items())
 
 
 def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
-    """Whether the folders are those of splits, and not of classes."""
-    names = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    """Return whether the folders are those of splits, and not of classes."""
+    names = set(folders_in(folder))
     return not names & set(classes) and {SPLIT_NAMES.get(name) for name in names} == {0, 1, 2}

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.data.folders import data_root, locked, published
+from fedloom.data.folders import data_root, locked, naming_owner, published
 from fedloom.data.sources.base import Fetcher, FetchFailed, Official, Progress, Report, Source, SourceFile
 from fedloom.data.sources.fetchers import Copy
 from fedloom.errors import DataError
@@ -145,7 +145,8 @@ class StoredFile:
         """
         hint = how_to_fix(self.source, self.root)
         try:
-            content = read_file(self.path)
+            with naming_owner(self.path):
+                content = read_file(self.path)
         except (FileNotFoundError, NotADirectoryError):
             raise DataError(f"{self.source.title} is not here: expected {self.path} ({self.file})", hint=hint) from None
         except OSError as error:

@@ -1,0 +1,211 @@
+"""Images and labels of a data set in memory, such as torchvision's: kept exactly, or refused with their place."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.pack.pixels import PALETTES, UnfitImage, check_depth, check_frames, orientation
+from fedloom.errors import DataError
+from fedloom.words import counted
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_CHANNELS = 4
+"""Of an image whose last axis is no longer, and whose first is, the last axis has the channels; or the other way."""
+
+AS_THEY_ARE = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
+"""Pillow's modes whose channels are kept, as ``ToTensor`` keeps them."""
+
+ROUNDING = 1e-3
+"""Part of a step of 1/255 by which floats may miss it."""
+
+
+def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any], tuple[str, ...]]:
+    """Return the images of a data set ``[n, channels, height, width]``, its labels ``[n]``, and notes.
+
+    Parameters
+    ----------
+    dataset
+        Its items are pairs of an image (Pillow's, a tensor ``[channels, height, width]``, or an array ``[height,
+        width, channels]``; without the channels where there is one) and a label: a whole number, or a name.
+    what
+        What to call it in errors.
+
+    Raises
+    ------
+    DataError
+        If an item is no such pair, images are not all of one shape, or a pixel or label would be changed.
+    """
+    images: list[NDArray[np.uint8]] = []
+    labels: list[Any] = []
+    changed: Counter[str] = Counter()
+    for place, item in enumerate(_items(dataset, what)):
+        where = f"{what}[{place}]"
+        if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 2:
+            raise DataError(f"{where}: is a {type(item).__name__}; it must be a pair (image, label)")
+        pixels, notes = _pixels(item[0], where)
+        if images and pixels.shape != images[0].shape:
+            raise DataError(
+                f"{where}: is an image of shape {list(pixels.shape)}, and the first one of {list(images[0].shape)}; "
+                "resize all images to one size"
+            )
+        images.append(pixels)
+        labels.append(_label(item[1], where))
+        changed.update(notes)
+    if not images:
+        raise DataError(f"{what}: has no examples")
+    if len({isinstance(label, str) for label in labels}) > 1:
+        raise DataError(f"{what}: has labels that are numbers and labels that are names; use one of the two for all")
+    told = tuple(f"{counted(count, 'image')} {note}" for note, count in changed.items())
+    return np.stack(images), np.array(labels), told
+
+
+def _items(dataset: Any, what: str) -> Iterator[Any]:
+    """Yield the items of a data set: as many as it says that it has.
+
+    Raises
+    ------
+    DataError
+        If it has more or fewer.
+    """
+    try:
+        length = len(dataset) if hasattr(dataset, "__len__") else None
+    except TypeError:  # as a data loader over a stream
+        length = None
+    if isinstance(dataset, str | bytes | Mapping | Set) or (length is None and not hasattr(dataset, "__iter__")):
+        raise DataError(f"{what}: is a {type(dataset).__name__}; it must be a data set of pairs (image, label)")
+    count = 0
+    for item in dataset if hasattr(dataset, "__iter__") else _by_place(dataset, length or 0, what):
+        if count == length:
+            raise DataError(
+                f"{what}: gives more than the {length:,} examples that len({what}) says; correct its length"
+            )
+        count += 1
+        yield item
+    if length is not None and count < length:
+        raise DataError(f"{what}: gives {count:,} examples, and its length is {length:,}; correct the length")
+
+
+def _by_place(dataset: Any, length: int, what: str) -> Iterator[Any]:
+    for place in range(length):
+        try:
+            item = dataset[place]
+        except IndexError as error:
+            raise DataError(
+                f"{what}[{place}]: raises IndexError ({error}), and the length is {length:,}; correct the length"
+            ) from error
+        yield item
+
+
+def _pixels(image: Any, where: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """Return pixels ``[channels, height, width]``, and notes."""
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(image, pillow.Image):
+        values, notes = _of_pillow(image, where)
+        return (values[:, :, None] if values.ndim == 2 else values).transpose(2, 0, 1), notes
+    values = _shaped(_array(image, where, "an image"), hasattr(image, "detach"), where)
+    if values.dtype.kind == "b":
+        return values.astype(np.uint8) * np.uint8(255), ("of booleans became 0 and 255",)
+    if values.dtype.kind == "f":
+        return _unscaled(values, where), ()
+    if values.dtype.kind not in "iu":
+        raise DataError(f"{where}: is an image of type {values.dtype}; pixels must be whole numbers from 0 to 255")
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > 255:
+        raise DataError(
+            f"{where}: has pixels from {low} to {high}, which 8 bits cannot hold; scale them to 0 to 255 first"
+        )
+    return values.astype(np.uint8), ()
+
+
+def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """Return the pixels of one of Pillow's images, ``[height, width]`` or ``[height, width, channels]``, and notes."""
+    notes: list[str] = []
+    try:
+        check_depth(image)
+        if check_frames(image):
+            notes.append("hold further pictures, of which the present one was taken")
+    except UnfitImage as unfit:
+        raise DataError(f"{where}: {unfit.detail}: {unfit.fault}") from None
+    if image.mode in PALETTES:
+        mode = "RGBA" if image.has_transparency_data else "RGB"
+        notes.append(f"converted from a palette to {mode}")
+        image = image.convert(mode)
+    elif image.mode == "1":
+        image = image.convert("L")
+    elif image.mode not in AS_THEY_ARE:
+        raise DataError(f"{where}: is an image of mode {image.mode}; convert it to RGB, or to another mode of 8 bits")
+    values = np.asarray(image, dtype=np.uint8)
+    if orientation(image) != 1:
+        notes.append(
+            "have an EXIF orientation and were taken as the data set gives them, which may be turned; "
+            "PIL.ImageOps.exif_transpose turns them upright"
+        )
+    return values, tuple(notes)
+
+
+def _shaped(values: NDArray[Any], is_tensor: bool, where: str) -> NDArray[Any]:
+    """Return ``[channels, height, width]``: tensors have their channels first, other arrays last."""
+    if values.ndim == 2:
+        values = values[None] if is_tensor else values[:, :, None]
+    if values.ndim != 3 or not values.size:
+        raise DataError(f"{where}: is an image of shape {list(values.shape)}; it must have a height and a width")
+    first, last = values.shape[0], values.shape[2]
+    if is_tensor and first > MOST_CHANNELS >= last:
+        raise DataError(
+            f"{where}: is a tensor of shape {list(values.shape)}; a tensor must be [channels, height, width], as "
+            "image.permute(2, 0, 1) makes it"
+        )
+    if not is_tensor and last > MOST_CHANNELS >= first:
+        raise DataError(
+            f"{where}: is an array of shape {list(values.shape)}; an array must be [height, width, channels], as "
+            "image.transpose(1, 2, 0) makes it"
+        )
+    return values if is_tensor else values.transpose(2, 0, 1)
+
+
+def _unscaled(values: NDArray[Any], where: str) -> NDArray[np.uint8]:
+    """Return pixels that ``ToTensor`` has divided by 255."""
+    levels = values.astype(np.float64) * 255
+    with np.errstate(invalid="ignore"):
+        whole = np.round(levels)
+        exact = (np.abs(levels - whole) < ROUNDING) & (whole >= 0) & (whole <= 255)
+    if not exact.all():
+        found = values[~exact].reshape(-1)[0]
+        raise DataError(
+            f"{where}: has a pixel of {found:g}, which is none of 0/255 to 255/255; leave out the transform, or use "
+            "ToTensor alone (whole numbers from 0 to 255 must be of an integer type)"
+        )
+    return whole.astype(np.uint8)
+
+
+def _label(label: Any, where: str) -> int | str:
+    """Return a label: a whole number, or a name."""
+    allowed = "a label must be one whole number, or one name"
+    values = _array(label, where, "a label")
+    if values.size != 1:
+        raise DataError(f"{where}: has {values.size} labels; {allowed}")
+    value = values.reshape(-1)[0]
+    if values.dtype.kind == "U" and str(value).strip():
+        return str(value).strip()
+    if values.dtype.kind not in "iuf" or not abs(value) <= np.iinfo(np.int32).max or value != int(value):
+        raise DataError(f"{where}: has the label {value!r:.80}; {allowed}")
+    return int(value)
+
+
+def _array(value: Any, where: str, what: str) -> NDArray[Any]:
+    """Return a tensor, an array or a number as an array."""
+    try:
+        return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{where}: has {what} of type {type(value).__name__} that numpy cannot hold "
+            f"({str(error).splitlines()[0]}); give an array of plain numbers"
+        ) from error

@@ -1,0 +1,413 @@
+"""The form of a run's files as a report needs it: tells a broken file from a bug in the report."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from fedloom.errors import DataError
+from fedloom.federation.folder import RunFolder
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(gt=-1e15, lt=1e15)]
+Matrix = list[list[Count]]
+
+
+OF_BROKEN_FILES = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
+"""Errors that code meets in a file of another form; bugs raise them too, and then the files are found to be whole."""
+
+
+class _Part(BaseModel):
+    """An object of a file; keys that no report needs may be there."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Reading(_Part):
+    clients: Count
+    accuracy_mean: Number | None
+    accuracy_std: Number | None = None
+    accuracy_worst: Number | None = None
+    accuracy_worst_decile: Number | None = None
+    accuracy_pooled: Number | None = None
+    loss_mean: Number
+
+    @model_validator(mode="after")
+    def _whole(self) -> _Reading:
+        rest = (self.accuracy_std, self.accuracy_worst, self.accuracy_worst_decile, self.accuracy_pooled)
+        if self.accuracy_mean is not None and None in rest:
+            raise ValueError("an accuracy is missing")
+        return self
+
+
+class _Group(_Reading):
+    masked: _Reading | None = None
+    unmasked: _Reading | None = None
+
+    @property
+    def other(self) -> frozenset[str]:
+        """The reading that is inside."""
+        return frozenset(self.model_fields_set & {"masked", "unmasked"})
+
+
+class _Global(_Group):
+    seen: _Group | None
+    unseen: _Group | None
+
+
+class _Groups(_Part):
+    seen: _Group | None
+    unseen: _Group | None
+    all: _Global | None = Field(alias="global")
+
+    @model_validator(mode="after")
+    def _one_reading(self) -> _Groups:
+        inner = () if self.all is None else (self.all, self.all.seen, self.all.unseen)
+        found = {group.other for group in (self.seen, self.unseen, *inner) if group is not None}
+        if any(len(other) != 1 for other in found) or len(found) > 1:
+            raise ValueError("groups must have one other reading, the same one: masked, or unmasked")
+        groups = [group for group in (self.seen, self.unseen, *inner) if group is not None]
+        readings = [each for group in groups for each in (group, group.masked, group.unmasked) if each is not None]
+        if len({each.accuracy_mean is None for each in readings}) > 1:
+            raise ValueError("either all groups have accuracies, or none has")
+        return self
+
+
+class _Round(_Groups):
+    round: Count
+
+
+class _Traffic(_Part):
+    payload_up: Count
+    payload_down: Count
+    wire_up: Count | None
+    wire_down: Count | None
+
+
+class _Uncertain(_Part):
+    ece: Number
+    entropy: Number
+    mutual_information: Number
+
+
+class _LeftOut(_Part):
+    absent: Count = 0
+    untested: Count = 0
+
+
+class _Evaluation(_Round):
+    communication: _Traffic
+    uncertainty: dict[str, _Uncertain | None] = {}
+    left_out: _LeftOut = _LeftOut()
+    client_steps: Count | None = None
+
+
+class _Compared(_Evaluation):
+    """A line of ``metrics.jsonl`` as a comparison needs it."""
+
+    client_steps: Count
+    validation_pooled: Number | None
+    validation_loss: Number | None
+
+
+class _OwnSteps(_Part):
+    steps: Count
+    unseen: _Group | None
+
+
+class _Over(_Part):
+    mean: Number
+    lowest: Number
+    highest: Number
+
+
+class _Late(_Part):
+    evaluations: Count
+    rounds: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    seen: dict[str, _Over] | None
+    unseen: dict[str, _Over] | None
+    all: dict[str, _Over] | None = Field(alias="global")
+
+
+class _Calibrated(_Part):
+    ece_clients: Number | None = None
+
+
+class _NewClient(_Part):
+    client_steps: Number
+    payload_up: Number | None
+    payload_down: Number | None
+
+
+class _Summary(_Groups):
+    name: str
+    algorithm: str
+    titles: dict[str, str] | None = None
+    dataset: str
+    model: str
+    seed: int
+    rounds: Count
+    clients_per_round: Count | None
+    best: _Round | None
+    own_steps: list[_OwnSteps] | None = None
+    last_evaluations: _Late | None = None
+    uncertainty: dict[str, _Calibrated | None] = {}
+    communication: _Traffic
+    duration_s: Number
+    client_steps_per_s: Number | None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_method(cls, value: Any) -> Any:
+        method = value.get("algorithm") if isinstance(value, dict) else None
+        own = value.get(method, {}) if isinstance(method, str) else {}
+        costs = own.get("new_client", {}) if isinstance(own, dict) else None
+        if not isinstance(costs, dict):
+            raise ValueError("what the method adds must be an object, and so must its new_client")  # noqa: TRY004
+        for cost in costs.values():
+            if cost is not None:
+                _NewClient.model_validate(cost)
+        return value
+
+
+class _Pause(_Part):
+    seconds: Number = 0.0
+
+
+class _Attempt(_Part):
+    round: Count | None = None
+    outcome: str = "done"
+    seconds: Number = 0.0
+    phases: dict[str, Number] | None = None
+    paused: _Pause = _Pause()
+
+    @model_validator(mode="after")
+    def _whole(self) -> _Attempt:
+        needed = {"round"} if "phases" in self.model_fields_set else set()
+        needed |= set() if self.outcome in ("done", "evaluated") else {"seconds"}
+        if needed - self.model_fields_set or (self.phases is None and "phases" in self.model_fields_set):
+            raise ValueError("an attempt must have its round, its seconds and its phases")
+        return self
+
+
+class _Confusion(_Part):
+    round: Count
+    classes: list[str]
+    personal: dict[str, Matrix | None]
+    all: dict[str, Matrix | None] | None = Field(alias="global")
+
+    @model_validator(mode="after")
+    def _square(self) -> _Confusion:
+        if not {"seen", "unseen"} <= self.personal.keys():
+            raise ValueError("personal must have seen and unseen")
+        for matrix in (*self.personal.values(), *(self.all or {}).values()):
+            if matrix is not None and {len(matrix), *map(len, matrix)} != {len(self.classes)}:
+                raise ValueError("a matrix must have a row and a column for each class")
+        return self
+
+
+class _Calibration(_Part):
+    edges: Annotated[list[Number], Field(min_length=2)]
+    personal: dict[str, list[tuple[Number, Number, Number]] | None] | None
+    all: dict[str, list[tuple[Number, Number, Number]] | None] | None = Field(alias="global")
+
+    @model_validator(mode="after")
+    def _bins(self) -> _Calibration:
+        for rows in (*(self.personal or {}).values(), *(self.all or {}).values()):
+            if rows and len(rows) != len(self.edges) - 1:
+                raise ValueError("there must be a row for each bin")
+        return self
+
+
+class _Clients(_Part):
+    ids: list[str]
+    seen: list[bool]
+
+
+class _Measured(_Part):
+    round: Count
+    examples: list[list[Count] | None]
+    right: list[list[Count] | None]
+    entropy: list[Number | None]
+    mutual_information: list[Number | None]
+
+
+class _Uncertainty(_Part):
+    edges: Annotated[list[Number], Field(min_length=2)]
+    clients: _Clients
+    rounds: Annotated[list[_Measured], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _one_of_each_client(self) -> _Uncertainty:
+        n = len(self.clients.ids)
+        for one in self.rounds:
+            columns: tuple[list[Any], ...] = (one.examples, one.right, one.entropy, one.mutual_information)
+            if {len(self.clients.seen), *map(len, columns)} != {n}:
+                raise ValueError("there must be one entry for each client")
+            for examples, *others in zip(*columns, strict=True):
+                if any((other is None) != (examples is None) for other in others):
+                    raise ValueError("a client must have all of examples, right, entropy and mutual_information")
+                if examples is not None and (len(examples) != len(self.edges) - 1 or not sum(examples)):
+                    raise ValueError("a client's examples must be counted by bin")
+            if any(counts is not None and len(counts) != len(self.edges) - 1 for counts in one.right):
+                raise ValueError("a client's right predictions must be counted by bin")
+        return self
+
+
+class _Mapped(_Part):
+    round: Count
+    explained: tuple[Number, Number]
+    xy: list[tuple[Number, Number] | None]
+    descriptors: str
+
+    @model_validator(mode="after")
+    def _of_each_client(self) -> _Mapped:
+        size = len(base64.b64decode(self.descriptors, validate=True))  # of 32-bit floats
+        if size % (4 * max(1, len(self.xy))):
+            raise ValueError("there must be one descriptor for each client")
+        return self
+
+
+class _Points(_Clients):
+    majority: list[Count] = Field(alias="class")
+
+
+class _Descriptors(_Part):
+    round: Annotated[list[Count], Field(min_length=1)]
+    spearman: list[Number | None]
+    spearman_std: list[Number | None]
+    excluded: list[Count]
+    clients: _Points
+    maps: Annotated[list[_Mapped], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _lengths(self) -> _Descriptors:
+        if {len(self.spearman), len(self.spearman_std), len(self.excluded)} != {len(self.round)}:
+            raise ValueError("there must be one coefficient for each round")
+        points: tuple[list[Any], ...] = (self.clients.seen, self.clients.majority, *(each.xy for each in self.maps))
+        if {*map(len, points)} != {len(self.clients.ids)}:
+            raise ValueError("there must be one entry for each client")
+        return self
+
+
+class _Row(_Part):
+    """A line of ``clients.csv``."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    id: str
+    seen: Annotated[str, Field(pattern="^(true|false)$")]
+    train: Annotated[str, Field(pattern="^[0-9]+$")]
+    labels: str
+
+    @model_validator(mode="after")
+    def _numbers(self) -> _Row:
+        measured = {key: text for key, text in (self.__pydantic_extra__ or {}).items() if "_accuracy_" in key}
+        wrong = next((key for key, text in measured.items() if not re.fullmatch(r"([0-9.e+-]*[0-9])?", text)), None)
+        if wrong is not None or not any(key.startswith("personal_") for key in measured):
+            raise ValueError(f"{wrong or 'personal_accuracy_...'} must be a number, or empty")
+        return self
+
+
+_OBJECTS: Mapping[str, type[_Part]] = {
+    "summary.json": _Summary,
+    "confusion.json": _Confusion,
+    "calibration.json": _Calibration,
+    "uncertainty.json": _Uncertainty,
+    "descriptors.json": _Descriptors,
+}
+_LISTS: Mapping[str, tuple[TypeAdapter[Any], Callable[[RunFolder], Sequence[Any]]]] = {
+    "metrics.jsonl": (TypeAdapter(list[_Evaluation]), lambda run: list(run.metrics())),
+    "journal.jsonl": (TypeAdapter(list[_Attempt]), lambda run: list(run.objects("journal.jsonl"))),
+    "clients.csv": (TypeAdapter(list[_Row]), lambda run: run.clients()),
+}
+
+
+def checked(run: RunFolder, name: str) -> dict[str, Any]:
+    """Return the object of a JSON file that a report needs.
+
+    Raises
+    ------
+    DataError
+        If it is absent, no JSON, or of another form: the key, and what is wrong with it.
+    """
+    found = run.json(name)
+    try:
+        _OBJECTS[name].model_validate(found, strict=False)
+    except ValidationError as error:
+        raise _broken(run, name, error) from None
+    return found
+
+
+def check(run: RunFolder, names: Sequence[str]) -> None:
+    """Refuse files that are there and broken, or belong to different runs.
+
+    Raises
+    ------
+    DataError
+        The first such file: the key, and what is wrong with it.
+    """
+    for name in names:
+        if not (run.path / name).exists():
+            continue
+        if name in _OBJECTS:
+            checked(run, name)
+        elif name in _LISTS:
+            adapter, read = _LISTS[name]
+            try:
+                adapter.validate_python(read(run), strict=False)
+            except ValidationError as error:
+                raise _broken(run, name, error) from None
+    if "partition.json" in names:
+        _check_classes(run, len(run.manifest().class_names), names)
+
+
+def check_compared(run: RunFolder) -> None:
+    """Refuse files of a finished run that a comparison cannot read.
+
+    Raises
+    ------
+    DataError
+        The first such file: the key, and what is wrong with it.
+    """
+    summary = checked(run, "summary.json")
+    method = summary["algorithm"]
+    check(run, ("clients.csv",))
+    lines = list(run.metrics())
+    try:
+        TypeAdapter(list[_Compared]).validate_python(lines, strict=False)
+    except ValidationError as error:
+        raise _broken(run, "metrics.jsonl", error) from None
+    for name, line in (("summary.json", summary), *(("metrics.jsonl", line) for line in lines)):
+        own = line.get(method, {})
+        if not isinstance(own, dict) or (line["global"] is None) != (summary["global"] is None):
+            raise DataError(f"{run.path / name}: is broken: it must have {method} and global as the other rounds")
+        try:
+            TypeAdapter(_Group | None).validate_python(own.get("users"), strict=False)
+        except ValidationError as error:
+            raise _broken(run, name, error) from None
+    if not all(row.get("test", "").isdecimal() for row in run.clients()):
+        raise DataError(f"{run.path / 'clients.csv'}: is broken, at test: numbers of examples are missing")
+
+
+def _check_classes(run: RunFolder, classes: int, names: Sequence[str]) -> None:
+    """Refuse classes that the partition does not have."""
+    found: list[tuple[str, int]] = []
+    if "confusion.csv" in names:
+        pairs = (pair for pairs in run.confusions().values() for pair in pairs)
+        found += [("confusion.csv", max(true, predicted)) for true, predicted, _ in pairs]
+    if "descriptors.json" in names:
+        found += [("descriptors.json", each) for each in run.json("descriptors.json")["clients"]["class"]]
+    for name, number in found:
+        if number >= classes:
+            raise DataError(f"{run.path / name}: has class {number}, and the partition has {classes}")
+
+
+def _broken(run: RunFolder, name: str, error: ValidationError) -> DataError:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "the whole"
+    return DataError(f"{run.path / name}: is broken, at {key}: {first['msg']:.200}")

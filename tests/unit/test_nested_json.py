@@ -1,0 +1,147 @@
+"""JSON of strangers that is nested deeper than Python goes, or says what cannot be: refused by one of our errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from facts import tells
+
+from fedloom.cluster.settings import ClusterSettings
+from fedloom.data.manifest import Manifest
+from fedloom.data.own import CARD, read_card
+from fedloom.data.problem import LONGEST, Problem
+from fedloom.errors import DataError, FedloomError, RefusedError
+from fedloom.experiment import from_shared_json
+from fedloom.federation import tensor_file
+from fedloom.federation.folder import RunFolder
+from fedloom.runner.ledger import Ledger
+from fedloom.runner.worker import _told
+from fedloom.transport.newcomer import _found
+from fedloom.transport.progress import STATES, from_wire
+from fedloom.transport.wire import federation_pb2 as observed
+from fedloom.transport.wire import personalization_pb2 as personalization
+from fedloom.trust.identities import read_identities
+from fedloom.words import DEEPEST, parsed_json
+
+DEEP = "[" * 100_000 + "]" * 100_000
+OBJECTS = '{"a":' * 100_000 + "1" + "}" * 100_000
+PROBLEM: dict[str, Any] = {
+    "dataset": "photos",
+    "kind": "pixels",
+    "input_shape": [1, 4, 4],
+    "class_names": ["a", "b"],
+    "normalization": {"mean": [0.5], "std": [0.5]},
+    "clients": 3,
+}
+
+
+def _file(name: str, read: Callable[[Path], Any]) -> Callable[[str, Path], Any]:
+    def reading(text: str, folder: Path) -> Any:
+        (folder / name).write_text(text)
+        return read(folder)
+
+    return reading
+
+
+def _card(text: str, folder: Path) -> Any:
+    (folder / CARD).write_text(text)
+    return read_card(folder)
+
+
+def _run_file(name: str, read: Callable[[RunFolder], Any]) -> Callable[[str, Path], Any]:
+    def reading(text: str, folder: Path) -> Any:
+        (folder / "experiment.yaml").write_text("name: t\n")
+        (folder / name).write_text(text)
+        return read(RunFolder.open(folder))
+
+    return reading
+
+
+READERS: dict[str, Callable[[str, Path], Any]] = {
+    "problem": lambda text, _: Problem.from_json(text),
+    "what a server tells": lambda text, _: _found(
+        personalization.Described(problem=json.dumps(PROBLEM), experiment=text)
+    ),
+    "its problem": lambda text, _: _found(personalization.Described(problem=text, experiment="{}")),
+    "what an aggregator tells": lambda text, _: _told(text),
+    "its statistics": lambda text, _: from_wire(observed.Progress(state=next(iter(STATES.values())), evaluated=text)),
+    "shared experiment": lambda text, _: from_shared_json(text),
+    "manifest": lambda text, _: Manifest.from_json(text),
+    "card": _card,
+    "summary": _run_file("summary.json", lambda run: run.json("summary.json")),
+    "cluster settings": lambda text, _: ClusterSettings.from_json(text),
+    "identities": _file("identities.yaml", lambda folder: read_identities(folder / "identities.yaml")),
+}
+
+
+@pytest.mark.parametrize("text", [DEEP, OBJECTS, DEEP[:100_000]], ids=("lists", "objects", "cut"))
+@pytest.mark.parametrize("reader", READERS)
+def test_json_that_is_nested_too_deeply_is_refused(reader: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(FedloomError):
+        READERS[reader](text, tmp_path)
+
+
+def test_a_nested_line_of_a_ledger_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ledger").write_text(DEEP + "\n")
+    with pytest.raises(DataError) as caught, (tmp_path / "ledger").open("rb") as file:
+        list(Ledger(tmp_path / "ledger", None)._multipliers(file))
+    assert tells(str(caught.value), "line 1")
+
+
+@pytest.mark.parametrize("end", ['\\", \\"b\\": ' + DEEP + '}"}}', '\\"}"}, "c": ' + DEEP + "}", '\\"}', "}" * 10])
+def test_a_tensor_file_with_a_nested_header_and_a_right_digest_is_refused(end: str) -> None:
+    whole = tensor_file.encode({"a": torch.zeros(2)}, {"b": 1})
+    at = tensor_file._AT
+    start = whole[8 : at.stop]  # of the header, with the place of the digest
+    content = bytearray((len(start) + len(end)).to_bytes(8, "little") + start + end.encode() + bytes(8))
+    content[at] = tensor_file._digest(bytes(content)).encode()
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        tensor_file.decode(bytes(content))
+    assert "written with" not in str(caught.value)
+
+
+def test_depth_of_a_peers_json_is_bounded() -> None:
+    def nested(depth: int) -> str:
+        return "[" * depth + "]" * depth
+
+    assert parsed_json(nested(DEEPEST), DEEPEST) is not None
+    with pytest.raises(ValueError, match=str(DEEPEST)):
+        parsed_json(nested(DEEPEST + 1), DEEPEST)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_shape": []},
+        {"input_shape": [0, 4, 4]},
+        {"input_shape": "1"},
+        {"kind": "sounds"},
+        {"normalization": {"mean": [0.5], "std": [0.0]}},
+        {"normalization": {"mean": [0.5, 0.5], "std": [0.5, 0.5]}},
+        {"normalization": {"mean": [float("nan")], "std": [0.5]}},
+        {"normalization": None},
+        {"class_names": [1]},
+        {"clients": -1},
+        {"clients": None},
+        {"dataset": "x" * LONGEST},
+    ],
+)
+def test_a_problem_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    assert Problem.from_json(json.dumps(PROBLEM)).clients == 3
+    with pytest.raises(DataError):
+        Problem.from_json(json.dumps(PROBLEM | change))
+    told = personalization.Described(problem=json.dumps(PROBLEM | change), experiment="{}")
+    with pytest.raises(RefusedError):
+        _found(told)
+
+
+@pytest.mark.parametrize("missing", PROBLEM)
+def test_a_problem_that_lacks_something_is_refused_and_names_it(missing: str) -> None:
+    with pytest.raises(DataError) as caught:
+        Problem.from_json(json.dumps({key: value for key, value in PROBLEM.items() if key != missing}))
+    assert tells(str(caught.value), missing)

@@ -1,0 +1,80 @@
+"""A data root that two users share: the second one reads what is there, or is told what to do."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from facts import tells
+
+from fedloom.data.folders import locked, published
+from fedloom.data.manifest import read_manifest
+from fedloom.errors import ExitCode, StorageError
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A data root of the first user's, which others may read."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user takes root")
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        (Path(made) / "datasets").mkdir(0o755)
+        yield Path(made) / "datasets"
+
+
+@contextmanager
+def second_user() -> Iterator[None]:
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_the_second_user_waits_for_the_same_lock(root: Path) -> None:
+    with locked(root / "mnist"):
+        pass
+    with second_user(), locked(root / "mnist"):
+        pass
+
+
+def test_the_second_user_is_told_whose_the_root_is_and_what_to_do(root: Path) -> None:
+    with second_user(), pytest.raises(StorageError) as caught, locked(root / "mnist"):
+        pass
+    assert caught.value.exit_code is ExitCode.STORAGE
+    assert tells(str(caught.value), root / ".mnist.lock", root, "root", "FEDLOOM_DATA", "chmod")
+
+
+def test_the_second_user_cannot_replace_and_is_told_so(root: Path) -> None:
+    with locked(root / "mnist"), published(root / "mnist") as staging:
+        (staging / "a").write_text("first")
+    with second_user(), pytest.raises(StorageError) as caught, published(root / "mnist"):
+        pass
+    assert tells(str(caught.value), root / "mnist", "root", "FEDLOOM_DATA")
+    assert (root / "mnist" / "a").read_text() == "first"
+
+
+def test_a_root_that_cannot_be_looked_into_is_named(root: Path) -> None:
+    root.chmod(0o700)
+    with second_user(), pytest.raises(StorageError) as caught, locked(root / "mnist"):
+        pass
+    assert tells(str(caught.value), "root", "FEDLOOM_DATA")
+
+
+def test_an_error_of_the_block_stays_what_it_is(root: Path) -> None:
+    with pytest.raises(PermissionError, match="mine"), locked(root / "mnist"):
+        raise PermissionError("mine")
+
+
+def test_a_partition_of_the_first_user_that_is_private_is_named(root: Path) -> None:
+    (root / "p").mkdir()
+    (root / "p" / "partition.json").write_text("{}")
+    (root / "p" / "partition.json").chmod(0o600)
+    with second_user(), pytest.raises(StorageError) as caught:
+        read_manifest(root / "p")
+    assert tells(str(caught.value), root / "p" / "partition.json", "root", "FEDLOOM_DATA")
