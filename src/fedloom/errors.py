@@ -136,4 +136,5 @@ def raised_at(error: BaseException) -> traceback.FrameSummary | None:
     ]  # fmt: skip
     outside = [summary for package, summary in frames if package not in LIBRARIES | {"fedloom"}]
     inside = [summary for package, summary in frames if package == "fedloom"]
-    return (outside or inside or [None])[-1]
+    found = outside or inside
+    return found[-1] if found else None

@@ -8,6 +8,7 @@ element by element serves both.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,8 @@ TRACKING = 0.1
 
 PIECE = 512
 """Examples that are looked at together where a loss is that of all of a client's data."""
+
+_is_missing = partial(operator.is_, None)
 
 Parameters: TypeAlias = dict[str, Tensor]
 """w of g clients: named leaves, ``[*shape]`` where g is 1, else ``[g, *shape]``."""
@@ -336,7 +339,9 @@ class Local:
             with torch.enable_grad():
                 loss = self._value(self._model, w, piece)
                 total_loss = loss.sum() if self.stacked else loss
-                part = torch.autograd.grad(total_loss, leaves, create_graph=differentiable, materialize_grads=True)
+                part = torch.autograd.grad(total_loss, leaves, create_graph=differentiable, allow_unused=True)
+            if any(map(_is_missing, part)):
+                part = tuple(torch.zeros_like(w) if p is None else p for p, w in zip(part, leaves, strict=True))
             gradients = [a + b for a, b in zip(gradients, part, strict=True)] if gradients else list(part)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None

@@ -17,7 +17,8 @@ from fedloom.errors import FedloomError, raised_at
 BUG = "bug: "
 """How the reason begins for which a worker lost a client by a bug."""
 
-_OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, torch.linalg.LinAlgError, np.linalg.LinAlgError)
+_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # torch lists it nowhere
+_OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
 
 
 def is_bug(error: Exception) -> bool:

@@ -409,6 +409,11 @@ class Loop:
             return self.server.personalize(cohort)
         except TooFewReplies:
             return None
+        except DataError as error:  # the method has no models for these clients
+            if error is session.failure:
+                raise
+            cohort.lose_all(str(error))
+            return None
         except Exception as error:
             cohort.lose_all(self._failure(session, error))
             return None
