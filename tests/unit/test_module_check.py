@@ -309,6 +309,11 @@ class Caches(Small):
         return self.seen
 
 
+class Undefined(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / x.new_zeros(1) * 0
+
+
 class Squeezes(Small):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).squeeze()
@@ -321,6 +326,7 @@ class Squeezes(Small):
         (Owns, ("Owns", "numbers")),
         (Remembers, ("Remembers", "same inputs", "kept")),
         (ByTheBatch, ("ByTheBatch", "evaluation mode", "evaluation.batch_size")),
+        (Undefined, ("Undefined", "NaN")),
         (Squeezes, ("Squeezes", "[2]", "[1, 2]")),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), ("Sequential", "probabilities", "softmax")),
     ],

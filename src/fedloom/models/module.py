@@ -18,8 +18,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, Layout
-from fedloom.models.module_check import KEY, ROWS, check_layers, copied, is_tied, tried_layout
+from fedloom.models.module_check import ROWS, tried_layout
 from fedloom.models.module_function import ModuleFunction
+from fedloom.models.module_layers import KEY, check_layers, copied, is_tied
 
 MEMORY = "memory:"
 """How the factory of a module begins that only this process has."""

@@ -5,10 +5,9 @@ What a run could not do, or could not repeat, is refused here, with the layer an
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,16 +17,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from fedloom.errors import ExperimentError, raised_at
 from fedloom.models.flat import Layout
+from fedloom.models.module_draws import no_draws
 from fedloom.models.module_function import ModuleFunction
-
-KEY = "model.factory"
+from fedloom.models.module_layers import KEY, copied, hooks, named, said
 
 ROWS = 3
 """Inputs by which a module is tried."""
@@ -40,104 +35,6 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
 _NESTED = 4
 """Levels of lists and dicts at which attributes are compared."""
-
-
-def named(name: str, layer: nn.Module) -> str:
-    """Name a layer in an error; the module itself has no name."""
-    return f"{KEY}: layer {name!r} ({type(layer).__name__})" if name else f"{KEY}: {type(layer).__name__}"
-
-
-# --- as it stands -----------------------------------------------------------------------------------------------------
-
-
-def check_layers(module: nn.Module) -> None:
-    """Refuse layers that are not functions of parameters and inputs.
-
-    Raises
-    ------
-    ExperimentError
-        If there are any, or none that is trained.
-    """
-    for name, layer in module.named_modules():
-        where = named(name, layer)
-        if any(is_lazy(p) for p in layer.parameters(recurse=False)):
-            raise ExperimentError(
-                f"{where} makes its parameters at run time; allowed: layers that have theirs from the start"
-            )
-        if isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
-            raise ExperimentError(
-                f"{where} normalizes by the batch and keeps running statistics; allowed: GroupNorm or LayerNorm"
-            )
-        rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
-        if isinstance(rate, float) and rate > 0:
-            raise ExperimentError(
-                f"{where} drops at random (p = {rate:g}), and no run could be repeated; allowed: p = 0"
-            )
-        _check_tensors(where, layer)
-    if next(module.parameters(), None) is None:
-        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters; allowed: some to train")
-
-
-def _check_tensors(where: str, layer: nn.Module) -> None:
-    for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-        if tensor.is_meta:
-            raise ExperimentError(
-                f"{where}: {key} is on the meta device, where tensors have no values. Make the module on the CPU, or "
-                "call to_empty(device='cpu') and initialize it"
-            )
-        if tensor.device.type != "cpu":
-            raise ExperimentError(
-                f"{where}: {key} is on {tensor.device}. Make the module on the CPU; `runtime.device` says where a run "
-                "computes"
-            )
-    for key, p in layer.named_parameters(recurse=False):
-        if not p.requires_grad:
-            raise ExperimentError(f"{where}: {key} is frozen; allowed: parameters that are trained, and buffers")
-        if p.dtype != torch.float32:
-            raise ExperimentError(f"{where}: {key} is {p.dtype}; allowed: torch.float32")
-
-
-def copied(module: nn.Module) -> nn.Module:
-    """Copy a module.
-
-    Raises
-    ------
-    ExperimentError
-        If it cannot be copied: the layer and its attribute, such as a lock, or a weight that is computed beforehand.
-    """
-    try:
-        return copy.deepcopy(module)
-    except Exception as error:
-        for name, layer in module.named_modules():
-            for key, value in vars(layer).items():
-                if key != "_modules" and not _is_copyable(value):
-                    raise ExperimentError(f"{named(name, layer)}: {_why_not(key, value)}") from error
-        raise ExperimentError(
-            f"{KEY}: {type(module).__name__} cannot be copied ({_said(error)}), and each thread trains a copy of it"
-        ) from error
-
-
-def _is_copyable(value: Any) -> bool:
-    try:
-        copy.deepcopy(value)
-    except Exception:
-        return False
-    return True
-
-
-def _why_not(key: str, value: Any) -> str:
-    if isinstance(value, Tensor):
-        return (
-            f"its {key} was computed from parameters when the module was made, so that training would not change it. "
-            "Compute it in `forward`, or by torch.nn.utils.parametrizations (weight_norm, spectral_norm)"
-        )
-    return (
-        f"its attribute {key} ({type(value).__name__}) cannot be copied, and each thread trains a copy of the module. "
-        "Keep it outside of the module, or make it where it is used"
-    )
-
-
-# --- as it runs -------------------------------------------------------------------------------------------------------
 
 
 def tried_layout(module: nn.Module, layout: Layout, x: Tensor, classes: int) -> Layout:
@@ -206,12 +103,12 @@ class _Trial:
 
         buffers = {name: b.clone() for name, b in function.module.named_buffers()}
         names = {name for name, _ in function.module.named_parameters()}
-        with _no_draws(function.module, mode):
+        with no_draws(function.module, mode):
             first = call(self.x)
         self._check_outputs(first, len(self.x))
         self._check_tensors_kept(function.module, names, buffers, mode)
         before = _attributes(function.module)
-        with _no_draws(function.module, mode, watch=True):
+        with no_draws(function.module, mode, watch=True):
             alone = call(self.x[1:2])
         self._check_outputs(alone, 1)
         if not torch.equal(first, call(self.x)):
@@ -271,7 +168,7 @@ class _Trial:
     def _gradients(self, function: ModuleFunction, at: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of the mean loss to all parameters; zeros for those that the module does not use."""
         mode, module = "in training mode", function.module
-        with torch.enable_grad(), _no_draws(module, mode), _at_layer(module, "in a training step"):
+        with torch.enable_grad(), no_draws(module, mode), _at_layer(module, "in a training step"):
             losses = self._losses(function, at, function(at, self.x), self.y)
             if not losses.requires_grad:
                 raise ExperimentError(
@@ -299,6 +196,8 @@ class _Trial:
 
     def _check_outputs(self, outputs: Any, rows: int) -> None:
         if isinstance(outputs, Tensor) and outputs.shape == (rows, self.classes) and outputs.is_floating_point():
+            if outputs.isnan().any():
+                raise ExperimentError(f"{self.what} gives NaN for inputs of mean 0 and deviation 1, or tokens 0 and 1")
             return
         kind = isinstance(outputs, Tensor)
         found = f"{outputs.dtype} {list(outputs.shape)}" if kind else f"a {type(outputs).__name__}"
@@ -336,68 +235,6 @@ class _Trial:
     def _are_probabilities(self, outputs: Tensor) -> bool:
         summed = bool(((outputs.sum(1) - 1).abs() < 1e-4).all())
         return self.classes > 1 and summed and bool((outputs >= 0).all())
-
-
-@contextmanager
-def _no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[None]:
-    """Refuse random numbers, however seldom they matter: by the generators that are used, which are put back.
-
-    ``watch`` finds other generators than those that all code shares, too; some layers have another kernel then.
-    """
-    given = _GivenGenerators()
-    before = _generators() | {given.name: given.used}
-    drew: list[tuple[str, nn.Module]] = []  # the innermost first, as it returns first
-    untouched: list[bool] = []
-
-    def used() -> list[str]:
-        now = _generators() | {given.name: given.used}
-        return [name for name, state in now.items() if state != before[name]]
-
-    def leave(name: str, layer: nn.Module) -> None:
-        if untouched.pop() and used():
-            drew.append((name, layer))
-
-    with _hooks(module, leave, lambda name, layer: untouched.append(not used())):
-        try:
-            with given if watch else nullcontext():
-                yield
-        finally:
-            found = used()
-            random.setstate(before["Python"])
-            np.random.set_state(before["numpy"])  # noqa: NPY002  # it is the modules that may use it
-            torch.default_generator.set_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
-    if found:
-        raise ExperimentError(
-            f"{named(*(drew or [('', module)])[0])} has other outputs for the same inputs in another run, since it "
-            f"draws random numbers {mode} (by {found[0]}). Leave it out, or set its probability to 0"
-        )
-
-
-def _generators() -> dict[str, Any]:
-    """States of the generators that all code of a process shares."""
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
-    return {
-        "torch": torch.default_generator.get_state().numpy().tobytes(),
-        "numpy": (name, tuple(np.asarray(keys).tolist()), *rest),
-        "Python": random.getstate(),
-    }
-
-
-class _GivenGenerators(TorchFunctionMode):
-    """Notes whether functions of torch are given a generator of their own."""
-
-    name = "a generator of its own"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a function of torch."""
-        self.used = self.used or (kwargs or {}).get("generator") is not None
-        return func(*args, **(kwargs or {}))
 
 
 def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -449,37 +286,14 @@ def _comparable(value: Any, levels: int) -> Any:
 def _at_layer(module: nn.Module, doing: str) -> Iterator[None]:
     """Refuse a module that fails, by the innermost of its layers that was at work, and the line of its code."""
     at: list[tuple[str, nn.Module]] = []
-    with _hooks(module, lambda *_: at.pop() and None, lambda name, layer: at.append((name, layer))):
+    with hooks(module, lambda *_: at.pop() and None, lambda name, layer: at.append((name, layer))):
         try:
             yield
         except ExperimentError:
             raise
         except Exception as error:
             name, layer = at[-1] if at else ("", module)
-            raise ExperimentError(f"{named(name, layer)} fails {doing} ({_said(error)}){_line(error)}") from error
-
-
-@contextmanager
-def _hooks(
-    module: nn.Module,
-    after: Callable[[str, nn.Module], None],
-    before: Callable[[str, nn.Module], None] = lambda name, layer: None,
-) -> Iterator[None]:
-    """Call functions with name and layer before and after each layer is called."""
-    hooks: list[Any] = []
-    for name, layer in module.named_modules():
-        hooks.append(layer.register_forward_pre_hook(lambda layer, _, name=name: before(name, layer)))
-        hooks.append(layer.register_forward_hook(lambda layer, *_, name=name: after(name, layer)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _said(error: Exception) -> str:
-    said = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {said}"
+            raise ExperimentError(f"{named(name, layer)} fails {doing} ({said(error)}){_line(error)}") from error
 
 
 def _line(error: Exception) -> str:
@@ -490,10 +304,3 @@ def _line(error: Exception) -> str:
         if at is None or "fedloom" in Path(at.filename).parts
         else f", at {Path(at.filename).name}, line {at.lineno}: {at.line}"
     )
-
-
-def is_tied(module: nn.Module, layer: str) -> bool:
-    """Return True if a layer shares a parameter with another one."""
-    below = {id(p) for p in module.get_submodule(layer).parameters()}
-    outside = [other for name, other in module.named_modules() if name != layer and not name.startswith(f"{layer}.")]
-    return any(id(p) in below for other in outside for p in other.parameters(recurse=False))
