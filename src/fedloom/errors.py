@@ -1,6 +1,7 @@
 """Failure classes and exit codes: the one table that every command, component and pod shares (docs/exit-codes.md)."""
 
 import errno
+import sys
 import traceback
 from collections.abc import Mapping
 from enum import IntEnum
@@ -116,3 +117,24 @@ def as_storage_error(error: OSError) -> StorageError:
     failure = StorageError(f"{where}{(error.strerror or str(error)).lower()}")
     failure.__cause__ = error
     return failure
+
+
+LIBRARIES = {*sys.stdlib_module_names, "numpy", "pydantic", "scipy", "torch"}
+"""Packages in whose code no user looks for a bug of theirs."""
+
+
+def raised_at(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the line where a bug is looked for: the innermost of the user's own code, else that of FedLoom's.
+
+    Libraries raise far below the line that called them wrongly.
+    """
+    frames = [
+        (frame.f_globals.get("__name__", "").partition(".")[0], traceback.FrameSummary(
+            frame.f_code.co_filename, line, frame.f_code.co_name
+        ))
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]  # fmt: skip
+    outside = [summary for package, summary in frames if package not in LIBRARIES | {"fedloom"}]
+    inside = [summary for package, summary in frames if package == "fedloom"]
+    found = outside or inside
+    return found[-1] if found else None

@@ -21,6 +21,7 @@ from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.algorithms.recipe import Update
 from fedloom.errors import QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
+from fedloom.federation.carrier import Traffic
 from fedloom.federation.validation import absurd
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
 from fedloom.words import REASON_CHARACTERS
@@ -212,6 +213,7 @@ def test_what_a_server_half_makes_of_answers_fails_the_attempt(
     f = fedavg(tmp_path, instead, "nobody", rounds=4)
     f.loop.schedule = dataclasses.replace(f.loop.schedule, attempts=3)
     f.loop.resume()
+    f.loop.carrier.traffic = Traffic(0, 0)  # as of clients elsewhere
     before, honestly = f.state, f.loop.server.train_round
 
     def broken(round: Any) -> Any:

@@ -31,6 +31,7 @@ from fedloom.algorithms.recipe import SharedModel, Update
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import nothing_measured
+from fedloom.federation.bugs import BUG
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.loop import vocabulary
@@ -94,7 +95,9 @@ def test_a_conversation_from_beginning_to_end() -> None:
         assert all(type(answer) is cls for answer in answers.values())
         assert all(len(tensor) == 1 for a in answers.values() for tensor in a.tensors().values())  # type: ignore[union-attr]
     over = found.ask(3, [0], TALK[2])
-    assert over[0] == Lost("RuntimeError")
+    assert isinstance(over[0], Lost)
+    assert isinstance(over[0].bug, RuntimeError)
+    assert tells(over[0].reason, BUG, "RuntimeError", "client_side.py", "line")
 
 
 def test_the_same_exchange_asked_again_is_not_computed_again() -> None:
@@ -222,7 +225,10 @@ def test_a_client_that_fails_stays_lost_and_the_others_go_on(at_once: int) -> No
     [
         (DataError("the shard /srv/hospital/north-1/shard.safetensors is damaged"), ("client c3", "its data")),
         (DataError("train_x in /srv/hospital: expected tokens in 0 ... 9, found 79"), ("client c3", "its data")),
-        (ValueError("could not convert string to float: 'Jane Doe, 12.3.1961'"), ("ValueError",)),
+        (
+            ValueError("could not convert string to float: 'Jane Doe, 12.3.1961'"),
+            ("ValueError", "test_client_side.py", "line"),
+        ),
     ],
 )
 def test_why_a_client_is_lost_tells_neither_paths_nor_values(failure: Exception, facts: tuple[str, ...]) -> None:
@@ -271,7 +277,8 @@ def test_a_state_that_does_not_fit_is_named() -> None:
 def test_a_message_that_opens_nothing_loses_the_client_with_the_reason() -> None:
     (answer,) = Clients().ask(0, [0], TALK[1]).values()
     assert isinstance(answer, Lost)
-    assert answer.reason == "TypeError"
+    assert isinstance(answer.bug, TypeError)
+    assert tells(answer.reason, BUG, "TypeError", "base.py", "line")
 
 
 def test_predictors_are_put_to_use_where_they_are() -> None:

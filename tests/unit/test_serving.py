@@ -488,6 +488,7 @@ def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
 KNOWN_ONLY = """
 import dataclasses
 from fedloom.algorithms.fedavg import FEDAVG
+from fedloom.errors import DataError
 
 
 def server(*given):
@@ -496,7 +497,8 @@ def server(*given):
 
     def personalize(cohort):
         for client in cohort.clients:
-            half.task.roster.index(client)
+            if client not in half.task.roster:
+                raise DataError(f"{client} was not trained with")
         return shared(cohort)
 
     half.personalize = personalize
@@ -529,8 +531,9 @@ def test_a_method_without_models_for_newcomers_says_so_and_training_goes_on(
     with aggregator_serving(
         parts, "127.0.0.1:0", Protection(), audit, "one", 0.1, print, lingers=False, resumed=False, models=models
     ) as at:
-        loop.run()
+        evaluation = loop.run()
         assert loop.round == 1
+        assert not evaluation.present[~evaluation.seen].any()
         for _ in range(2):
             with pytest.raises(DataError, match="known-only has no model for a client that it does not know"):
                 fedloom.personalize(at.address, x, y, timeout_s=WAIT_S)

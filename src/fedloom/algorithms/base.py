@@ -136,6 +136,11 @@ class ServerHalf(ABC):
 
         Returns the replies to the last message: the client half returns its predictors there, and what the
         caller wanted of them (metrics, for an evaluation) is the reply.
+
+        Raises
+        ------
+        DataError
+            If the method has no predictors for these clients.
         """
 
 

@@ -8,8 +8,10 @@ element by element serves both.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Literal, Self, TypeAlias
 
@@ -30,6 +32,8 @@ TRACKING = 0.1
 
 PIECE = 512
 """Examples that are looked at together where a loss is that of all of a client's data."""
+
+_is_missing = partial(operator.is_, None)
 
 Parameters: TypeAlias = dict[str, Tensor]
 """w of g clients: named leaves, ``[*shape]`` where g is 1, else ``[g, *shape]``."""
@@ -145,6 +149,9 @@ class Trained:
 class Local:
     """The losses f_i of g clients, each of its own model w_i, by the model's own loss, and their gradients.
 
+    Gradients, and losses that are derived, are those of the model in training; :meth:`measured` is the loss of the
+    model as it predicts.
+
     Parameters
     ----------
     mask_absent
@@ -179,8 +186,12 @@ class Local:
         self._y = None if len(labels) < len(splits) else torch.cat(labels) if self.stacked else labels[0]
         mask_absent = mask_absent and clients[0].classes > 0
         self._absent = torch.stack([~client.present for client in clients]).to(self._x.device) if mask_absent else None
-        self._model = model if self._absent is None or self.stacked else masked(model, self._absent[0])
+        self._model, self._measured = self._masked(model.in_training()), self._masked(model)
         self._layout = model.layout
+
+    def _masked(self, model: FlatModel) -> FlatModel:
+        """Mask the labels that the one client lacks; of several clients each masks its own (:meth:`_loss`)."""
+        return model if self._absent is None or self.stacked else masked(model, self._absent[0])
 
     # Parameters
 
@@ -293,19 +304,28 @@ class Local:
     # Losses
 
     def value(self, w: Parameters, *pieces: Batch) -> Tensor:
-        """f_i(w_i) over the examples of some pieces, ``[g]``; autograd can derive it twice."""
-        parts = [self._value(w, piece) for piece in pieces]
+        """f_i(w_i) over the examples of some pieces, ``[g]``, in training; autograd can derive it twice."""
+        parts = [self._value(self._model, w, piece) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
-    def _value(self, w: Parameters, p: Batch) -> Tensor:
+    @torch.no_grad()
+    def measured(self, w: Parameters, *pieces: Batch) -> Tensor:
+        """f_i(w_i) over the examples of some pieces, ``[g]``, of the models as they predict; it cannot be derived."""
+        parts = [self._value(self._measured, w, piece) for piece in pieces]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _value(self, model: FlatModel, w: Parameters, p: Batch) -> Tensor:
         if not self.stacked:
-            return (self._model.loss(w, p.x, p.y) * p.weight).sum(0, keepdim=True)
+            return (model.loss(w, p.x, p.y) * p.weight).sum(0, keepdim=True)
         axes = (0, 0, None if p.y is None else 0, 0, None if self._absent is None else 0)
-        losses: Tensor = vmap(self._loss, in_dims=axes)(w, p.x, p.y, p.weight, self._absent)
+        losses: Tensor = vmap(partial(self._loss, model), in_dims=axes)(w, p.x, p.y, p.weight, self._absent)
         return losses
 
-    def _loss(self, w: Parameters, x: Tensor, y: Tensor | None, weight: Tensor, absent: Tensor | None) -> Tensor:
-        model = self._model if absent is None else masked(self._model, absent)
+    @staticmethod
+    def _loss(
+        model: FlatModel, w: Parameters, x: Tensor, y: Tensor | None, weight: Tensor, absent: Tensor | None
+    ) -> Tensor:
+        model = model if absent is None else masked(model, absent)
         return (model.loss(w, x, y) * weight).sum()
 
     def gradient(
@@ -313,16 +333,19 @@ class Local:
     ) -> tuple[list[Tensor], Tensor]:
         """∇f_i(w_i) over the examples of some pieces, and f_i(w_i) ``[g]``.
 
-        The gradient is that to the leaves ``of``, in their order, all by default. It can be derived itself if it is to
-        be ``differentiable`` (for MAML).
+        The gradient is that to the leaves ``of``, in their order, all by default; it is zero for a leaf that the model
+        does not use. It can be derived itself if it is to be ``differentiable`` (for MAML).
         """
         leaves = list(w.values()) if of is None else of
         gradients: list[Tensor] = []
         total = None
         for piece in pieces:
             with torch.enable_grad():
-                loss = self._value(w, piece)
-                part = torch.autograd.grad(loss.sum() if self.stacked else loss, leaves, create_graph=differentiable)
+                loss = self._value(self._model, w, piece)
+                total_loss = loss.sum() if self.stacked else loss
+                part = torch.autograd.grad(total_loss, leaves, create_graph=differentiable, allow_unused=True)
+            if any(map(_is_missing, part)):
+                part = tuple(torch.zeros_like(w) if p is None else p for p, w in zip(part, leaves, strict=True))
             gradients = [a + b for a, b in zip(gradients, part, strict=True)] if gradients else list(part)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None

@@ -142,13 +142,15 @@ def composed(local: Local, s: ComFedLSettings, w: Parameters, batch: Sequence[Ba
     """ℓ^i(f^i(w)), the loss whose exponential g^i takes, for each client: ``[g]`` (lines 9 and 11).
 
     Robust averaging (eq. 6): f_B(w), where g is no expectation and there is no second batch. ComFedL-DAMAML (eq. 10):
-    f_B̃(w - η∇f_B(w)), whose inner derivative is I - η∇²f_B(w), or I in the first order.
+    f_B̃(w - η∇f_B(w)), whose inner derivative is I - η∇²f_B(w), or I in the first order. Without gradients it is what
+    the models have as they predict.
     """
+    value = local.value if torch.is_grad_enabled() else local.measured
     if s.objective == "robust":
-        return local.value(w, *batch)
+        return value(w, *batch)
     slope, _ = local.gradient(w, *batch, differentiable=torch.is_grad_enabled() and not s.first_order)
     moved = {name: laid_out(part - s.inner_lr * d, part) for (name, part), d in zip(w.items(), slope, strict=True)}
-    return local.value(moved, *outer)
+    return value(moved, *outer)
 
 
 def loss_there(model: FlatModel, theta: Tensor, clients: Group, s: ComFedLSettings) -> Tensor:
@@ -194,7 +196,7 @@ def compositional_sgd(
     losses = []
     for t, (batch, outer) in enumerate(pairs(local, s, counts, "train", "outer")):
         loss = composed(local, s, w, [batch], [outer])  # lines 9-11
-        slope = torch.autograd.grad(loss.sum(), leaves)
+        slope = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
         loss = loss.detach()
         factor = s.factor(loss if held is None else held[:, 0].to(loss.dtype), shift)
         with torch.no_grad():

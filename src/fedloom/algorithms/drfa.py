@@ -114,7 +114,7 @@ class DRFAClient(base.ClientHalf):
         local = Local(self.task.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(opening.theta.expand(len(clients), -1))
         batch = next(local.batches(s.batch_size, [1] * len(clients), "loss"))
-        yield LossThere(local.value(w, batch).detach().double()[:, None])
+        yield LossThere(local.measured(w, batch).double()[:, None])
         return None
 
     @conversation

@@ -33,8 +33,13 @@ class TwoHeads(FlatModel):
         shapes = dict(model.layout.entries)
         heads = tuple((f"personal.{name}", shapes[name]) for name in model.layout.head)
         classes = shapes[model.layout.head[0]][0]
-        self.layout = Layout((*model.layout.entries, *heads, ("raised.by", (classes,))))
+        entries = (*model.layout.entries, *heads, ("raised.by", (classes,)))
+        self.layout = Layout(entries, channels_last=model.layout.channels_last)
         self.model = model
+
+    def in_training(self) -> FlatModel:
+        """Two heads on the model as training calls it."""
+        return TwoHeads(self.model.in_training())
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Those of the model."""
@@ -118,6 +123,7 @@ FEDROD = shared_model(
     personalize=with_both_heads,
     steps=lambda s, examples: 0,
     needs_head=True,
+    linear_head=True,
     by_batch=False,
     stateful=True,
     needs_classes=True,

@@ -251,11 +251,11 @@ def visit(model: FlatModel, group: Group, i: int, body: Tensor, s: PFedGPSetting
     step = local.sgd(leaves, sgd)
     for _ in range(s.steps):
         with torch.enable_grad():
-            z = model.features(w, x)
+            z = model.in_training().features(w, x)
             if splits is None:
                 splits = tree(z.detach().cpu(), y.cpu(), client.classes)  # line 4
             loss = predictive_loss(z, y, splits, s, random)
-            gradients = list(torch.autograd.grad(loss, leaves))
+            gradients = list(torch.autograd.grad(loss, leaves, materialize_grads=True))
         losses.append(torch.where(z.isfinite().all().cpu(), loss.detach(), torch.nan)[None])
         step(list(torch._foreach_add(gradients, [p.detach() for p in leaves], alpha=s.weight_decay)), None)  # line 9
     return local.trained(local.join(w)[:, : body.shape[1]], losses, [s.steps], "lr", s.lr)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -31,8 +30,7 @@ class FairUpdate(Update):
 def fair_sgd(model: FlatModel, group: Group, theta: Tensor, s: QFedAvgSettings) -> Trained:
     """Lines 5-7: SGD from w, and F_k at the w received, over all train data."""
     local = Local(model, group, mask_absent=s.local.mask_absent)
-    with torch.no_grad():
-        f = local.value(local.parameters(theta), *local.everything()).double() + s.epsilon
+    f = local.measured(local.parameters(theta), *local.everything()).double() + s.epsilon
     trained = train(model, group, theta, s.local)  # line 5
     change, weight = trained.theta - theta, f**s.q
     h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / s.local.lr + weight  # lines 6-7, L being 1/lr

@@ -256,6 +256,7 @@ def shared_model(
     shared: Literal["all", "body", "head"] = "all",
     whole: bool = False,
     needs_head: bool = False,
+    linear_head: bool = False,
     needs_features: bool = False,
     own_loss: bool = True,
     by_batch: bool = True,
@@ -287,6 +288,8 @@ def shared_model(
         ``personalize`` get θ ``[g, d]``, and the former returns the shared part.
     needs_head
         A model of one layer is refused; so it is wherever a part is shared.
+    linear_head
+        A model whose head is parametrized (weight or spectral normalization) is refused.
     needs_features
         A model without a last layer that has features is refused.
     own_loss
@@ -311,10 +314,16 @@ def shared_model(
 
     def check_model(settings: Any, model: FlatModel) -> None:
         if (needs_head or shared != "all") and not model.layout.head:
-            found = "whose outputs are not those of one linear layer" if model.layout.headless else "of one layer"
+            one = "whose outputs are not those of one linear layer with parameters of its own"
+            found = one if model.layout.headless else "of one layer"
             raise ExperimentError(
                 f"model.name: found a model {found}, with {name}, which needs a last layer and others before it; "
                 "allowed: a model with more layers, whose outputs are those of a linear one"
+            )
+        if linear_head and not model.layout.head_is_linear:
+            raise ExperimentError(
+                f"model.name: {name} adds the heads of clients, and the head {model.layout.last!r} of this model is "
+                f"parametrized ({', '.join(model.layout.head)}). Make it a plain linear layer"
             )
         if needs_features and not model.has_features:
             raise ExperimentError(

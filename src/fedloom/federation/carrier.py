@@ -65,9 +65,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Lost:
-    """A row that gave no valid answer, and why (one line: quantity and cause)."""
+    """A row that gave no valid answer, and why (one line: quantity and cause).
+
+    ``bug`` is the exception, where that says nothing of the client (``federation.bugs``); it never travels.
+    """
 
     reason: str
+    bug: Exception | None = field(default=None, compare=False)
 
 
 class MissingConversation(Exception):

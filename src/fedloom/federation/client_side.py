@@ -14,6 +14,7 @@ from fedloom import tracing
 from fedloom.algorithms.base import ClientHalf, Conversation, Group
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
+from fedloom.federation.bugs import is_bug, told
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Version, Versions
@@ -213,8 +214,8 @@ class ClientSide:
                     self._forget(client, version)
         except (RefusedError, StorageError):  # the store's
             raise
-        except Exception as error:  # a client's failure is the client's, not the worker's
-            if len(rows) > 1:  # nor that of the others of its group
+        except Exception as error:  # the client is lost, or the carrier raises a bug
+            if len(rows) > 1:  # the others of its group are served all the same
                 for i, row in enumerate(rows):
                     self._start(key, (row,), clients[i : i + 1], message, position, versions[i : i + 1])
                 return
@@ -224,7 +225,7 @@ class ClientSide:
             said = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
             why = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
             _log.error("clients %s cannot take part: %s", names, " ".join(why.split()), exc_info=said, extra=about)
-            answers: list[Message | Lost] = [Lost(_line(error))] * len(rows)
+            answers: list[Message | Lost] = [_lost(error)] * len(rows)
             opened = _Open(key, rows, Group([], keyed), _ended(), exchange=0, answers=answers)
         for row in rows:
             conversation[row] = opened
@@ -331,14 +332,15 @@ class ClientSide:
             opened.answers = [Lost(lost[i]) if i in lost else reply.select([i]) for i in range(g)]
         except (RefusedError, StorageError):  # the store's
             raise
-        except Exception as error:  # a client's failure is the client's, not the worker's
+        except Exception as error:  # the client is lost, or the carrier raises a bug
             if not alone:
                 raise
             said = not isinstance(error, FedloomError)  # a sentence of ours needs no traceback
             names = ", ".join(c.id for c in opened.group.clients)
             about = {"client": names, "round": opened.key.round, "attempt": opened.key.attempt, "exchange": exchange}
             _log.error("clients %s failed: %s", names, error, exc_info=said, extra=about)
-            opened.answers = [Lost(opened.group.lost.get(i, _line(error))) for i in range(g)]
+            lost = opened.group.lost
+            opened.answers = [Lost(lost[i]) if i in lost else _lost(error) for i in range(g)]
         opened.exchange = exchange
 
     def _rows_for(self, opened: _Open, message: Message, position: Mapping[int, int]) -> Message:
@@ -381,10 +383,8 @@ def _ended() -> Conversation:
     yield  # a coroutine that is over
 
 
-def _line(error: Exception) -> str:
-    """What the aggregator is told: a sentence of ours; of others the class alone, as they may quote what they read."""
-    text = str(error).splitlines()
-    return text[0][:300] if isinstance(error, FloatingPointError | FedloomError) and text else type(error).__name__
+def _lost(error: Exception) -> Lost:
+    return Lost(told(error), error if is_bug(error) else None)
 
 
 def _to(client: ClientData, device: torch.device) -> ClientData:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedloom import tracing
 from fedloom.errors import DataError, ExperimentError, InterruptedRun
+from fedloom.federation.bugs import BUG
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.federation.randomness import generator
@@ -139,16 +140,24 @@ class CarriedCohort:
         self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
         self._at += 1
         if len(answers) < self._rules.min_replies:
-            # Often all were lost for one reason, which is then the one to fix.
-            why = "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
             raise TooFewReplies(
-                f"{why}{len(answers)} of {counted(len(self.clients), 'client')} answered {name}, "
+                f"{self._why_lost()}{len(answers)} of {counted(len(self.clients), 'client')} answered {name}, "
                 f"federation.min_replies is {self._rules.min_replies}"
             )
         stacked = None
         if answers:
             stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
         return Replies(stacked, self.present, self._sizes)
+
+    def _why_lost(self) -> str:
+        """Say why the last client was lost, as often all were for one reason; or that all met a bug."""
+        lost = [loss for loss in self._record.lost if loss.exchange == self._at - 1]
+        if lost and not self._alive and all(loss.reason.startswith(BUG) for loss in lost):
+            return (
+                f"{counted(len(lost), 'client')} failed by a bug in the method or the model, not by their data: "
+                f"{lost[-1].reason.removeprefix(BUG)}, whose traceback is in the log of their worker; "
+            )
+        return "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
 
     def _about(self) -> dict[str, int]:
         """Which exchange the next one is."""

@@ -24,11 +24,19 @@ class InProcess:
         self.silence = Silence()
 
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
-        """Ask each row in turn; an answer that does not fit is refused, as on the wire."""
+        """Ask each row in turn; an answer that does not fit is refused, as on the wire.
+
+        Raises
+        ------
+        Exception
+            The bug, of the method or the model, that a client met.
+        """
         answers: dict[int, Message | Lost] = {}
         for row, answer in self._client_side.answer(
             call.key, call.exchange, call.rows, call.clients, call.message, call.states
         ):
+            if isinstance(answer, Lost) and answer.bug is not None:
+                raise answer.bug
             wrong = None if isinstance(answer, Lost) else fault(answer, call.shapes, self._dtype)
             if wrong is not None:
                 self.refusals.count("invalid reply")

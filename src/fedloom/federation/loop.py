@@ -6,12 +6,10 @@ import logging
 import math
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +23,7 @@ from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, line_score, metrics_line, validation_score
 from fedloom.federation.activity import Monitor
+from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.client_side import EVALUATE, after_steps_purpose
@@ -421,6 +420,11 @@ class Loop:
             return self.server.personalize(cohort)
         except TooFewReplies:
             return None
+        except DataError as error:  # the method has no models for these clients
+            if error is session.failure:
+                raise
+            cohort.lose_all(str(error))
+            return None
         except Exception as error:
             cohort.lose_all(self._failure(session, error))
             return None
@@ -431,15 +435,15 @@ class Loop:
         Raises
         ------
         Exception
-            The error itself, where it is no matter of the method and the answers: a failure with a class of its own,
-            or the carrier's.
+            The error itself, where the answers of clients are no cause: a failure with a class of its own, the
+            carrier's, or a bug where all clients are in this process, and are not those of a run that is repeated.
         """
-        if isinstance(error, FedloomError) or error is session.failure:
+        own_clients = self.carrier.traffic.up is None and self.replay is None
+        if isinstance(error, FedloomError) or error is session.failure or (own_clients and is_bug(error)):
             raise error
-        where = traceback.extract_tb(error.__traceback__)[-1]
         _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
         what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
-        return f"{what} ({Path(where.filename).name}, line {where.lineno})"
+        return f"{what} ({place(error)})"
 
     def _judge(self, client: str, answer: Message) -> str | None:
         """What makes no sense in a client's answer."""
@@ -504,8 +508,8 @@ class Loop:
                 attempt.outcome = str(error)
                 self.server.state = before
             except Exception as error:
-                attempt.outcome = self._failure(session, error)
                 self.server.state = before
+                attempt.outcome = self._failure(session, error)
             finally:
                 session.close()
             attempt.seconds = time.perf_counter() - started

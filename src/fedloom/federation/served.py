@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ServerHalf
-from fedloom.errors import ExperimentError, FedloomError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.checkpoint import Checkpoint, check_fits
 from fedloom.federation.validation import absurd, mismatch, non_finite, specs
 from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, stack
@@ -104,6 +104,8 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerHalf, checkpoi
         If the checkpoint is of another method or model.
     ExperimentError
         If the method has no model for a client that it does not know.
+    Exception
+        The bug of its server half.
     """
     check_fits(checkpoint, fresh.state, algorithm.name, algorithm.version)
     server = copy.copy(fresh)
@@ -112,12 +114,8 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerHalf, checkpoi
         server.personalize(_Opening())
     except _Opened as opened:
         opening, answer = opened.message.select([0]), opened.answer
-    except FedloomError:
-        raise
-    except Exception as error:
-        raise ExperimentError(
-            f"{algorithm.name} has no model for a client that it does not know: {type(error).__name__}: {error}"
-        ) from error
+    except DataError as error:
+        raise ExperimentError(f"{algorithm.name} has no model for a client that it does not know: {error}") from error
     else:
         raise ExperimentError(f"{algorithm.name} has no model for a client that it does not know: it sends nothing")
     shapes = answer_shapes(algorithm.messages, server.sizes)

@@ -28,11 +28,23 @@ def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bo
 class Layout:
     """Names the slices of θ: ``entries`` are (name, shape) in the order in which they lie in the vector.
 
-    ``headless`` if the last entries are not those of a last linear layer.
+    Attributes
+    ----------
+    entries
+        Names and shapes.
+    headless
+        True if the last entries are not those of a last linear layer.
+    last
+        The layer whose entries are the head, with all below it (``last.parametrizations.weight.original0``); None: the
+        layer of the last entry.
+    channels_last
+        True if the model runs with convolution kernels that are channels-last in memory.
     """
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
     headless: bool = False
+    last: str | None = None
+    channels_last: bool = True
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -58,23 +70,35 @@ class Layout:
         return {name: part.view(shape) for (name, shape), part in zip(self.entries, parts, strict=True)}
 
     def leaves(self, theta: Tensor, *, requires_grad: bool = False) -> dict[str, Tensor]:
-        """Copy θ [d] into named tensors of their own, convolution kernels channels-last.
+        """Copy θ [d] into named tensors of their own, convolution kernels channels-last where the model runs with them.
 
         This is the form in which a CPU trains fastest: θ is split once, not at every step, and the convolutions
         and poolings take their channels-last kernels (docs/benchmarks.md).
         """
         leaves = {}
         for name, part in self.split(theta.detach()).items():
-            memory = torch.channels_last if part.dim() == 4 else torch.contiguous_format
+            kernel = part.dim() == 4 and self.channels_last
+            memory = torch.channels_last if kernel else torch.contiguous_format
             leaves[name] = part.clone(memory_format=memory).requires_grad_(requires_grad)
         return leaves
 
     @cached_property
     def head(self) -> tuple[str, ...]:
         """Names of the last linear layer, which are the last entries; empty if there is nothing before it."""
-        last = "" if self.headless else self.entries[-1][0].rpartition(".")[0]
-        names = tuple(name for name, _ in self.entries if last and name.rpartition(".")[0] == last)
+        if self.headless:
+            return ()
+        if self.last is not None:
+            names = tuple(name for name, _ in self.entries if name.startswith(f"{self.last}."))
+        else:
+            last = self.entries[-1][0].rpartition(".")[0]
+            names = tuple(name for name, _ in self.entries if last and name.rpartition(".")[0] == last)
         return names if len(names) < len(self.entries) else ()
+
+    @cached_property
+    def head_is_linear(self) -> bool:
+        """True if the head is a weight [C, f] and perhaps a bias [C], so that logits are linear in it."""
+        kinds = [(name.rpartition(".")[2], len(shape)) for name, shape in self.entries if name in self.head]
+        return kinds in ([("weight", 2)], [("weight", 2), ("bias", 1)])
 
     @cached_property
     def body_size(self) -> int:
@@ -121,7 +145,8 @@ class FlatNetwork(ABC):
 class FlatModel(FlatNetwork):
     """A classifier, unless its ``loss`` is another than the cross-entropy: that is what every method trains it with.
 
-    ``forward`` takes the named parameters, so that a training loop splits θ once and not at every step.
+    ``forward`` takes the named parameters, so that a training loop splits θ once and not at every step. A model
+    predicts and is measured as it is; gradients for training are taken of :meth:`in_training`.
     """
 
     needs_labels: ClassVar[bool] = True
@@ -132,6 +157,10 @@ class FlatModel(FlatNetwork):
 
     needs_whole_batches: ClassVar[bool] = False
     """Whether it normalizes by the batch in training: batches of clients together cannot be filled up to one length."""
+
+    def in_training(self) -> FlatModel:
+        """Return the model as training calls it: itself, unless it computes something else in training."""
+        return self
 
     @abstractmethod
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -165,9 +194,13 @@ class FlatModel(FlatNetwork):
 
 
 def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]) -> FlatModel:
-    """The same model, its own loss included, with another ``forward``."""
+    """Return the same model, its own loss included, with another ``forward``, which serves in training, too.
+
+    A view for training is made of ``model.in_training()``.
+    """
     view = copy.copy(model)
     view.forward = forward  # type: ignore[assignment, method-assign]
+    view.in_training = lambda: view  # type: ignore[method-assign]
     return view
 
 

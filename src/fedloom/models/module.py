@@ -9,24 +9,24 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, Layout
+from fedloom.models.module_check import ROWS, tried_layout
+from fedloom.models.module_function import ModuleFunction
+from fedloom.models.module_layers import KEY, check_layers, copied, is_tied
 
 MEMORY = "memory:"
 """How the factory of a module begins that only this process has."""
 
 FACTORIES = "FEDLOOM_FACTORIES"
 """Names, by commas, the factories that a worker may call when an aggregator asks for them."""
-
-KEY = "model.factory"
 
 Factory: TypeAlias = Callable[[], nn.Module]
 
@@ -65,20 +65,29 @@ class ModuleModel(FlatModel):
         self._make = make
         self._initial = initial
         self._module = _seeded(make, 0)
-        _check_layers(self._module)
+        check_layers(self._module)
+        if initial == "drawn":
+            _check_drawn(self._module)
         x = _inputs(input_shape, kind)
-        _check_outputs(self._module, x, classes)
+        tried = tried_layout(self._module, Layout(_entries(self._module, None)), x, classes)
         self._head = _head(self._module, x, head)
         self.has_features = self._head is not None
-        named = {name: tuple(p.shape) for name, p in self._module.named_parameters()}
-        last = [name for name in named if self._head is not None and name.rpartition(".")[0] == self._head]
-        names = [*(name for name in named if name not in last), *last]
-        self.layout = Layout(tuple((name, named[name]) for name in names), headless=self._head is None)
+        separable = self._head is not None and not is_tied(self._module, self._head)
+        last = self._head if separable else None
+        self.layout = replace(tried, entries=_entries(self._module, last), headless=not separable, last=last)
         self._copies = threading.local()  # a call puts its parameters into the module, which threads may not share
+        self._trains = False
+        self._training = copy.copy(self)
+        self._training._copies, self._training._trains = threading.local(), True
+        self._training._training = self._training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleModel:
         """Return it as it is: nothing changes it."""
         return self
+
+    def in_training(self) -> ModuleModel:
+        """Return the module in training mode; as it is, the model is the module in evaluation mode."""
+        return self._training
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
         """θ [d]: as the module is made, with torch's generator seeded by this one; or drawn."""
@@ -88,13 +97,19 @@ class ModuleModel(FlatModel):
         return self.layout.join({name: p.detach() for name, p in made.named_parameters()}).to(dtype)
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """What goes into the head, ``[b, *input_shape] -> [b, f]``."""
+        """What goes into the head, whose own entries may be missing: ``[b, *input_shape] -> [b, f]``."""
         assert self._head is not None, "has_features is False"
         function, taken = self._own(), list[Tensor]()
+        like = next(iter(parameters.values()))
+        head = {
+            name: like.new_zeros(shape)
+            for name, shape in self.layout.entries
+            if name in self.layout.head and name not in parameters
+        }
         layer = function.module.get_submodule(self._head)
         hook = layer.register_forward_pre_hook(lambda _, given: taken.append(given[0]))
         try:
-            function(parameters, x)
+            function({**parameters, **head} if head else parameters, x)
         finally:
             hook.remove()
         return taken[0].flatten(1)
@@ -112,49 +127,13 @@ class ModuleModel(FlatModel):
         """Loss of each example, ``[b]``: the module's own ``loss(logits, y)``, if it has one."""
         if not self.own_loss:
             return super().loss(parameters, x, y)
-        found: Tensor = self._module.loss(self.forward(parameters, x), y)  # type: ignore[operator]  # a method
-        return found
+        return self._own().loss(parameters, self.forward(parameters, x), y)
 
-    def _own(self) -> _Function:
-        """This thread's copy of the module, as a function."""
+    def _own(self) -> ModuleFunction:
+        """This thread's copy of the module, in this model's mode, as a function."""
         if not hasattr(self._copies, "function"):
-            self._copies.function = _Function(copy.deepcopy(self._module))
-        found: _Function = self._copies.function
-        return found
-
-
-class _Function:
-    """A module as a function of its parameters.
-
-    What ``torch.func.functional_call`` does, without looking for the places of the parameters at each call: that would
-    be 3 % of a step of LeNet.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        first: dict[int, str] = {}
-        self._places: list[tuple[dict[str, Tensor | None], str, str]] = []
-        for prefix, layer in module.named_modules():
-            for key, p in layer._parameters.items():
-                if p is not None:  # one that several layers share has its first name
-                    name = first.setdefault(id(p), f"{prefix}.{key}" if prefix else key)
-                    self._places.append((layer._parameters, key, name))
-        self._own = [held[key] for held, key, _ in self._places]
-        self._device: torch.device | None = None
-
-    def __call__(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        if x.device != self._device:
-            for layer in self.module.modules():
-                for key, b in layer._buffers.items():
-                    layer._buffers[key] = None if b is None else b.to(x.device)
-            self._device = x.device
-        try:
-            for held, key, name in self._places:
-                held[key] = parameters[name]
-            found: Tensor = self.module(x)
-        finally:
-            for (held, key, _), own in zip(self._places, self._own, strict=True):
-                held[key] = own
+            self._copies.function = ModuleFunction(copy.deepcopy(self._module).train(self._trains))
+        found: ModuleFunction = self._copies.function
         return found
 
 
@@ -174,11 +153,10 @@ def remember(module: nn.Module, name: str | None = None) -> str:
     """
     if not isinstance(module, nn.Module):
         raise ExperimentError(f"model: found a {type(module).__name__}; allowed: an nn.Module")
+    check_layers(module)
     layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
     buffers = dict(module.named_buffers())
     for key, tensor in [*module.named_parameters(), *buffers.items()]:
-        if is_lazy(tensor):
-            continue  # it is refused when it is looked at
         layers.update(f"{key} {tuple(tensor.shape)} {tensor.dtype}".encode())
         values = layers if key in buffers else weights  # buffers are constants, which no run stores
         values.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -188,7 +166,7 @@ def remember(module: nn.Module, name: str | None = None) -> str:
     elif not name.startswith(f"{kind}-"):
         allowed = "a module with the same layers" if name.startswith(MEMORY) else "none"
         raise ExperimentError(f"model: found {kind}, and the run trained {name}; allowed: {allowed}")
-    _IN_MEMORY[name] = copy.deepcopy(module)
+    _IN_MEMORY[name] = copied(module)
     return name
 
 
@@ -263,94 +241,27 @@ def _seeded(make: Factory, seed: int) -> nn.Module:
         return make().train()
 
 
-def _named(name: str, layer: nn.Module) -> str:
-    """A layer in an error; the module itself has no name."""
-    return f"{KEY}: layer {name!r} ({type(layer).__name__})" if name else f"{KEY}: {type(layer).__name__}"
-
-
-def _check_layers(module: nn.Module) -> None:
-    """Refuse what is not a function of parameters and inputs."""
+def _check_drawn(module: nn.Module) -> None:
+    """Refuse to draw what weights are computed from: it is no weight, with a fan-in of its own."""
     for name, layer in module.named_modules():
-        where = _named(name, layer)
-        if any(is_lazy(p) for p in layer.parameters(recurse=False)):
+        if isinstance(layer, ParametrizationList):
             raise ExperimentError(
-                f"{where} makes its parameters at run time; allowed: layers that have theirs from the start"
+                f"model.initial: layer {name.partition('.parametrizations')[0]!r} is parametrized, and `drawn` draws "
+                "plain weights. Use `initial: module`"
             )
-        if isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
-            raise ExperimentError(
-                f"{where} normalizes by the batch and keeps running statistics; allowed: GroupNorm or LayerNorm"
-            )
-        rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
-        if isinstance(rate, float) and rate > 0:
-            raise ExperimentError(
-                f"{where} drops at random (p = {rate:g}), and no run could be repeated; allowed: p = 0"
-            )
-        for key, p in layer.named_parameters(recurse=False):
-            if not p.requires_grad:
-                raise ExperimentError(f"{where}: {key} is frozen; allowed: parameters that are trained, and buffers")
-            if p.dtype != torch.float32:
-                raise ExperimentError(f"{where}: {key} is {p.dtype}; allowed: torch.float32")
-    if next(module.parameters(), None) is None:
-        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters; allowed: some to train")
 
 
 def _inputs(input_shape: tuple[int, ...], kind: str) -> Tensor:
-    """Three inputs of the kind, by which a module is tried."""
+    """Return inputs of the kind, by which a module is tried: ``[ROWS, *input_shape]``."""
     generator = torch.Generator().manual_seed(0)
     if kind == "tokens":
-        return torch.randint(2, (3, *input_shape), generator=generator, dtype=torch.uint8)
-    return torch.randn(3, *input_shape, generator=generator)
-
-
-def _check_outputs(module: nn.Module, x: Tensor, classes: int) -> None:
-    """Try a module, and refuse one whose outputs are no logits, or which changes as it is called."""
-    what = f"{KEY}: {type(module).__name__}"
-    before = {name: b.clone() for name, b in module.named_buffers()}
-    names = {name for name, _ in module.named_parameters()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            torch.default_generator.manual_seed(1)
-            first = module(x)
-            torch.default_generator.manual_seed(2)
-            second = module(x)
-        except Exception as error:
-            said = (str(error).splitlines() or [""])[0]
-            raise ExperimentError(
-                f"{what} cannot take inputs {list(x.shape)} ({type(error).__name__}: {said})"
-            ) from error
-    if not isinstance(first, Tensor) or first.shape != (len(x), classes) or not first.is_floating_point():
-        found = f"{first.dtype} {list(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
-        raise ExperimentError(f"{what} gives {found} for {len(x)} inputs; allowed: logits, [{len(x)}, {classes}]")
-    made = sorted({name for name, _ in module.named_parameters()} - names)
-    if made:
-        layer = made[0].rpartition(".")[0]
-        raise ExperimentError(
-            f"{_named(layer, module.get_submodule(layer))} makes its parameters at run time ({made[0]}); allowed: "
-            "layers that have theirs from the start"
-        )
-    for name, b in module.named_buffers():
-        if name not in before or not torch.equal(before[name], b):
-            layer = name.rpartition(".")[0]
-            raise ExperimentError(
-                f"{_named(layer, module.get_submodule(layer))} changes its buffer {name} when it is called; allowed: "
-                "constants"
-            )
-    if not torch.equal(first, second):
-        raise ExperimentError(f"{what} gives other outputs for the same inputs; allowed: nothing drawn at random")
-    if hasattr(module, "loss"):
-        try:
-            losses = module.loss(first, torch.zeros(len(x), dtype=torch.long))  # type: ignore[operator]
-        except Exception as error:
-            raise ExperimentError(
-                f"{what}.loss(logits, y) failed ({type(error).__name__}: {error}); allowed: a loss of each example"
-            ) from error
-        if not isinstance(losses, Tensor) or losses.shape != (len(x),):
-            found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-            raise ExperimentError(f"{what}.loss gives {found} for {len(x)} examples; allowed: one each, [{len(x)}]")
+        return torch.randint(2, (ROWS, *input_shape), generator=generator, dtype=torch.uint8)
+    return torch.randn(ROWS, *input_shape, generator=generator)
 
 
 def _head(module: nn.Module, x: Tensor, asked: str | None) -> str | None:
     """The name of the layer whose outputs are the logits; None if none is, and none was asked for."""
+    module = copied(module).eval()
     layers = dict(module.named_modules())
     linear = [name for name, layer in layers.items() if name and isinstance(layer, nn.Linear)]
     if asked is not None and asked not in linear:
@@ -362,7 +273,19 @@ def _head(module: nn.Module, x: Tensor, asked: str | None) -> str | None:
         raise ExperimentError(
             f"model.head: found {asked!r}, whose outputs are not the logits; allowed: a layer whose are"
         )
+    if asked is not None and is_tied(module, asked):
+        raise ExperimentError(
+            f"model.head: layer {asked!r} shares a parameter with another layer. Name a layer with parameters of its "
+            "own, or untie them"
+        )
     return fits[0] if fits else None
+
+
+def _entries(module: nn.Module, last: str | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return names and shapes of the parameters, those of the layer ``last``, and below it, at the end."""
+    named = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    head = [name for name in named if last is not None and name.startswith(f"{last}.")]
+    return tuple((name, named[name]) for name in (*(name for name in named if name not in head), *head))
 
 
 def _ends_in(module: nn.Module, layer: nn.Module, x: Tensor) -> bool:

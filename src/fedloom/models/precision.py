@@ -29,6 +29,7 @@ def bfloat16(model: FlatModel) -> FlatModel:
 
     view = with_forward(model, forward)
     view.features = features  # type: ignore[method-assign]
+    view.in_training = lambda: bfloat16(model.in_training())  # type: ignore[method-assign]
     return view
 
 

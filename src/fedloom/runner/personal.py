@@ -407,7 +407,7 @@ class Speaking:
         with torch_threads(self._threads):
             _, answer = next(iter(self._side.answer(key, exchange, [0], [self._id], message)))
         if isinstance(answer, Lost):
-            raise DataError(answer.reason)
+            raise answer.bug or DataError(answer.reason)
         return None if isinstance(answer, Metrics) else answer
 
     def _conclude(self, predictors: Predictors, group: Group) -> Message:

@@ -24,6 +24,7 @@ import torch
 import fedloom
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, FedloomError
+from fedloom.federation.bugs import place
 from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message, Metrics
@@ -609,7 +610,8 @@ class _Work:
             pass
         except Exception as error:
             log.exception("the server half of %s failed", prepared.served.about.algorithm)
-            failed = _Failed(f"the server half of {prepared.served.about.algorithm} failed: {type(error).__name__}")
+            about = f"{type(error).__name__} ({place(error)})"
+            failed = _Failed(f"the server half of {prepared.served.about.algorithm} failed: {about}")
             self._tell(dict.fromkeys(self._here, failed))
         finally:
             self._release()

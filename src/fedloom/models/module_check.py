@@ -1,0 +1,306 @@
+"""Checks of a module of torch before anything runs: one training step and predictions, as a run makes them.
+
+What a run could not do, or could not repeat, is refused here, with the layer and the fix.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom.errors import ExperimentError, raised_at
+from fedloom.models.flat import Layout
+from fedloom.models.module_draws import no_draws
+from fedloom.models.module_function import ModuleFunction
+from fedloom.models.module_layers import KEY, copied, hooks, named, said
+
+ROWS = 3
+"""Inputs by which a module is tried."""
+
+TOLERANCE = 1e-2
+"""Relative difference up to which results of other kernels, or of another number of rows, are equal."""
+
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of a module that torch itself keeps."""
+
+_NESTED = 4
+"""Levels of lists and dicts at which attributes are compared."""
+
+
+def tried_layout(module: nn.Module, layout: Layout, x: Tensor, classes: int) -> Layout:
+    """Try a module as a run calls it, and return its layout, with the memory format that it runs with.
+
+    Parameters
+    ----------
+    layout
+        Of its parameters.
+    x
+        ``[ROWS, *input_shape]``.
+
+    Raises
+    ------
+    ExperimentError
+        If it fails, gives no logits, draws random numbers, keeps a state, predicts one input by others, or if its
+        gradient is not the one that torch takes of the module itself.
+    """
+    trial = _Trial(module, layout, x, torch.arange(len(x)) % classes, classes)
+    with torch.random.fork_rng(devices=[]):
+        trial.check_calls(training=True)
+        logits = trial.check_calls(training=False)
+        kernels = any(len(shape) == 4 for _, shape in layout.entries)
+        expected = trial.own_gradient()
+        if kernels and not trial.runs_channels_last(expected, logits):
+            layout = replace(layout, channels_last=False)
+        if not kernels or not layout.channels_last:
+            replace(trial, layout=layout).check_gradient(expected)
+    return layout
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A module and inputs by which it is tried."""
+
+    module: nn.Module
+    layout: Layout
+    x: Tensor
+    y: Tensor
+    classes: int
+
+    @property
+    def what(self) -> str:
+        return f"{KEY}: {type(self.module).__name__}"
+
+    @cached_property
+    def theta(self) -> Tensor:
+        """The module's parameters as θ."""
+        return self.layout.join({name: p.detach() for name, p in self.module.named_parameters()})
+
+    @cached_property
+    def elsewhere(self) -> Tensor:
+        """Another θ, each entry with a factor of its own: what is taken from the module's own parameters is found."""
+        factors = torch.rand(self.layout.size, generator=torch.Generator().manual_seed(0))
+        return self.theta * (0.5 + factors)
+
+    def check_calls(self, *, training: bool) -> Tensor:
+        """Call the module in one mode, with an input alone, and with the same inputs again; return its outputs."""
+        mode = "in training mode" if training else "in evaluation mode"
+        function = ModuleFunction(copied(self.module).train(training))
+        parameters = replace(self.layout, channels_last=False).leaves(self.theta, requires_grad=training)
+
+        def call(x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(training), _at_layer(function.module, f"for inputs {list(x.shape)} {mode}"):
+                return function(parameters, x)
+
+        buffers = {name: b.clone() for name, b in function.module.named_buffers()}
+        names = {name for name, _ in function.module.named_parameters()}
+        with no_draws(function.module, mode):
+            first = call(self.x)
+        self._check_outputs(first, len(self.x))
+        self._check_tensors_kept(function.module, names, buffers, mode)
+        before = _attributes(function.module)
+        with no_draws(function.module, mode, watch=True):
+            alone = call(self.x[1:2])
+        self._check_outputs(alone, 1)
+        if not torch.equal(first, call(self.x)):
+            raise ExperimentError(
+                f"{self.what} gives other outputs for the same inputs {mode}; allowed: nothing drawn at random, and "
+                "nothing kept from one call to the next"
+            )
+        self._check_attributes_kept(function.module, before, mode)
+        if not _near(alone, first[1:2]):
+            raise ExperimentError(
+                f"{self.what} gives other outputs for an input alone than for the same input beside others {mode}, so "
+                "that a prediction would depend on evaluation.batch_size. Normalize each example by itself"
+            )
+        if not training and self._are_probabilities(first):
+            raise ExperimentError(
+                f"{self.what} gives probabilities, and the loss takes a softmax of its own. Return logits: leave out "
+                "the last softmax"
+            )
+
+        return first
+
+    def own_gradient(self) -> dict[str, Tensor]:
+        """Return the gradient that torch takes of the module itself, elsewhere than at its own parameters."""
+        function, there = self._in_training(), self.layout.split(self.elsewhere)
+        own = dict(function.module.named_parameters())
+        with torch.no_grad():
+            for name, p in own.items():
+                p.copy_(there[name])
+        return self._gradients(function, own)
+
+    def runs_channels_last(self, expected: Mapping[str, Tensor], logits: Tensor) -> bool:
+        """Return True if a training step and predictions are right with channels-last kernels."""
+        try:
+            self.check_gradient(expected)
+            with torch.no_grad():
+                predicted = ModuleFunction(copied(self.module).eval())(self.layout.leaves(self.theta), self.x)
+        except Exception:  # it runs with other kernels, or is refused with them
+            return False
+        return _near(predicted, logits)
+
+    def check_gradient(self, expected: Mapping[str, Tensor]) -> None:
+        """Make one training step as training makes it, and compare its gradient with that of the module itself."""
+        function = self._in_training()
+        found = self._gradients(function, self.layout.leaves(self.elsewhere, requires_grad=True))
+        for name, there in expected.items():
+            if not _near(found[name], there):
+                layer = name.rpartition(".")[0]
+                raise ExperimentError(
+                    f"{named(layer, self.module.get_submodule(layer))}: the gradient of {name} is not that of the "
+                    "module itself, which keeps its parameters somewhere else, too: in an attribute or a list, or by "
+                    "torch.utils.checkpoint. Take parameters from their layers in `forward`, without checkpoints"
+                )
+
+    def _in_training(self) -> ModuleFunction:
+        return ModuleFunction(copied(self.module).train())
+
+    def _gradients(self, function: ModuleFunction, at: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of the mean loss to all parameters; zeros for those that the module does not use."""
+        mode, module = "in training mode", function.module
+        with torch.enable_grad(), no_draws(module, mode), _at_layer(module, "in a training step"):
+            losses = self._losses(function, at, function(at, self.x), self.y)
+            if not losses.requires_grad:
+                raise ExperimentError(
+                    f"{self.what}: no parameter has a gradient {mode}. Compute the outputs from parameters, without "
+                    "torch.no_grad() or detach()"
+                )
+            gradients = torch.autograd.grad(losses.mean(), list(at.values()), materialize_grads=True)
+        return dict(zip(at, gradients, strict=True))
+
+    def _losses(self, function: ModuleFunction, leaves: Mapping[str, Tensor], logits: Tensor, y: Tensor) -> Tensor:
+        if not function.own_loss:
+            return _cross_entropy(logits, y)
+        try:
+            losses = function.loss(leaves, logits, y)
+        except Exception as error:
+            raise ExperimentError(
+                f"{self.what}.loss(logits, y) failed ({type(error).__name__}: {error}); allowed: a loss of each example"
+            ) from error
+        if not isinstance(losses, Tensor) or losses.shape != (len(y),):
+            found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+            raise ExperimentError(
+                f"{self.what}.loss gives {found} for {len(y)} examples; allowed: one each, [{len(y)}]"
+            )
+        return losses
+
+    def _check_outputs(self, outputs: Any, rows: int) -> None:
+        if isinstance(outputs, Tensor) and outputs.shape == (rows, self.classes) and outputs.is_floating_point():
+            if outputs.isnan().any():
+                raise ExperimentError(f"{self.what} gives NaN for inputs of mean 0 and deviation 1, or tokens 0 and 1")
+            return
+        kind = isinstance(outputs, Tensor)
+        found = f"{outputs.dtype} {list(outputs.shape)}" if kind else f"a {type(outputs).__name__}"
+        raise ExperimentError(f"{self.what} gives {found} for {rows} inputs; allowed: logits, [{rows}, {self.classes}]")
+
+    def _check_tensors_kept(self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str) -> None:
+        """Refuse parameters that a call has made, and buffers that it has changed."""
+        made = sorted({name for name, _ in module.named_parameters()} - names)
+        if made:
+            layer = made[0].rpartition(".")[0]
+            raise ExperimentError(
+                f"{named(layer, module.get_submodule(layer))} makes its parameters at run time ({made[0]}); allowed: "
+                "layers that have theirs from the start"
+            )
+        for name, b in module.named_buffers():
+            if name not in buffers or not torch.equal(buffers[name], b):
+                layer = name.rpartition(".")[0]
+                raise ExperimentError(
+                    f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when it is called {mode}; "
+                    "allowed: constants. Leave the layer out, or replace it by one without a running state"
+                )
+
+    def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:
+        """Refuse a state in Python: attributes that change from call to call with the same inputs."""
+        after = _attributes(module)
+        changed = [place for place in after if after[place] != before.get(place)]
+        if changed:
+            layer, key = changed[0]
+            raise ExperimentError(
+                f"{named(layer, module.get_submodule(layer))} changes its attribute {key} each time it is called "
+                f"{mode}, so that results may depend on how often, and on evaluation.batch_size. Keep no state in a "
+                "module: compute it from the inputs, or leave it out"
+            )
+
+    def _are_probabilities(self, outputs: Tensor) -> bool:
+        summed = bool(((outputs.sum(1) - 1).abs() < 1e-4).all())
+        return self.classes > 1 and summed and bool((outputs >= 0).all())
+
+
+def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are equal but for rounding, by the norm of their difference."""
+    a, b = (t.detach().double().nan_to_num(posinf=0.0, neginf=0.0) for t in (a, b))
+    return bool((a - b).norm() <= TOLERANCE * b.norm() + 1e-9)
+
+
+def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Values of the attributes of all layers that can be compared, by layer and attribute."""
+    return {
+        (name, key): _comparable(value, _NESTED)
+        for name, layer in module.named_modules()
+        for key, value in vars(layer).items()
+        if key not in _INTERNAL
+    }
+
+
+def _comparable(value: Any, levels: int) -> Any:
+    """A value that is equal to another exactly if they are the same; None for what cannot be compared."""
+    found: Any = None
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        found = str(value.dtype), tuple(value.shape), content.numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        found = str(value.dtype), value.shape, value.tobytes()
+    elif isinstance(value, torch.Generator):
+        found = value.get_state().numpy().tobytes()
+    elif isinstance(value, np.random.Generator):
+        found = str(value.bit_generator.state)
+    elif isinstance(value, random.Random):
+        found = value.getstate()
+    elif isinstance(value, dict) and levels:
+        found = {str(key): _comparable(each, levels - 1) for key, each in value.items()}
+    elif isinstance(value, list | tuple) and levels:
+        found = [_comparable(each, levels - 1) for each in value]
+    elif isinstance(value, set | frozenset):
+        found = sorted(map(repr, value))
+    elif isinstance(value, int | float | str | bytes):
+        found = repr(value)
+    return found
+
+
+@contextmanager
+def _at_layer(module: nn.Module, doing: str) -> Iterator[None]:
+    """Refuse a module that fails, by the innermost of its layers that was at work, and the line of its code."""
+    at: list[tuple[str, nn.Module]] = []
+    with hooks(module, lambda *_: at.pop() and None, lambda name, layer: at.append((name, layer))):
+        try:
+            yield
+        except ExperimentError:
+            raise
+        except Exception as error:
+            name, layer = at[-1] if at else ("", module)
+            raise ExperimentError(f"{named(name, layer)} fails {doing} ({said(error)}){_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """The line of the module's code that led to an error."""
+    at = raised_at(error)
+    return (
+        ""
+        if at is None or "fedloom" in Path(at.filename).parts
+        else f", at {Path(at.filename).name}, line {at.lineno}: {at.line}"
+    )

@@ -1,0 +1,78 @@
+"""Random numbers that a module of torch draws, found by the generators that it uses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fedloom.errors import ExperimentError
+from fedloom.models.module_layers import hooks, named
+
+
+@contextmanager
+def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[None]:
+    """Refuse random numbers, however seldom they matter: by the generators that are used, which are put back.
+
+    ``watch`` finds other generators than those that all code shares, too; some layers have another kernel then.
+    """
+    given = _GivenGenerators()
+    before = _generators() | {given.name: given.used}
+    drew: list[tuple[str, nn.Module]] = []  # the innermost first, as it returns first
+    untouched: list[bool] = []
+
+    def used() -> list[str]:
+        now = _generators() | {given.name: given.used}
+        return [name for name, state in now.items() if state != before[name]]
+
+    def leave(name: str, layer: nn.Module) -> None:
+        if untouched.pop() and used():
+            drew.append((name, layer))
+
+    with hooks(module, leave, lambda name, layer: untouched.append(not used())):
+        try:
+            with given if watch else nullcontext():
+                yield
+        finally:
+            found = used()
+            random.setstate(before["Python"])
+            np.random.set_state(before["numpy"])  # noqa: NPY002  # it is the modules that may use it
+            torch.default_generator.set_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
+    if found:
+        raise ExperimentError(
+            f"{named(*(drew or [('', module)])[0])} has other outputs for the same inputs in another run, since it "
+            f"draws random numbers {mode} (by {found[0]}). Leave it out, or set its probability to 0"
+        )
+
+
+def _generators() -> dict[str, Any]:
+    """States of the generators that all code of a process shares."""
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
+        "numpy": (name, tuple(np.asarray(keys).tolist()), *rest),
+        "Python": random.getstate(),
+    }
+
+
+class _GivenGenerators(TorchFunctionMode):
+    """Notes whether functions of torch are given a generator of their own."""
+
+    name = "a generator of its own"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        self.used = self.used or (kwargs or {}).get("generator") is not None
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,140 @@
+"""The layers of a module of torch: their names in errors, and what is refused as it stands."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
+
+from fedloom.errors import ExperimentError
+
+KEY = "model.factory"
+
+
+def named(name: str, layer: nn.Module) -> str:
+    """Name a layer in an error; the module itself has no name."""
+    return f"{KEY}: layer {name!r} ({type(layer).__name__})" if name else f"{KEY}: {type(layer).__name__}"
+
+
+def said(error: Exception) -> str:
+    """Return the class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+@contextmanager
+def hooks(
+    module: nn.Module,
+    after: Callable[[str, nn.Module], None],
+    before: Callable[[str, nn.Module], None] = lambda name, layer: None,
+) -> Iterator[None]:
+    """Call functions with name and layer before and after each layer is called."""
+    registered: list[Any] = []
+    for name, layer in module.named_modules():
+        registered.append(layer.register_forward_pre_hook(lambda layer, _, name=name: before(name, layer)))
+        registered.append(layer.register_forward_hook(lambda layer, *_, name=name: after(name, layer)))
+    try:
+        yield
+    finally:
+        for hook in registered:
+            hook.remove()
+
+
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers that are not functions of parameters and inputs.
+
+    Raises
+    ------
+    ExperimentError
+        If there are any, or none that is trained.
+    """
+    for name, layer in module.named_modules():
+        where = named(name, layer)
+        if any(is_lazy(p) for p in layer.parameters(recurse=False)):
+            raise ExperimentError(
+                f"{where} makes its parameters at run time; allowed: layers that have theirs from the start"
+            )
+        if isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
+            raise ExperimentError(
+                f"{where} normalizes by the batch and keeps running statistics; allowed: GroupNorm or LayerNorm"
+            )
+        rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            raise ExperimentError(
+                f"{where} drops at random (p = {rate:g}), and no run could be repeated; allowed: p = 0"
+            )
+        _check_tensors(where, layer)
+    if next(module.parameters(), None) is None:
+        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters; allowed: some to train")
+
+
+def _check_tensors(where: str, layer: nn.Module) -> None:
+    for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+        if tensor.is_meta:
+            raise ExperimentError(
+                f"{where}: {key} is on the meta device, where tensors have no values. Make the module on the CPU, or "
+                "call to_empty(device='cpu') and initialize it"
+            )
+        if tensor.device.type != "cpu":
+            raise ExperimentError(
+                f"{where}: {key} is on {tensor.device}. Make the module on the CPU; `runtime.device` says where a run "
+                "computes"
+            )
+    for key, p in layer.named_parameters(recurse=False):
+        if not p.requires_grad:
+            raise ExperimentError(f"{where}: {key} is frozen; allowed: parameters that are trained, and buffers")
+        if p.dtype != torch.float32:
+            raise ExperimentError(f"{where}: {key} is {p.dtype}; allowed: torch.float32")
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Copy a module.
+
+    Raises
+    ------
+    ExperimentError
+        If it cannot be copied: the layer and its attribute, such as a lock, or a weight that is computed beforehand.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        for name, layer in module.named_modules():
+            for key, value in vars(layer).items():
+                if key != "_modules" and not _is_copyable(value):
+                    raise ExperimentError(f"{named(name, layer)}: {_why_not(key, value)}") from error
+        raise ExperimentError(
+            f"{KEY}: {type(module).__name__} cannot be copied ({said(error)}), and each thread trains a copy of it"
+        ) from error
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except Exception:
+        return False
+    return True
+
+
+def _why_not(key: str, value: Any) -> str:
+    if isinstance(value, Tensor):
+        return (
+            f"its {key} was computed from parameters when the module was made, so that training would not change it. "
+            "Compute it in `forward`, or by torch.nn.utils.parametrizations (weight_norm, spectral_norm)"
+        )
+    return (
+        f"its attribute {key} ({type(value).__name__}) cannot be copied, and each thread trains a copy of the module. "
+        "Keep it outside of the module, or make it where it is used"
+    )
+
+
+def is_tied(module: nn.Module, layer: str) -> bool:
+    """Return True if a layer shares a parameter with another one."""
+    below = {id(p) for p in module.get_submodule(layer).parameters()}
+    outside = [other for name, other in module.named_modules() if name != layer and not name.startswith(f"{layer}.")]
+    return any(id(p) in below for other in outside for p in other.parameters(recurse=False))

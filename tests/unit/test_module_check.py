@@ -1,0 +1,519 @@
+"""A module in its two modes, and what its check refuses: with the layer and the fix, before anything runs."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_local_data import TASK, people
+from test_module_model import Net, of_clients, refused
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import fedloom
+from fedloom.algorithms.base import Group
+from fedloom.algorithms.client import Local
+from fedloom.algorithms.fedper import FEDPER
+from fedloom.algorithms.fedrod import FEDROD, TwoHeads
+from fedloom.data.federated import ClientData, Split
+from fedloom.models.flat import masked
+from fedloom.models.module import ModuleModel, remember
+from fedloom.models.precision import bfloat16
+from fedloom.models.predictors import Ensemble, ModelPredictor
+
+MARGIN = 3.0
+
+
+class Small(nn.Module):
+    """Three inputs, two classes; tests change a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(x)
+        return logits
+
+
+class Modes(nn.Module):
+    """Takes a margin from the first logit, and doubles its features, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) * (2 if self.training else 1)
+        logits: Tensor = self.last(h)
+        return logits
+
+
+def model_of(make: Any, shape: tuple[int, ...] = (3,), **keys: Any) -> ModuleModel:
+    return ModuleModel(make, shape, 2, "pixels" if len(shape) == 3 else "features", **keys)
+
+
+def small_group(*sizes: int) -> Group:
+    generator = torch.Generator().manual_seed(3)
+    clients = []
+    for i, n in enumerate(sizes):
+        split = Split(torch.randn(n, 3, generator=generator), torch.arange(n) % 2)
+        clients.append(ClientData(f"c{i}", split, split, split, 2))
+    return of_clients(clients)
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, bfloat16])
+def test_a_model_is_its_module_in_evaluation_and_trains_as_in_training(wrap: Any) -> None:
+    model = wrap(model_of(Modes))
+    theta = model.init(torch.Generator().manual_seed(1))
+    w, x, y = model.layout.leaves(theta), torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    training = model.in_training()
+    assert training.in_training().layout == model.layout
+    modes = Modes()
+    modes.load_state_dict(model.layout.split(theta))
+    near = {"rtol": 0.02, "atol": 0.02} if wrap is bfloat16 else {}
+    for each, trains in ((model, False), (training, True), (training.in_training(), True)):
+        module = modes.train(trains)
+        torch.testing.assert_close(each.logits(theta, x), module(x), check_dtype=True, **near)
+        expected = F.cross_entropy(module(x), y, reduction="none")
+        torch.testing.assert_close(each.loss(w, x, y), expected, **near)
+    torch.testing.assert_close(training.features(w, x), 2 * model.features(w, x), **near)
+    hidden = masked(training, torch.tensor([True, False]))
+    assert torch.equal(hidden.in_training().forward(w, x)[:, 1], training.forward(w, x)[:, 1])
+
+
+@pytest.mark.parametrize("sizes", [(6,), (6, 9)])
+@pytest.mark.parametrize("mask_absent", [False, True])
+def test_gradients_are_those_in_training_and_losses_are_measured_as_in_evaluation(
+    sizes: tuple[int, ...], mask_absent: bool
+) -> None:
+    model, group = model_of(Modes), small_group(*sizes)
+    theta = torch.stack([model.init(torch.Generator().manual_seed(i)) for i in range(len(sizes))])
+    local = Local(model, group, mask_absent=mask_absent)
+    pieces = local.everything()
+    slope, loss = local.gradient_at(theta, *pieces)
+    measured = local.measured(local.parameters(theta), *pieces)
+    assert not measured.requires_grad
+    for i, client in enumerate(group.clients):
+        module = Modes()
+        module.load_state_dict(model.layout.split(theta[i]))
+        trained = F.cross_entropy(module.train()(client.train.x), client.train.y)
+        torch.testing.assert_close(loss[i], trained)
+        torch.testing.assert_close(local.value(local.parameters(theta), *pieces)[i], trained)
+        torch.testing.assert_close(measured[i], F.cross_entropy(module.eval()(client.train.x), client.train.y))
+        named = dict(module.named_parameters())
+        expected = torch.autograd.grad(trained, [named[name] for name, _ in model.layout.entries])
+        torch.testing.assert_close(slope[i], torch.cat([part.flatten() for part in expected]))
+
+
+def test_predictors_predict_in_evaluation_mode() -> None:
+    model = model_of(Modes)
+    theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
+    module = Modes().eval()
+    module.load_state_dict(model.layout.split(theta))
+    expected = module(x).log_softmax(1)
+    for predictor in (ModelPredictor(model, theta), Ensemble(model, theta[None])):
+        torch.testing.assert_close(predictor.log_probabilities(x), expected)
+        torch.testing.assert_close(predictor.predict(predictor.named(), x), expected)
+    torch.testing.assert_close(ModelPredictor(model, theta).losses(x, torch.zeros(4).long()), -expected[:, 0])
+
+
+def test_modes_of_several_threads_do_not_meet() -> None:
+    model = model_of(Modes)
+    theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
+    each = [model, model.in_training()]
+    expected = [m.logits(theta, x) for m in each]
+    assert not torch.equal(*expected)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: each[i % 2].logits(theta, x), range(40)))
+    assert all(torch.equal(logits, expected[i % 2]) for i, logits in enumerate(found))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "q-fedavg", "knn-per", "fedrod", "pfedgp", "drfa", "comfedl", "ditto"])
+def test_a_run_trains_in_training_mode_and_measures_and_saves_in_evaluation_mode(method: str, tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Noted(Modes):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((self.training, torch.is_grad_enabled()))
+            return super().forward(x)
+
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
+    settings: dict[str, Any] = {
+        "pfedgp": {"steps": 1, "gibbs_steps": 1, "chains": 2},
+        "knn-per": {"local": {"steps": 1}, "neighbours": [1]},
+        "comfedl": {"objective": "robust", "local": {"steps": 1}},
+    }
+    keys = {"data": data, "algorithm": {"name": method, **settings.get(method, {"local": {"steps": 1}})}}
+    run = fedloom.run(TASK, model=Noted(), out=tmp_path / "run", report=False, progress=False, **keys)
+    assert run.summary["seen"]["clients"] > 0
+    assert {training for training, gradients in seen if not gradients} == {False}
+    assert {training for training, gradients in seen if gradients} == {True}
+    model, x = run.models("ann"), torch.randn(5, 3)
+    seen.clear()
+    expected = model(x)
+    assert {training for training, _ in seen} == {False}
+    if method != "pfedgp":
+        model.save(tmp_path / "ann.pt2")
+        program = torch.export.load(tmp_path / "ann.pt2").module()
+        torch.testing.assert_close(program(x), expected)
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def weight_normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), parametrizations.weight_norm(nn.Linear(4, 2)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.first(x).relu())
+        return logits
+
+
+def test_all_parameters_below_the_last_layer_are_the_head(tmp_path: Path) -> None:
+    layout = model_of(weight_normed).layout
+    place = "2.parametrizations.weight.original"
+    assert layout.head == ("2.bias", f"{place}0", f"{place}1")
+    assert layout.body == ("0.weight", "0.bias")
+    assert layout.body_size == 3 * 4 + 4
+    assert not layout.head_is_linear
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
+    keys = {"data": data, "algorithm": {"name": "fedper", "local": {"steps": 1}}}
+    run = fedloom.run(TASK, model=weight_normed(), out=tmp_path / "run", report=False, progress=False, **keys)
+    assert run.summary["communication"]["payload_up"] % (layout.body_size * 4 + 16) == 0
+    heads = [run.models(name).state_dict()[f"{place}1"] for name in ("ann", "bob")]
+    assert not torch.equal(*heads)
+
+
+def test_a_parametrized_or_shared_head_is_refused_by_methods_that_cannot_have_it() -> None:
+    with refused("fedrod", "'2'", "parametrizations.weight.original0"):
+        FEDROD.check_model(FEDROD.settings(), model_of(weight_normed))
+    FEDROD.check_model(FEDROD.settings(), model_of(Modes))
+    tied = ModuleModel(Tied, (2,), 2, "features")
+    assert tied.has_features
+    assert tied.layout.head == ()
+    with refused("own", "fedper"):
+        FEDPER.check_model(FEDPER.settings(), tied)
+    with refused("model.head", "'last'", "shares"):
+        ModuleModel(Tied, (2,), 2, "features", head="last")
+    with refused("model.initial", "'2'", "module"):
+        model_of(weight_normed, initial="drawn")
+
+
+# --- draws, states, probabilities -------------------------------------------------------------------------------------
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+class Draws(Small):
+    """Changes its outputs once in 10,000 calls."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits * 2 if self.training and self.draw() < 1e-4 else logits
+
+
+class Inner(nn.Module):
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.body, self.drop = nn.Linear(3, 3), Draws(draw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.drop(self.body(x))
+        return logits
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(()),
+        random.random,
+        lambda: np.random.rand(),  # noqa: NPY002
+        lambda: torch.rand((), generator=GENERATOR),
+    ],
+    ids=["torch", "python", "numpy", "own"],
+)
+def test_a_draw_is_refused_however_seldom_it_matters(draw: Any) -> None:
+    states = torch.get_rng_state(), random.getstate()
+    with refused("model.factory", "'drop'", "Draws", "random", "training"):
+        model_of(lambda: Inner(draw))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+
+
+class Counts(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (2 if self.calls > 1000 else 1)
+
+
+class Owns(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.numbers.random() < 1e-4 else 1)
+
+
+class Remembers(Small):
+    """Adds what the rows before had."""
+
+    mean: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x) + self.mean
+        self.mean = x.detach().mean()
+        return logits
+
+
+class ByTheBatch(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.training else x - x.mean(0))
+
+
+class Caches(Small):
+    """Keeps what a call computed, of which no other depends."""
+
+    seen: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = super().forward(x)
+        return self.seen
+
+
+class Undefined(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / x.new_zeros(1) * 0
+
+
+class Squeezes(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).squeeze()
+
+
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (Counts, ("Counts", "calls", "evaluation.batch_size")),
+        (Owns, ("Owns", "numbers")),
+        (Remembers, ("Remembers", "same inputs", "kept")),
+        (ByTheBatch, ("ByTheBatch", "evaluation mode", "evaluation.batch_size")),
+        (Undefined, ("Undefined", "NaN")),
+        (Squeezes, ("Squeezes", "[2]", "[1, 2]")),
+        (lambda: nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), ("Sequential", "probabilities", "softmax")),
+    ],
+)
+def test_a_state_a_batch_and_probabilities_are_refused(make: Any, facts: tuple[str, ...]) -> None:
+    with refused("model.factory", *facts):
+        model_of(make)
+
+
+def test_what_changes_no_output_is_taken() -> None:
+    model_of(Caches)
+    model_of(lambda: nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1)))  # a softmax of it is the same
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+
+class Views(nn.Module):
+    """The network of PyTorch's tutorial, smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 3, 3), nn.Linear(3 * 9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(F.max_pool2d(F.relu(self.conv(x)), 2).view(-1, 3 * 9))
+        return logits
+
+
+def test_kernels_are_channels_last_where_a_module_runs_with_them() -> None:
+    model, x = model_of(Views, (1, 8, 8)), torch.randn(5, 1, 8, 8)
+    assert not model.layout.channels_last
+    theta = model.init(torch.Generator().manual_seed(1))
+    assert all(leaf.is_contiguous() for leaf in model.layout.leaves(theta).values())
+    module = Views()
+    module.load_state_dict(model.layout.split(theta))
+    assert torch.equal(ModelPredictor(model, theta).log_probabilities(x), module(x).log_softmax(1))
+    two = TwoHeads(model)
+    assert not two.layout.channels_last
+    net = ModuleModel(Net, (1, 28, 28), 10, "pixels")
+    assert net.layout.channels_last
+    leaf = net.layout.leaves(net.init(torch.Generator()))["conv2.weight"]
+    assert leaf.is_contiguous(memory_format=torch.channels_last)
+
+
+class Unused(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(3, 4)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (6, 9)])
+def test_an_unused_parameter_has_a_gradient_of_zero(sizes: tuple[int, ...]) -> None:
+    model, local = model_of(Unused), Local(model_of(Unused), small_group(*sizes))
+    theta = torch.stack([model.init(torch.Generator().manual_seed(i)) for i in range(len(sizes))])
+    slope, _ = local.gradient_at(theta, *local.everything())
+    for row in slope:
+        parts = model.layout.split(row)
+        assert not parts["pooler.weight"].any()
+        assert not parts["pooler.bias"].any()
+        assert parts["last.weight"].any()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "fedavg", "local": {"steps": 2, "lambda_theta": 0.1}},
+        {"name": "per-fedavg", "local": {"steps": 2}, "hessian": "exact"},
+        {"name": "comfedl", "objective": "damaml", "local": {"steps": 2}},
+        {"name": "pfedgp", "steps": 1, "gibbs_steps": 1, "chains": 2},
+        {"name": "pfedbayes", "steps": 1},
+    ],
+    ids=lambda algorithm: str(algorithm["name"]),
+)
+def test_methods_train_a_module_with_an_unused_layer(algorithm: dict[str, Any], tmp_path: Path) -> None:
+    class Deep(Modes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pooler = nn.Linear(3, 4)
+
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
+    run = fedloom.run(
+        TASK, data=data, model=Deep(), algorithm=algorithm, out=tmp_path / "run", report=False, progress=False
+    )
+    assert run.summary["seen"]["clients"] == len(people())
+    assert run.models("ann")(torch.randn(2, 3)).shape == (2, 2)
+
+
+class Penalized(Small):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, reduction="none") + self.last.weight.square().sum()
+
+
+def test_a_loss_of_its_own_may_use_parameters() -> None:
+    model = model_of(Penalized)
+    theta = model.init(torch.Generator().manual_seed(1))
+    x, y, module = torch.randn(4, 3), torch.tensor([0, 1, 0, 1]), Penalized()
+    module.load_state_dict(model.layout.split(theta))
+    expected = module.loss(module(x), y)
+    w = model.layout.leaves(theta, requires_grad=True)
+    found = model.in_training().loss(w, x, y)
+    torch.testing.assert_close(found, expected)
+    slopes = torch.autograd.grad(found.sum(), list(w.values()))
+    torch.testing.assert_close(slopes, torch.autograd.grad(expected.sum(), list(module.parameters())))
+
+
+class Listed(Small):
+    """Reads its weight where training does not put one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.last.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[0], self.last.bias)
+
+
+class Checkpointed(Modes):
+    """Computes its first layer again in the backward pass, when its parameters are others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=False))
+        return logits
+
+
+class Detached(Small):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class InPlace(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x).sigmoid()
+        h += 1
+        return h
+
+
+class FailsInTraining(Modes):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        logits: Tensor = self.last(h[:, :3] if self.training else h)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (Listed, ("'last'", "Linear", "last.weight", "list")),
+        (Checkpointed, ("'first'", "first.weight", "checkpoint")),
+        (Detached, ("Detached", "no parameter", "no_grad")),
+        (InPlace, ("InPlace", "training step", "RuntimeError")),
+        (FailsInTraining, ("'last'", "Linear", "training", "RuntimeError", "test_module_check.py", "line")),
+    ],
+)
+def test_a_step_that_fails_or_is_not_the_modules_is_refused(make: Any, facts: tuple[str, ...]) -> None:
+    with refused("model.factory", *facts):
+        model_of(make)
+
+
+# --- as it stands -----------------------------------------------------------------------------------------------------
+
+
+class Locked(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = threading.Lock()
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(3, 2))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (Locked, ("Locked", "guard", "lock")),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 4), torch.nn.utils.weight_norm(nn.Linear(4, 2))),
+            ("'1'", "Linear", "weight", "parametrizations"),
+        ),
+        (on_meta, ("'0'", "Linear", "weight", "meta", "CPU")),
+    ],
+)
+def test_what_cannot_be_copied_or_has_no_values_is_refused(make: Any, facts: tuple[str, ...]) -> None:
+    for take in (model_of, lambda make: remember(make())):
+        with refused("model.factory", *facts):
+            take(make)
