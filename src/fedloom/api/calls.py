@@ -194,25 +194,33 @@ def carry_out_sweep(
 
 
 @with_keywords
-def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
+def load(where: str | Path, *, model: nn.Module | str | None = None) -> Run:
     """Return a run, finished or not, from its folder or from the URL where it is published.
 
     Parameters
     ----------
     model
         The module that the run's clients trained, where another process had it in memory; its weights do not matter.
+        Or the ``package:function`` that the run names as ``model.factory``: this process may call it then. A factory
+        that only the run names is code of whoever made the run, and is not called.
 
     Raises
     ------
     DataError
         If there is no run.
     ExperimentError
-        If the module is not the one that the run trained.
+        If the module or factory is not the one that the run trained.
     StorageError, RefusedError
         If the store of a URL cannot be used.
     """
     run = Run(where)
-    if model is not None:
+    if isinstance(model, str):
+        from fedloom.models.factories import permit_factory
+
+        if model != run.factory:
+            raise ExperimentError(f"model must be the factory that the run trained, {run.factory} (got {model!r}).")
+        permit_factory(model)
+    elif model is not None:
         from fedloom.models.module import remember
 
         remember(model, run.factory or "a network that FedLoom has")

@@ -74,7 +74,7 @@ class Run:
         """What was run, with every default filled in."""
         from fedloom import experiment as experiments
 
-        return experiments.load(self.folder / "experiment.yaml")
+        return experiments.of_run(self.folder)
 
     @property
     def factory(self) -> str | None:

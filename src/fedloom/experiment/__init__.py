@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fedloom.experiment.grids import Point, grid_values, points, seeds_of
-from fedloom.experiment.loading import load, loads, of
+from fedloom.experiment.loading import load, loads, of, of_run
 from fedloom.experiment.yaml_reader import as_yaml
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "loads",
     "of",
+    "of_run",
     "points",
     "seeds_of",
 ]

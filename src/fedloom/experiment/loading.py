@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import KeyPath, dotted, shown
 from fedloom.experiment.yaml_reader import as_yaml, parse
+from fedloom.models.factories import is_permitted, permit_factory
 from fedloom.storage import is_url, open_store
 from fedloom.storage.folder import read_file
 from fedloom.words import shortened
@@ -34,6 +35,9 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
     overrides
         ``key=value`` each: a dotted key, and a YAML value that replaces what the file has there.
 
+    The user of this process gives the file, and so permits the factory that it names (:mod:`fedloom.models.factories`).
+    A URL, or the file in a run's folder, permits nothing: others may have written it.
+
     Raises
     ------
     ExperimentError
@@ -41,21 +45,30 @@ def load(path: str | Path, overrides: Overrides = ()) -> Experiment:
     StorageError, RefusedError
         If the store of a URL cannot be used.
     """
-    try:
-        if is_url(path):
-            place, _, name = str(path).rpartition("/")
-            content = open_store(place).read(name)
-        else:
-            content = read_file(Path(path))
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
-    except OSError as error:
-        raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
-    return loads(text, overrides, source=str(path))
+    text = _text(path)
+    return loads(text, overrides, source=str(path), own=not is_url(path) and not _is_of_run(Path(path)))
 
 
-def loads(text: str, overrides: Overrides = (), *, source: str = "the experiment") -> Experiment:
+def of_run(folder: Path) -> Experiment:
+    """Read the experiment of a run's folder, without permission to call the factory that it names.
+
+    The folder may be somebody else's. Combinations of keys were checked when the run began; they are checked again
+    where that calls no factory, or one that this process may call.
+
+    Raises
+    ------
+    ExperimentError
+        If the file cannot be read, or anything in it is not allowed.
+    """
+    path = folder / "experiment.yaml"
+    value = _mapping(*parse(_text(path), str(path)), str(path))[0]
+    factory = _factory(value)
+    from fedloom.experiment.validation import validated
+
+    return validated(value, str(path), {}, combined=factory is None or is_permitted(factory))
+
+
+def loads(text: str, overrides: Overrides = (), *, source: str = "the experiment", own: bool = True) -> Experiment:
     """Read the text of an experiment file.
 
     Parameters
@@ -66,23 +79,25 @@ def loads(text: str, overrides: Overrides = (), *, source: str = "the experiment
         As of :func:`load`.
     source
         What to call the text in errors.
+    own
+        The user of this process has given the text, and so permits the factory that it names.
 
     Raises
     ------
     ExperimentError
         As of :func:`load`.
     """
-    value, origins = parse(text, source)
-    if not isinstance(value, dict):
-        raise ExperimentError(
-            f"{source}: found {shown(value)}; allowed: a mapping with the keys name, data, model, ..."
-        )
-    return _checked(value, origins, overrides, source)
+    return _checked(*_mapping(*parse(text, source), source), overrides, source, own=own)
 
 
-def _checked(value: dict[str, Any], origins: dict[KeyPath, str], overrides: Overrides, source: str) -> Experiment:
+def _checked(
+    value: dict[str, Any], origins: dict[KeyPath, str], overrides: Overrides, source: str, *, own: bool = True
+) -> Experiment:
     for override in overrides:
         _set(value, origins, override)
+    factory = _factory(value)
+    if factory is not None and (own or origins.get(("model", "factory")) == "--set"):
+        permit_factory(factory)
     from fedloom.experiment.validation import validated  # imports torch: after all that may fail before
 
     return validated(value, source, origins)
@@ -148,6 +163,41 @@ def plain(value: Any, what: str) -> Any:
         return json.loads(json.dumps(value, default=of_object))
     except (TypeError, ValueError) as error:
         raise ExperimentError(f"{what}: {error}") from error
+
+
+def _mapping(value: Any, origins: dict[KeyPath, str], source: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    if not isinstance(value, dict):
+        raise ExperimentError(
+            f"{source}: found {shown(value)}; allowed: a mapping with the keys name, data, model, ..."
+        )
+    return value, origins
+
+
+def _factory(value: Mapping[str, Any]) -> str | None:
+    """Return the name of the factory that makes the clients' model, if there is one."""
+    model = value.get("model")
+    factory = model.get("factory") if isinstance(model, dict) else None
+    return factory if isinstance(factory, str) else None
+
+
+def _is_of_run(path: Path) -> bool:
+    """Return True for the experiment file that a run has written to its folder."""
+    written = ("partition.json", "journal.jsonl", "checkpoints")
+    return path.name == "experiment.yaml" and any((path.parent / name).exists() for name in written)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        if is_url(path):
+            place, _, name = str(path).rpartition("/")
+            content = open_store(place).read(name)
+        else:
+            content = read_file(Path(path))
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
+    except OSError as error:
+        raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
 
 
 def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:

@@ -15,7 +15,7 @@ from fedloom.experiment.cross_checks import impossible_combinations
 from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
 from fedloom.experiment.validation_errors import KeyPath, explain, listing, shown
-from fedloom.models.module import check_sent_factory
+from fedloom.models.factories import check_sent_factory
 
 
 def validated(

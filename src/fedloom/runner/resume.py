@@ -60,7 +60,7 @@ def check_folder(
         raise ExperimentError(
             f"{folder.path}: found a run there already", hint="go on with --resume, or choose another folder with --out"
         )
-    old = experiments.load(folder.path / "experiment.yaml").model_dump(mode="json")
+    old = experiments.of_run(folder.path).model_dump(mode="json")
     new = e.model_dump(mode="json")
     for path in FREE_ON_RESUME:
         for tree in (old, new):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError, RefusedError, WorkerLostError
-from fedloom.models.module import FACTORIES
+from fedloom.models.factories import FACTORIES
 from fedloom.storage.folder import open_to_append, read_file, storing
 from fedloom.trust.options import FILES, TOKEN
 
