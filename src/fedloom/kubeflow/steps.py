@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
+from fedloom.processes import listen_to_parent, tell_failure
 from fedloom.words import as_csv
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-FAILURES = "FEDLOOM_FAILURES"
-"""Environment variable: a file to which a task that fails adds a line, for `fedloom pipeline local`."""
 
 MARK = "fedloom | "
 """What a line of progress begins with, among everything that Kubeflow's executor says."""
@@ -51,6 +49,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(body)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        listen_to_parent()  # `fedloom pipeline local`
         try:
             return body(*args, **kwargs)
         except FedloomError as error:
@@ -60,10 +59,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
                 raise
             failure = as_storage_error(error)
         print(f"error: {failure}", file=sys.stderr, flush=True)
-        if FAILURES in os.environ:
-            line = {"task": body.__name__, "code": int(failure.exit_code), "message": str(failure)}
-            with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        tell_failure(failure.within(body.__name__))
         raise SystemExit(int(failure.exit_code))
 
     return told
