@@ -36,12 +36,13 @@ OPTIONS: Mapping[str, str] = {
     "from_": "--from",
     "no_report": "--no-report",
     "packed": "--data",
+    "set": "--set ",
     "timeout_s": "--timeout",
 }
 """Arguments whose option has another name; others are ``--name-with-dashes``."""
 
-IN_PYTHON: Mapping[str, str] = {"no_report": "report=False", "resume": "resume=True"}
-"""Arguments that Python users set to a value where the command line has an option without one."""
+IN_PYTHON: Mapping[str, str] = {"no_report": "report=False", "resume": "resume=True", "set": ""}
+"""Arguments that Python users write in another way: with a value, or as keys of the experiment (``set``)."""
 
 _as_options = False
 
@@ -89,7 +90,7 @@ class FedloomError(Exception):
         allowed: Sequence[Any] | None = None,
     ) -> None:
         super().__init__(message)
-        self.hint = hint
+        self._hint = hint
         self.key = key
         self.found = found
         self.allowed = allowed
@@ -97,8 +98,17 @@ class FedloomError(Exception):
 
     def __str__(self) -> str:
         """Return the message, and the hint on a line of its own, in the words of the front end."""
-        message = super().__str__()
-        return _spelled(message if self.hint is None else f"{message}\n  {self.hint}", as_options=self._as_options)
+        return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
+
+    @property
+    def hint(self) -> str | None:
+        """The command or change that fixes it, in the words of the front end."""
+        return None if self._hint is None else _spelled(self._hint, as_options=self._as_options)
+
+    @property
+    def message(self) -> str:
+        """The message without the hint, in the words of the front end."""
+        return _spelled(super().__str__(), as_options=self._as_options)
 
     def within(self, place: str) -> Self:
         """Return the same error, of a process or task that is named first."""
@@ -111,7 +121,7 @@ class FedloomError(Exception):
         return {
             "class": type(self).__name__,
             "message": super().__str__(),
-            "hint": self.hint,
+            "hint": self._hint,
             "key": self.key,
             "found": _plain(self.found),
             "allowed": None if self.allowed is None else [_plain(value) for value in self.allowed],
@@ -216,6 +226,11 @@ def arguments_as_options() -> Iterator[None]:
         yield
     finally:
         _as_options = before
+
+
+def spelled(text: str) -> str:
+    """Return a text that is no error, such as a line of the log, with its arguments as this front end spells them."""
+    return _spelled(text, as_options=_as_options)
 
 
 def _spelled(text: str, *, as_options: bool) -> str:

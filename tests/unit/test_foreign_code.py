@@ -12,16 +12,20 @@ import numpy as np
 import pytest
 import torch
 from facts import tells
+from s3_support import S3Server
 from test_local_data import TASK, people
 
 import fedloom as fl
 from fedloom import experiment as experiments
 from fedloom.cli.use import evaluate, personalize
 from fedloom.errors import ExperimentError
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import Published
 from fedloom.models import factories
 from fedloom.models.factories import FACTORIES
 from fedloom.reporting.report import write_report
 from fedloom.runner.serve import serve
+from fedloom.storage import open_store
 
 NAME = "somebodys_models:small"
 
@@ -81,15 +85,35 @@ def test_code_that_a_runs_folder_names_is_not_imported(
     assert not (tmp_path / "models").exists()
 
 
+def test_code_that_a_published_run_names_is_not_imported(
+    run: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{s3_server.new_bucket()}/run"
+    Published(RunFolder(run), open_store(url), "one").publish(1)
+    open_store(url).write("experiment.yaml", (run / "experiment.yaml").read_bytes())
+    x, y = people()["bob"]
+    for use in (
+        lambda: fl.personalize(url, x, y),
+        lambda: serve(url, "127.0.0.1:0"),
+        lambda: fl.load(url).models("ann"),
+        lambda: experiments.load(f"{url}/experiment.yaml"),
+    ):
+        with pytest.raises(ExperimentError) as error:
+            use()
+        assert tells(str(error.value), "model.factory", NAME, FACTORIES)
+    assert fl.load(url).experiment.model.factory == NAME  # type: ignore[attr-defined]
+    assert not (tmp_path / "ran").exists()
+
+
 def test_looking_at_a_run_imports_nothing(run: Path, tmp_path: Path) -> None:
     found = fl.load(run)
     assert found.experiment.model.factory == found.factory == NAME  # type: ignore[attr-defined]
     assert len(found.clients) == 4
     assert fl.compare([run]).table.shape[0] > 0
     write_report(run)
-    with pytest.raises(
-        ExperimentError
-    ) as error:  # it holds another experiment
+    with pytest.raises(ExperimentError) as error:  # it holds another experiment
         fl.run(TASK, data=found.experiment.data, out=run, resume=True, progress=False)
     assert tells(str(error.value), "resume", "model.factory", NAME)
     assert not (tmp_path / "ran").exists()

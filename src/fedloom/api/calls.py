@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.api.keywords import in_keywords, with_keywords
 from fedloom.api.run import Comparison, Run, Sweep
 from fedloom.errors import ExperimentError
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from fedloom.runner.sweep import SweepObserver
 
 
-@with_keywords
 def run(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
@@ -107,7 +105,6 @@ def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunO
     return Run(found.folder)
 
 
-@with_keywords
 def sweep(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
@@ -173,10 +170,7 @@ def sweep(
     e = experiments.of(experiment, **with_module(overrides))
     points = experiments.points(e, (), asked, axes)
     options = _options(out, resume, partition, packed, observe, publish, report, track, None)
-    done = carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
-    for error in done.failures.values():
-        in_keywords(error)
-    return done
+    return carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
 
 
 def carry_out_sweep(
@@ -193,7 +187,6 @@ def carry_out_sweep(
     return Sweep(folder, done, failures)
 
 
-@with_keywords
 def load(where: str | Path, *, model: nn.Module | str | None = None) -> Run:
     """Return a run, finished or not, from its folder or from the URL where it is published.
 
@@ -227,7 +220,6 @@ def load(where: str | Path, *, model: nn.Module | str | None = None) -> Run:
     return run
 
 
-@with_keywords
 def compare(
     runs: Run | Sweep | str | Path | Iterable[Run | Sweep | str | Path], *, against: str | None = None
 ) -> Comparison:
@@ -255,7 +247,6 @@ def compare(
     return Comparison(folders, against)
 
 
-@with_keywords
 def fetch(name: str, root: str | Path | None = None) -> Path:
     """Fetch a data set, and return its folder; what is there already is only checked.
 

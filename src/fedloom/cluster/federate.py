@@ -17,7 +17,7 @@ from fedloom.cluster import local
 from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_pod, rights_hint
 from fedloom.cluster.manifests import INSTANCE, RUN_ID, Federation, Manifest, identity, label, owners_of_pod
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
-from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError
+from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.trust.options import TOKEN
 from fedloom.words import counted
@@ -162,7 +162,7 @@ def submit(
     if cluster.orphan_after_s is not None:
         raise ExperimentError(
             f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and nobody who stays with the federation; "
-            "allowed: null, or submit --wait"
+            f"allowed: null, or submit {argument('wait')}"
         )
     run, launcher = _prepared(step)
     name = f"fl-{identity(run_id, step.task)}"

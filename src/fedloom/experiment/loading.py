@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import KeyPath, dotted, shown
+from fedloom.experiment.validation_errors import SET, KeyPath, dotted, shown
 from fedloom.experiment.yaml_reader import as_yaml, parse
 from fedloom.models.factories import is_permitted, permit_factory
 from fedloom.storage import is_url, open_store
@@ -96,7 +96,7 @@ def _checked(
     for override in overrides:
         _set(value, origins, override)
     factory = _factory(value)
-    if factory is not None and (own or origins.get(("model", "factory")) == "--set"):
+    if factory is not None and (own or origins.get(("model", "factory")) == SET):
         permit_factory(factory)
     from fedloom.experiment.validation import validated  # imports torch: after all that may fail before
 
@@ -205,19 +205,19 @@ def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str) -> N
     key, equals, text = override.partition("=")
     path = tuple(step.strip() for step in key.split("."))
     if not equals or not all(path):
-        raise ExperimentError(f"--set {shortened(override)}: allowed: KEY=VALUE, such as federation.rounds=10")
-    new, inside = parse(text, f"--set {shortened(override)}")
+        raise ExperimentError(f"{SET}{shortened(override)} must be KEY=VALUE, such as federation.rounds=10.")
+    new, inside = parse(text, f"{SET}{shortened(override)}")
     target = value
     for depth, step in enumerate(path[:-1], start=1):
         if target.get(step) is None:
             target[step] = {}
-            origins[path[:depth]] = "--set"
+            origins[path[:depth]] = SET
         target = target[step]
         if not isinstance(target, dict):
             raise ExperimentError(
-                f"--set {shortened(override)}: {dotted(path[:depth])} is {shown(target)}, which has no keys"
+                f"{SET}{shortened(override)}: {dotted(path[:depth])} is {shown(target)}, which has no keys"
             )
     target[path[-1]] = new
     for old in [p for p in origins if p[: len(path)] == path]:
         del origins[old]
-    origins.update({(*path, *p): "--set" for p in inside} | {path: "--set"})
+    origins.update({(*path, *p): SET for p in inside} | {path: SET})

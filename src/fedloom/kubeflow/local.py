@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.errors import ExperimentError, FedloomError, InterruptedRun
+from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument
 from fedloom.kubeflow import steps
 from fedloom.kubeflow.compiling import parameters, pipeline
 from fedloom.processes import TELL_PARENT, Told, environment, listen_to_parent, python, tell_failure
@@ -66,7 +66,7 @@ def run(name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[st
         If it was stopped; nothing that it started is left running.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+        raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         root, log = Path(folder) / "root", Path(folder) / LOG
@@ -75,7 +75,7 @@ def run(name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[st
         process = subprocess.Popen(
             python("-m", "fedloom.kubeflow.local"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env=environment({**os.environ, "PYTHONSAFEPATH": "1"}, Path(folder) / RECORDS),  # of the runner's tasks, too
+            env=environment({**os.environ, "PYTHONSAFEPATH": "1"}, Path(folder) / RECORDS),
         )  # fmt: skip
         with _stopping(process, say) as stopped, log.open("w", encoding="utf-8") as file:
             _give(process, json.dumps(order))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fedloom.errors import InterruptedRun, QuorumError
+from fedloom.errors import InterruptedRun, QuorumError, argument
 from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
 from fedloom.federation.loop import vocabulary
@@ -213,7 +213,7 @@ def with_workers(
         if stop_request.reason is not None and isinstance(error, InterruptedRun | QuorumError):
             raise stop_request.reason from error
         if stop_request.event.is_set() and isinstance(error, QuorumError):
-            raise InterruptedRun("stopped while waiting for workers; go on with --resume") from error
+            raise InterruptedRun(f"stopped while waiting for workers; go on with {argument('resume')}") from error
         raise
     finally:
         if own is not None:

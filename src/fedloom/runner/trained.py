@@ -16,7 +16,7 @@ from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
-from fedloom.errors import DataError, ExperimentError, QuorumError
+from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.summary import Evaluation, groups
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.checkpoint import check_fits
@@ -183,7 +183,12 @@ def check_checkpoint(checkpoint: str) -> str | int:
     if checkpoint in ("last", "best"):
         return checkpoint
     if not checkpoint.isdecimal():
-        raise ExperimentError(f"--checkpoint: found {checkpoint!r}, allowed: last, best or a round")
+        raise ExperimentError(
+            f"{argument('checkpoint')} must be last, best or a round (got {checkpoint!r}).",
+            key="checkpoint",
+            found=checkpoint,
+            allowed=["last", "best"],
+        )
     return int(checkpoint)
 
 
@@ -193,9 +198,10 @@ def _clients_of(
     """Whose models are asked for: the run's clients, those of another partition, or packed ones."""
     if isinstance(e.data, OwnData):
         if partition is not None or not data:
-            found = "no --data" if partition is None else f"--partition {partition}"
+            instead = "" if partition is None else f", not {argument('partition')}"
             raise ExperimentError(
-                f"--data: found {found}; the run's clients have data of their own; allowed: --data DIR"
+                f"The run's clients have data of their own: give their folders with {argument('packed')}{instead}.",
+                key="packed",
             )
         clients = OwnClients.open(data)
         clients.check(e.data.own)
@@ -205,5 +211,10 @@ def _clients_of(
         dataset.verify()
         return dataset
     if data:
-        raise ExperimentError("--data: found with a run of data.dataset; allowed: --partition, or neither")
+        raise ExperimentError(
+            f"{argument('packed')} is for runs whose clients have data of their own, and this run deals out a data "
+            "set; "
+            f"give {argument('partition')}, or neither.",
+            key="packed",
+        )
     return assemble.make_partition(e) if partition is None else FederatedDataset.open(partition)

@@ -160,7 +160,7 @@ class Workers:
                     if self._stopping.is_set():
                         return
                     self._processes[i] = self._start(i)
-        why = f"failed: {told.failure.args[0]}" if told.failure is not None else told.ended(code, self._said(i))
+        why = f"failed: {told.failure.message}" if told.failure is not None else told.ended(code, self._said(i))
         self._fail(
             WorkerLostError(
                 f"worker-{i} {why} (after {RESTARTS} restarts)",

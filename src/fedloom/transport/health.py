@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 from fedloom.transport.address import split_address
 
 CONNECTIONS = 32
@@ -32,7 +32,7 @@ async def probed(address: str, state: Any) -> Any:
     ExperimentError
         If it is no address, the port is taken or the address cannot be bound.
     """
-    _, port = split_address(address, what="--health", lowest=0)
+    _, port = split_address(address, what=argument("health"), lowest=0)
     options = (
         ("grpc.so_reuseport", 0),
         ("grpc.max_allowed_incoming_connections", CONNECTIONS),
@@ -48,7 +48,7 @@ async def probed(address: str, state: Any) -> Any:
         await server.stop(None)
         raise ExperimentError(
             f"cannot serve on {address}: port {port} is taken or the address is not of this machine",
-            hint="choose another one with --health HOST:PORT",
+            hint=f"choose another one with {argument('health')} HOST:PORT",
         )
     await server.start()
     return server

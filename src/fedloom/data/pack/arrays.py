@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from fedloom.data.manifest import SPLITS, Kind
 from fedloom.data.own import Own
 from fedloom.data.pack.examples import Batches, Examples, Mistakes, Request, Tell, found_classes, listed, positions
-from fedloom.errors import DataError
+from fedloom.errors import DataError, argument
 from fedloom.words import counted
 
 ROWS = 4096
@@ -43,10 +43,10 @@ def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) ->
     needed = [f"{prefix}{name}" for prefix in prefixes for name in wanted]
     missing = [name for name in needed if name not in arrays]
     if missing:
-        instead = "" if request.labelled else "--unlabelled: "
+        instead = "" if request.labelled else f"{argument('unlabelled')}: "
         raise DataError(
             f"{path}: found the arrays {', '.join(sorted(arrays)) or '(none)'}, and no {', '.join(missing)}; allowed: "
-            f"{instead}x and y, or train_x, train_y and so on; or --unlabelled, without y"
+            f"{instead}x and y, or train_x, train_y and so on; or {argument('unlabelled')}, without y"
         )
     kind, shape = _form(arrays[needed[0]], request.own, path)
     batches = Batches(kind, shape, 0 if request.own is None else len(request.own.classes), mistakes)
@@ -222,8 +222,9 @@ def _form(x: NDArray[Any], own: Own | None, path: Path) -> tuple[Kind, tuple[int
     if x.ndim == 2:
         return "features", (int(x.shape[1]),)
     raise DataError(
-        f"{path}: x is {x.dtype} of shape {list(x.shape)}; allowed without --experiment: [n, features], or uint8 of "
-        "shape [n, channels, height, width]"
+        f"{path}: x is {x.dtype} of shape {list(x.shape)}; without {argument('experiment')} it must be [n, "
+        "features], or uint8 "
+        "of shape [n, channels, height, width]."
     )
 
 

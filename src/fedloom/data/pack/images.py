@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Mistakes, Request, Tell, found_classes, listed
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.words import counted
 
 DEEP = ("I", "F")
@@ -93,7 +93,7 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
                     changed[what] = changed.get(what, 0) + 1
                     image = image.resize(size, Image.Resampling.BILINEAR)
                 elif found != size:
-                    allowed = f"another size (height x width); allowed: {size[1]} x {size[0]}, or --resize"
+                    allowed = f"another size (height x width); allowed: {size[1]} x {size[0]}, or {argument('resize')}"
                     mistakes.add(allowed, f"{name}: {found[1]} x {found[0]}")
                     continue
                 array = np.asarray(image, dtype=np.uint8)
