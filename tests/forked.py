@@ -148,7 +148,8 @@ def _as_python(words: Sequence[str]) -> list[str] | None:
         except OSError:
             return None
         words = [sys.executable, *words]
-    return list(words) if len(words) > 1 and (words[1] in ("-m", "-c") or words[1][0] != "-") else None
+    first = words[2 if words[1:2] == ["-P"] else 1 :][:1]
+    return list(words) if first and (first[0] in ("-m", "-c") or first[0][0] != "-") else None
 
 
 _real_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -349,14 +350,20 @@ def _import() -> None:
 
 def _run(words: Sequence[str]) -> None:
     """Run ``python WORDS``."""
+    safe = words[1] == "-P"
+    words = [words[0], *words[2 if safe else 1 :]]
     kind, sys.argv = words[1], list(words[1:])
+    if safe:
+        del sys.path[0]
     if kind == "-m":
         sys.argv = list(words[2:])
-        sys.path[0] = str(Path.cwd())
+        if not safe:
+            sys.path[0] = str(Path.cwd())
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.argv = ["-c", *words[3:]]
-        sys.path[0] = ""
+        if not safe:
+            sys.path[0] = ""
         main = type(sys)("__main__")
         sys.modules["__main__"] = main
         exec(compile(words[2], "<string>", "exec"), main.__dict__)

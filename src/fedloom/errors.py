@@ -1,12 +1,51 @@
-"""Failure classes and exit codes: the one table that every command, component and pod shares (docs/exit-codes.md)."""
+"""Failure classes and exit codes: the one table that every command, component and pod shares (docs/exit-codes.md).
 
+=====================  ====  ===================================================================
+class                  exit  raised when
+=====================  ====  ===================================================================
+``FedloomError``             the base class, which is never raised itself
+``ExperimentError``    2     an experiment file, argument or combination cannot run
+``DataError``          3     data are missing, corrupt, or not what their manifest says
+``RefusedError``       4     one side refused the other: protocol, version, authentication
+``QuorumError``        5     a round failed in all its attempts
+``StorageError``       6     artifacts cannot be written or read
+``WorkerLostError``    7     a process was lost more often than it is restarted; resumable
+``AbandonedError``     8     the other side is gone
+``InterruptedRun``     130   the user or the system asked the run to stop; resumable
+=====================  ====  ===================================================================
+
+Any other exception is a bug: it keeps its traceback, and the process ends with 1.
+
+An error is data, which each front end puts into its own words: the command line speaks of options, Python of
+arguments, an experiment file of keys. A message therefore never spells an option; ``argument("out")`` stands for its
+name. Between processes an error travels as JSON (:meth:`FedloomError.as_json`).
+"""
+
+import copy
 import errno
+import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from itertools import takewhile
 from pathlib import Path
+from typing import Any, Self
+
+OPTIONS: Mapping[str, str] = {
+    "from_": "--from",
+    "no_report": "--no-report",
+    "packed": "--data",
+    "set": "--set ",
+    "timeout_s": "--timeout",
+}
+"""Arguments whose option has another name; others are ``--name-with-dashes``."""
+
+IN_PYTHON: Mapping[str, str] = {"no_report": "report=False", "resume": "resume=True", "set": ""}
+"""Arguments that Python users write in another way: with a value, or as keys of the experiment (``set``)."""
+
+_as_options = False
 
 
 class ExitCode(IntEnum):
@@ -26,20 +65,74 @@ class ExitCode(IntEnum):
 class FedloomError(Exception):
     """A failure with a class of its own.
 
-    The message says what was found and what is allowed; ``hint`` is the command or change that fixes it.
     Subclasses fix ``exit_code``; a bare ``FedloomError`` is never raised.
+
+    Parameters
+    ----------
+    message
+        A sentence that says what is wrong. Names of arguments in it are those of :func:`argument`.
+    hint
+        The command or change that fixes it.
+    key
+        The argument (``out``), or the dotted key of the experiment (``federation.rounds``), that the error is about.
+    found, allowed
+        The value that was found, and those that are allowed, for programs: numbers, texts, or lists of them.
     """
 
     exit_code: ExitCode
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        key: str | None = None,
+        found: Any = None,
+        allowed: Sequence[Any] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.hint = hint
+        self._hint = hint
+        self.key = key
+        self.found = found
+        self.allowed = allowed
+        self._as_options = _as_options  # it is told by the front end in whose call it was raised
 
     def __str__(self) -> str:
-        """Return the message, and the hint on a line of its own."""
-        message = super().__str__()
-        return message if self.hint is None else f"{message}\n  {self.hint}"
+        """Return the message, and the hint on a line of its own, in the words of the front end."""
+        return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
+
+    @property
+    def hint(self) -> str | None:
+        """The command or change that fixes it, in the words of the front end."""
+        return None if self._hint is None else _spelled(self._hint, as_options=self._as_options)
+
+    @property
+    def message(self) -> str:
+        """The message without the hint, in the words of the front end."""
+        return _spelled(super().__str__(), as_options=self._as_options)
+
+    def within(self, place: str) -> Self:
+        """Return the same error, of a process or task that is named first."""
+        found = copy.copy(self)
+        found.args = (f"{place}: {self.args[0]}",)
+        return found
+
+    def with_hint(self, hint: str | None) -> Self:
+        """Return the same error with a hint, unless it has one."""
+        found = copy.copy(self)
+        found._hint = self._hint or hint
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what :func:`from_json` makes an equal error of, in another process; values are as text if need be."""
+        return {
+            "class": type(self).__name__,
+            "message": super().__str__(),
+            "hint": self._hint,
+            "key": self.key,
+            "found": _plain(self.found),
+            "allowed": None if self.allowed is None else [_plain(value) for value in self.allowed],
+        }
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows (IPython asks for it): the sentence, and the line outside FedLoom that led to it.
@@ -103,6 +196,63 @@ class InterruptedRun(FedloomError):
 
 FAILURES: Mapping[int, type[FedloomError]] = {int(kind.exit_code): kind for kind in FedloomError.__subclasses__()}
 """Exit code -> the class that a process ends with it for."""
+
+
+def from_json(value: Mapping[str, Any]) -> FedloomError:
+    """Return the error that another process described with :meth:`FedloomError.as_json`.
+
+    Raises
+    ------
+    KeyError
+        If it is not such a description.
+    """
+    kinds = {kind.__name__: kind for kind in FAILURES.values()}
+    fields = {name: value[name] for name in ("hint", "key", "found", "allowed")}
+    return kinds[value["class"]](value["message"], **fields)
+
+
+def argument(name: str) -> str:
+    """Return what stands for the name of an argument in the message of an error.
+
+    Each front end spells it in its own way: ``tls_ca`` in Python, ``--tls-ca`` on the command line.
+
+    Parameters
+    ----------
+    name
+        As Python has it.
+    """
+    return f"\x02{name}\x03"
+
+
+@contextmanager
+def arguments_as_options() -> Iterator[None]:
+    """Let errors that are raised in the block spell arguments as options: the front end is a command line."""
+    global _as_options
+    before, _as_options = _as_options, True
+    try:
+        yield
+    finally:
+        _as_options = before
+
+
+def spelled(text: str) -> str:
+    """Return a text that is no error, such as a line of the log, with its arguments as this front end spells them."""
+    return _spelled(text, as_options=_as_options)
+
+
+def _spelled(text: str, *, as_options: bool) -> str:
+    def spell(place: re.Match[str]) -> str:
+        name = place[1]
+        if as_options:
+            return OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        return IN_PYTHON.get(name, name)
+
+    return re.sub("\x02(\\w+)\x03", spell, text)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
 
 STORAGE_FAILURES = {
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,

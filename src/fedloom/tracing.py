@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import fedloom
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -54,7 +54,9 @@ def start(service: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ExperimentError(
-            "--tracing: found without OpenTelemetry", hint="pip install 'fedloom[tracing]'"
+            f"{argument('tracing')} needs OpenTelemetry, which is not installed.",
+            hint="pip install 'fedloom[tracing]'",
+            key="tracing",
         ) from error
     told = {"service.name": os.environ.get("OTEL_SERVICE_NAME") or service, "service.version": fedloom.__version__}
     known = any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"))

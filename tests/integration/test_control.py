@@ -230,7 +230,7 @@ def test_over_tls_watchers_may_look_and_operators_control_and_it_is_in_the_audit
     (refused,) = (event for event in events if event["event"] == "refused")  # the others of this host are counted
     assert (refused["identity"], refused["call"]) == ("eye", "/fedloom.v1.Control/Pause")
     stranger = Credentials(ClientOptions(tmp_path / "ca/ca.crt"))
-    with dialled(made.address, stranger) as nobody, pytest.raises(RefusedError, match="--tls-certificate"):
+    with dialled(made.address, stranger) as nobody, pytest.raises(RefusedError, match="tls_certificate"):
         nobody.status()
     with dialled(made.address) as plain, pytest.raises(AbandonedError):
         plain.status()

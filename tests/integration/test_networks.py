@@ -41,7 +41,7 @@ def test_what_a_rate_may_be(text: str, up: float, down: float) -> None:
 def test_what_is_no_rate(text: str) -> None:
     with pytest.raises(ExperimentError) as error:
         parse_bandwidth(text)
-    assert tells(str(error.value), "--bandwidth", repr(text), "256kbit/s", "Mbit/s")
+    assert tells(str(error.value), "bandwidth", "256kbit/s", repr(text), "Mbit/s")
 
 
 def test_a_line_without_a_rate_is_always_free() -> None:

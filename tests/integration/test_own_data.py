@@ -115,14 +115,14 @@ def test_clients_of_their_own_are_measured_and_get_models(packed: Path, experime
     assert (list(made.saved), made.lost) == ([f"speaker-{i}" for i in range(5)], {})
     with pytest.raises(ExperimentError) as caught:
         trained.evaluate(tmp_path / "a")
-    assert tells(str(caught.value), "--data", "--data DIR")
+    assert tells(str(caught.value), "data of their own", "packed")
     for without in (
         lambda: python.load(tmp_path / "a").models(),
         lambda: python.run(experiment, out=tmp_path / "b", report=False, progress=False),
     ):
         with pytest.raises(ExperimentError) as caught:
             without()
-        assert tells(str(caught.value), "packed=[DIR]")
+        assert tells(str(caught.value), "packed")
         assert "--data" not in str(caught.value)
 
 
@@ -159,9 +159,9 @@ def test_what_cannot_be_served_or_run_is_refused(packed: Path, experiment: Path,
     data = ("--data", packed / "s0")
     at = ("--aggregator", "127.0.0.1:1")
     for command, code, facts in (
-        (("run", experiment), 2, ("data.own", "--data DIR", "fedloom data pack")),
-        (("run", dealt, *data), 2, ("--data", "data.dataset", "data.own")),
-        (("run", experiment, *data, "--partition", "x"), 2, ("--partition", "x", "--data")),
+        (("run", experiment), 2, ("data.own", "--data", "fedloom data pack")),
+        (("run", dealt, *data), 2, ("--data", "data.own", "data.dataset")),
+        (("run", experiment, *data, "--partition", "x"), 2, ("--partition", "--data")),
         (("partition", experiment), 2, ("data.own", "dataset and partition", "fedloom data pack")),
         (("run", experiment, *data, "--set", "federation.clients_per_round=2"), 2, ("clients_per_round", 2, 1)),
         (("worker", *at), 2, ("--partition", "--data", "neither")),

@@ -64,7 +64,7 @@ def test_an_existing_run_is_not_touched_without_resume(small_run: tuple[Path, Pa
     before = files(copy)
     said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy)
     assert "found a run there already" in said
-    assert "--resume" in said
+    assert "resume=True" in said
     assert files(copy) == before
 
 
@@ -73,7 +73,7 @@ def test_a_folder_that_is_no_run_is_not_touched(small_run: tuple[Path, Path], tm
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     for resume in (False, True):
         said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=tmp_path / "mine", resume=resume)
-        assert "not empty and not a run" in said
+        assert "neither empty nor a run" in said
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 

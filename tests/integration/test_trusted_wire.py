@@ -749,7 +749,7 @@ def test_a_server_whose_certificate_has_ended_does_not_start(federation: Federat
     [
         ("ended", ("its certificate has ended", "this machine's clock", "UTC")),
         ("not yet", ("its certificate is not valid yet", "this machine's clock", "UTC")),
-        ("authority", ("its certificate is not of the CA", "--tls-ca")),
+        ("authority", ("its certificate is not of the CA", "tls_ca")),
         ("host", ("its certificate is not for 127.0.0.1",)),
     ],
 )
@@ -790,7 +790,7 @@ def test_a_server_that_is_not_believed(
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("none", ("may ask for a certificate", "--tls-certificate")),
+        ("none", ("may ask for a certificate", "tls_certificate")),
         ("authority", ("urn:fedloom:north", "of another CA")),
     ],
 )
@@ -835,7 +835,7 @@ def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) 
         asyncio.run(describe())
     asked.append(without.value)
     assert [type(error) for error in asked] == [AbandonedError, AbandonedError, QuorumError]
-    assert all(tells(str(error), federation.address, "--tls-ca") for error in asked)
+    assert all(tells(str(error), federation.address, "tls_ca") for error in asked)
     aggregator = make_aggregator()
     federation.running.append(aggregator)
     federation.address = aggregator.start("127.0.0.1:0")
@@ -862,7 +862,7 @@ def test_a_token_goes_in_plaintext_to_this_machine_alone() -> None:
     for host in ("10.0.0.1", "example.org", "localhost.example.org", "[2001:db8::1]", "0.0.0.0"):
         with pytest.raises(ExperimentError) as error:
             Credentials(ClientOptions(token=token)).show(host)
-        assert tells(str(error.value), host, "plaintext", "--tls-ca", "--insecure")
+        assert tells(str(error.value), host, "plaintext", "tls_ca", "insecure")
         assert Credentials(ClientOptions(token=token, insecure=True)).show(host).token == token
         assert Credentials(ClientOptions()).show(host).token is None
 
@@ -872,13 +872,13 @@ def test_what_is_not_protected_listens_on_this_machine_alone(federation: Federat
     token = make_token()
     pair = (federation.folder / "server.crt", federation.folder / "server.key")
     for options, missing in (
-        (ServerOptions(), ("--tls-certificate", "--tokens")),
-        (ServerOptions(token=token), ("--tls-certificate",)),
-        (ServerOptions(*pair), ("--tls-ca, --tokens",)),
+        (ServerOptions(), ("tls_certificate", "tokens")),
+        (ServerOptions(token=token), ("tls_certificate",)),
+        (ServerOptions(*pair), ("tls_ca, tokens",)),
     ):
         with pytest.raises(ExperimentError) as error:
             make_aggregator(protection=Protection(options)).start(listen)
-        assert tells(str(error.value), "--listen", listen.rpartition(":")[0], *missing, "--insecure")
+        assert tells(str(error.value), "listen", listen.rpartition(":")[0], *missing, "insecure")
     for options in (ServerOptions(insecure=True), ServerOptions(*pair, token=token)):
         aggregator = make_aggregator(protection=Protection(options))
         federation.running.append(aggregator)
@@ -905,13 +905,13 @@ def test_a_shared_token_in_plaintext(federation: Federation) -> None:
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        (ServerOptions(certificate=Path("a")), ("--tls-certificate", "--tls-key")),
-        (ServerOptions(key=Path("a")), ("--tls-key", "--tls-certificate")),
-        (ServerOptions(ca=Path("a")), ("--tls-ca", "--tls-certificate")),
-        (ServerOptions(identities=Path("a")), ("--identities", "--tls-ca", "--tokens")),
-        (ClientOptions(certificate=Path("a")), ("--tls-certificate", "--tls-key")),
-        (ClientOptions(certificate=Path("a"), key=Path("b")), ("--tls-certificate", "--tls-ca")),
-        (ClientOptions(token_file=Path("a"), token=make_token()), ("--token-file", "FEDLOOM_TOKEN")),
+        (ServerOptions(certificate=Path("a")), ("tls_certificate", "tls_key")),
+        (ServerOptions(key=Path("a")), ("tls_certificate", "tls_key")),
+        (ServerOptions(ca=Path("a")), ("tls_ca", "tls_certificate")),
+        (ServerOptions(identities=Path("a")), ("identities", "tls_ca", "tokens")),
+        (ClientOptions(certificate=Path("a")), ("tls_certificate", "tls_key")),
+        (ClientOptions(certificate=Path("a"), key=Path("b")), ("tls_certificate", "tls_ca")),
+        (ClientOptions(token_file=Path("a"), token=make_token()), ("token_file", "FEDLOOM_TOKEN")),
     ],
 )
 def test_options_that_do_not_go_together(options: ServerOptions | ClientOptions, facts: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from facts import tells
 from run_processes import ENVIRONMENT, WAIT_S, experiment, fedloom, rounds, until, worker
 from transport_support import make_aggregator
 
@@ -68,6 +69,6 @@ def test_a_worker_that_fails_for_good_ends_the_run_with_its_code(
     finally:
         process.kill()
     assert process.returncode == 3, said
-    assert "worker-1 ended with code 3" in said
+    assert tells(said, "worker-1", "partition", "the aggregator's", "fedloom partition EXPERIMENT"), said
     log = (run / "logs" / "aggregator.jsonl").read_text()
     assert re.findall(r"worker-1 \(pid \d+\) ended with code (-?\d+)", log) == ["-9", "3"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from facts import tells
 from kfp import dsl
 from run_processes import EXPERIMENT
 from s3_support import S3Server
@@ -123,7 +124,7 @@ def test_grid(made: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     for methods, seeds, expected in (
         (["", " "], "1", "the same run as pefll-1-seed-1"),
         (["federation.rouns=1"], "1", "with federation.rouns=1; seed=1: "),
-        ([""], "three", "found 'three'"),
+        ([""], "three", "'three'"),
         (["", "data={dataset: mnist, partition: {scheme: iid, clients: 20}}"], "", "found the data sets"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -255,7 +256,7 @@ def test_evaluate_a_checkpoint_of_ones_choice(made: Chain, tmp_path: Path, capsy
     with pytest.raises(SystemExit) as ended:
         evaluated(tmp_path / "x", made.model, made.shards, "newest")
     assert ended.value.code == 2
-    assert "--checkpoint: found 'newest'" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "checkpoint", "last, best", "'newest'")
 
 
 def test_evaluate_refuses_other_data(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

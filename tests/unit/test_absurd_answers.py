@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from facts import tells
 from federations import Federation, clients, federation, task
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from fedloom.algorithms.recipe import Update
 from fedloom.errors import QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.federation.carrier import Traffic
-from fedloom.federation.validation import absurd
+from fedloom.federation.validation import absurd, learning_rates
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
 from fedloom.words import REASON_CHARACTERS
 
@@ -316,3 +317,18 @@ def test_refusals_that_are_counted_while_an_attempt_is_written_down_harm_nothing
     f.run()
     assert len(counts) > 1
     assert f.loop.round == 1
+
+
+def test_training_that_diverges_to_finite_values_is_told_with_the_bound_and_the_key_to_lower(tmp_path: Path) -> None:
+    f = fedavg(tmp_path, changed(delta_theta=1e13), rounds=1)
+    f.run()
+    (loss,) = f.loop.journal.attempts[0].conversations[0].lost
+    assert loss.client == LIAR
+    assert tells(loss.reason, "diverged", "Update.delta_theta", "1e+13", "±1e+12", "algorithm.local.lr (now 0.01)")
+    assert "server_lr" in loss.reason
+
+
+def test_learning_rates_of_a_method_are_named_by_their_keys() -> None:
+    settings = PeFLLSettings(local=LocalSGD(lr=0.5, steps=1))
+    assert learning_rates(settings)["algorithm.local.lr"] == 0.5
+    assert set(learning_rates(settings)) == {"algorithm.local.lr", "algorithm.server.lr"}

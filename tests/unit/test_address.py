@@ -57,7 +57,7 @@ def test_port_0_is_for_serving_alone() -> None:
 def test_the_commands_refuse_it_before_they_read_anything(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=r"--listen: found 127\.0\.0\.1:99999"):
         aggregator(str(tmp_path / "nowhere.yaml"), listen="127.0.0.1:99999")
-    with pytest.raises(ExperimentError, match="--aggregator: found foo"):
+    with pytest.raises(ExperimentError, match="aggregator: found foo"):
         worker("foo", str(tmp_path / "nowhere"))
 
 

@@ -16,9 +16,8 @@ from facts import tells
 from safetensors.torch import load_file
 
 import fedloom
-from fedloom.api.keywords import in_keywords
 from fedloom.api.watch import Watch
-from fedloom.errors import DataError, ExperimentError, QuorumError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.runner.assemble import make_partition
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
@@ -207,11 +206,25 @@ def test_errors_name_keywords_and_not_options(run: fedloom.Run, vowels: dict[str
 
     assert tells(told(ExperimentError, out=run.folder), "resume=True", "with out")
     assert "federation.round" in told(ExperimentError, federation__round=3)
-    with refused(ExperimentError, "parallel: found 0"):
+    with refused(ExperimentError, "parallel", "1", "0"):
         fedloom.sweep(vowels, seeds="1-2", parallel=0, out=tmp_path / "sweep")
-    error = QuorumError("--out, and", hint="go on with --resume: `fedloom data pack SOURCE --out DIR`")
-    in_keywords(error)
-    assert str(error) == "out, and\n  go on with resume=True: `fedloom data pack SOURCE --out DIR`"
+    x = [[0.0] * 9]
+    for key, value in {
+        "checkpoint": "first",
+        "precision": "float16",
+        "epsilon": -1.0,
+        "budget": 1.0,
+        "delta": 0.1,
+    }.items():
+        with pytest.raises(ExperimentError) as error:
+            fedloom.personalize(str(run.folder), x, **{key: value})  # type: ignore[arg-type]
+        assert "--" not in str(error.value)
+        assert str(error.value).startswith(f"{key} ")
+        assert (error.value.key, error.value.found) == (key, value)
+    with pytest.raises(ExperimentError) as error:
+        fedloom.load(run.folder).models(packed=[tmp_path])
+    assert error.value.key == "packed"
+    assert "--" not in str(error.value)
 
 
 def test_one_is_several_of_one_and_other_kinds_are_named(vowels: dict[str, Any], tmp_path: Path) -> None:

@@ -118,12 +118,12 @@ def test_a_certificate_outside_of_its_time(
 @pytest.mark.parametrize(
     ("certificate", "key", "facts"),
     [
-        ("absent.crt", "north.key", ("--tls-certificate", "absent.crt", "no such file")),
-        ("north.crt", "absent.key", ("--tls-key", "absent.key", "no such file")),
-        ("north.key", "north.key", ("--tls-certificate", "no certificate")),
-        ("north.crt", "north.crt", ("--tls-key", "no key")),
-        ("north.crt", "south.key", ("--tls-key", "south.key", "north.crt")),
-        ("north.crt", "locked.key", ("--tls-key", "encrypted")),
+        ("absent.crt", "north.key", ("tls_certificate", "absent.crt", "no such file")),
+        ("north.crt", "absent.key", ("tls_key", "absent.key", "no such file")),
+        ("north.key", "north.key", ("tls_certificate", "no certificate")),
+        ("north.crt", "north.crt", ("tls_key", "no key")),
+        ("north.crt", "south.key", ("tls_key", "south.key", "north.crt")),
+        ("north.crt", "locked.key", ("tls_key", "encrypted")),
     ],
 )
 def test_files_that_do_not_do(ca: Path, tmp_path: Path, certificate: str, key: str, facts: tuple[str, ...]) -> None:
@@ -150,7 +150,7 @@ def test_files_of_authorities(ca: Path, tmp_path: Path) -> None:
     for wrong, fact in ((tmp_path / "north.crt", "CN=north"), (ca / "ca.key", "no certificate")):
         with pytest.raises(ExperimentError) as error:
             read_ca(wrong)
-        assert tells(str(error.value), "--tls-ca", wrong, fact)
+        assert tells(str(error.value), "tls_ca", wrong, fact)
 
 
 def test_on_the_command_line(fedloom: Fedloom, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_on_the_command_line(fedloom: Fedloom, tmp_path: Path) -> None:
         (("new", "ca"), ("NAME", "ca")),
         (("new", "../north"), ("NAME", "../north")),
         (("new", "a", "--host", "https://a:1"), ("--host", "https://a:1")),
-        (("new", "a", "--days", "0"), ("--days", "0", "1 to")),
+        (("new", "a", "--days", "0"), ("--days", "1 to", "0")),
         (("new", "a", "--ca", "absent"), ("absent/ca.crt", "no such file")),
     ],
 )

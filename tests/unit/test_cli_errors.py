@@ -70,7 +70,7 @@ def test_a_mistake_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path
     assert (code, out) == (ExitCode.EXPERIMENT, "")
     assert err == (
         f"error: {experiment}: 1 mistake\n"
-        '  --set, data.partition.clients: found "ten"; allowed: an integer, at least 1\n'
+        '  --set data.partition.clients: found "ten"; allowed: an integer, at least 1\n'
     )
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -91,7 +91,7 @@ def test_verbose_shows_the_traceback(fedloom: Fedloom) -> None:
 def test_an_output_folder_that_exists(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
     code, _, err = fedloom("partition", experiment, "--out", tmp_path)
     assert code == ExitCode.EXPERIMENT
-    assert "allowed: a new folder" in err
+    assert "a new folder" in err
 
 
 def test_missing_data_names_the_command_that_fetches_them(fedloom: Fedloom, experiment: Path) -> None:

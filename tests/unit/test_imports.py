@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"errors", "logs", "plugins", "settings", "tracing", "words"}
+COMMON = {"errors", "logs", "plugins", "processes", "settings", "tracing", "words"}
 """Modules that every room may know."""
 
 PARTS = {
@@ -24,6 +24,7 @@ PARTS = {
 
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "processes": set(),
     "logs": set(),
     "settings": set(),
     "plugins": set(),

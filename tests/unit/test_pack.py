@@ -163,7 +163,7 @@ def test_columns_are_found_by_the_names_that_the_experiment_gives(tmp_path: Path
 
 def test_unlabelled_examples(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", x=rows_of()[0])
-    assert tells(refusal(tmp_path / "t.npz", TABLE), "t.npz", "x", "y", "--unlabelled")
+    assert tells(refusal(tmp_path / "t.npz", TABLE), "t.npz", "x", "y", "unlabelled")
     card = pack(tmp_path / "t.npz", tmp_path / "out", settings(TABLE, labelled=False)).card
     assert not card.labelled
     assert card.class_counts["train"] == (0, 0, 0)
@@ -296,7 +296,7 @@ def test_everything_wrong_with_images_is_named_and_counted(tmp_path: Path) -> No
         ("damaged", "cut.png"),
         ("unknown class", "cat, dog", "cow/1.png"),
         ("label missing", "2.png"),
-        ("4 x 5", "--resize", "tall.png", "6 x 5"),
+        ("4 x 5", "resize", "tall.png", "6 x 5"),
         ("8 bits", "deep.tiff"),
     ):
         assert tells(said, *facts)
@@ -419,7 +419,7 @@ def test_a_damaged_parquet_file_and_its_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "facts"),
     [
-        ({"x": np.zeros((9, 3), np.float32)}, ("x", "y", "--unlabelled")),
+        ({"x": np.zeros((9, 3), np.float32)}, ("x", "y", "unlabelled")),
         ({"x": np.zeros((9, 4), np.float32), "y": np.zeros(9, np.int64)}, ("[9, 4]", "[n, 3]")),
         ({"x": np.zeros((9, 3), np.float32), "y": np.zeros(8, np.int64)}, ("y", "[8]", "[9]")),
         ({"x": np.zeros((9, 3), np.float32), "y": np.full(9, 0.7)}, ("unknown label", "0 to 2", 9, "x[0]", "0.7")),
@@ -462,11 +462,11 @@ def test_options_that_are_not_allowed(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "t.doc").write_text("")
     for changes, out, source_given, facts in (
-        ({"id": "../x"}, "out", source, ("--id", "../x")),
-        ({"id": None}, "out", tmp_path / "t 1.csv", ("--id", "t 1")),
-        ({"test_fraction": 1.0}, "out", source, ("--test-fraction", 1, "between 0 and 1")),
-        ({"validation_fraction": 0.0}, "out", source, ("--validation-fraction", 0)),
-        ({}, "there", source, ("--out", "there", "new folder")),
+        ({"id": "../x"}, "out", source, ("id", "../x")),
+        ({"id": None}, "out", tmp_path / "t 1.csv", ("id", "t 1")),
+        ({"test_fraction": 1.0}, "out", source, ("test_fraction", "between 0 and 1", 1)),
+        ({"validation_fraction": 0.0}, "out", source, ("validation_fraction", 0)),
+        ({}, "there", source, ("out", "new folder", "there")),
         ({}, "out", tmp_path / "t.doc", ("SOURCE", "t.doc", ".csv", ".npz")),
     ):
         with pytest.raises(ExperimentError) as caught:
@@ -524,7 +524,7 @@ def test_clients_that_do_not_fit_together_or_the_experiment(tmp_path: Path) -> N
     (tmp_path / "bare").mkdir()
     for data, facts in (
         ([tmp_path / "all", tmp_path / "other"], ("other", "classes", "yes, no", "no, yes")),
-        ([tmp_path / "all", tmp_path / "same"], ("'a-1'", "all/a", "same", "--id")),
+        ([tmp_path / "all", tmp_path / "same"], ("'a-1'", "all/a", "same", "id")),
         ([tmp_path / "nowhere"], ("nowhere",)),
         ([tmp_path / "bare"], ("client.json",)),
         ([], ("no packed client",)),

@@ -599,7 +599,7 @@ def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, 
         assert [json.loads(line)["version"] for line in before.splitlines()] == [1, 1, 1]
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         for where in (at, str(run)):
-            with pytest.raises(ExperimentError, match=r"--budget: found ε = 2.1.*the 3 before it.*allowed: 2"):
+            with pytest.raises(ExperimentError, match=r"budget is 2, .*ε would be 2\.1.*the 3 before it"):
                 fedloom.personalize(where, x, y, **how)
         assert file.read_bytes() == before
         assert handed_out(at) == 2
@@ -634,11 +634,11 @@ def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tm
 @pytest.mark.parametrize(
     ("how", "error", "said"),
     [
-        ({"budget": 1.0}, ExperimentError, "--budget: found 1 without --ledger"),
-        ({"ledger": "l", "budget": 0.0}, ExperimentError, "--budget: found 0.0; allowed: a number above 0"),
-        ({"ledger": "l", "budget": math.nan}, ExperimentError, "--budget: found nan"),
-        ({"ledger": "l", "epsilon": None, "clip": None}, ExperimentError, "--epsilon: found none with --ledger"),
-        ({"ledger": "l", "epsilon": math.inf}, ExperimentError, "--epsilon: found inf with --ledger"),
+        ({"budget": 1.0}, ExperimentError, "budget needs ledger"),
+        ({"ledger": "l", "budget": 0.0}, ExperimentError, r"budget must .*above 0 \(got 0\.0\)"),
+        ({"ledger": "l", "budget": math.nan}, ExperimentError, r"budget must .*\(got nan\)"),
+        ({"ledger": "l", "epsilon": None, "clip": None}, ExperimentError, r"epsilon must .*ledger.*\(got none\)"),
+        ({"ledger": "l", "epsilon": math.inf}, ExperimentError, r"epsilon must .*ledger.*\(got inf\)"),
         ({"ledger": "nowhere/l"}, StorageError, "cannot be written: no such file or directory; nothing was told"),
         ({"ledger": "torn"}, DataError, 'torn, line 2: found \'{"version": 1, "noise_mul\'; allowed: a JSON object'),
         ({"ledger": "newer"}, DataError, "newer, line 1: found "),
@@ -651,7 +651,7 @@ def test_what_is_no_ledger_or_budget_is_refused(
     (tmp_path / "torn").write_text('{"version": 1, "noise_multiplier": 3.7}\n{"version": 1, "noise_mul')
     (tmp_path / "newer").write_text('{"version": 2, "noise_multiplier": 3.7}\n')
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(error, match=re.escape(said)):
+    with pytest.raises(error, match=said):
         fedloom.personalize(str(run), *examples(1), **{"epsilon": 1.0, "clip": 0.5, **how})
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == kept
 
@@ -693,27 +693,27 @@ def test_a_run_that_was_trained_with_privacy_keeps_its_promise_to_newcomers(tmp_
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"epsilon": 0.0, "clip": 1.0}, "--epsilon: found 0.0; allowed: a number above 0"),
-        ({"epsilon": -1.0, "clip": 1.0}, "--epsilon: found -1.0"),
-        ({"epsilon": math.nan, "clip": 1.0}, "--epsilon: found nan"),
-        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.0}, "--delta: found 0.0; allowed: a number between 0 and 1"),
-        ({"epsilon": 1.0, "clip": 1.0, "delta": 1.0}, "--delta: found 1.0"),
-        ({"epsilon": 1.0, "clip": 0.0}, "--clip: found 0.0; allowed: a number above 0"),
-        ({"epsilon": 1.0, "clip": math.inf}, "--clip: found inf"),
-        ({"epsilon": 1.0}, "--clip: found none, and the run was trained without"),
-        ({"delta": 1e-5}, "--delta: found 1e-05 without --epsilon"),
-        ({"clip": 1.0}, "--clip: found 1.0 without --epsilon"),
+        ({"epsilon": 0.0, "clip": 1.0}, r"epsilon must be above 0.*\(got 0\.0\)"),
+        ({"epsilon": -1.0, "clip": 1.0}, r"epsilon must .*\(got -1\.0\)"),
+        ({"epsilon": math.nan, "clip": 1.0}, r"epsilon must .*\(got nan\)"),
+        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.0}, r"delta must be between 0 and 1.*\(got 0\.0\)"),
+        ({"epsilon": 1.0, "clip": 1.0, "delta": 1.0}, r"delta must .*\(got 1\.0\)"),
+        ({"epsilon": 1.0, "clip": 0.0}, r"clip must .*above 0 \(got 0\.0\)"),
+        ({"epsilon": 1.0, "clip": math.inf}, r"clip must .*\(got inf\)"),
+        ({"epsilon": 1.0}, "clip must be given, because the run was trained without"),
+        ({"delta": 1e-5}, "delta needs epsilon"),
+        ({"clip": 1.0}, "clip needs epsilon"),
     ],
 )
 def test_what_is_no_privacy_is_refused(run: Path, how: dict[str, float], said: str) -> None:
-    with pytest.raises(ExperimentError, match=re.escape(said)):
+    with pytest.raises(ExperimentError, match=said):
         fedloom.personalize(str(run), *examples(1), **how)
 
 
 def test_privacy_of_a_method_without_a_descriptor_is_refused(tmp_path: Path) -> None:
     on_vowels(tmp_path, METHODS["fedavg"]).run()
     for where in (served(tmp_path / "run"), contextlib.nullcontext(str(tmp_path / "run"))):
-        with where as at, pytest.raises(ExperimentError, match=r"fedavg, which has no descriptor.*allowed with: pefll"):
+        with where as at, pytest.raises(ExperimentError, match=r"epsilon .*descriptor.*pefll.*fedavg"):
             fedloom.personalize(at, *examples(1), epsilon=1.0, clip=1.0)
 
 
@@ -726,7 +726,7 @@ def test_options_that_do_not_fit_are_refused(run: Path) -> None:
     with pytest.raises(ExperimentError, match="precision"):
         fedloom.personalize(str(run), x, y, precision="bfloat16")
     with served(run) as at:
-        with pytest.raises(ExperimentError, match="precision: found 'int8'"):
+        with pytest.raises(ExperimentError, match=r"precision must .*'int8'"):
             fedloom.personalize(at, x, y, precision="int8")
         with pytest.raises(DataError, match="round: found 7; allowed: 1"):
             fedloom.personalize(at, x, y, checkpoint=7)
@@ -820,10 +820,10 @@ def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Pat
         ({"out": tmp_path / "m.bin"}, "allowed: a file that ends in"),
         ({"data": []}, "--data: found 0 with --from"),
         ({"clients": "a"}, "--clients: found with --from"),
-        ({"epsilon": 0.0}, "--epsilon: found 0.0"),
+        ({"epsilon": 0.0}, r"epsilon must .*\(got 0\.0\)"),
         ({"run": run, "from_": None, "epsilon": 1.0}, "found with RUN"),
         ({"run": run, "from_": None, "ledger": tmp_path / "l"}, "found with RUN"),
-        ({"epsilon": 1.0, "clip": 1.0, "budget": 1.0}, "--budget: found 1 without --ledger"),
+        ({"epsilon": 1.0, "clip": 1.0, "budget": 1.0}, "budget needs ledger"),
         *(
             ({"run": run, "from_": None, "out": tmp_path / f"x{end}"}, f"--out: found .*x{end} with RUN; .* --from RUN")
             for end in FORMATS

@@ -103,7 +103,7 @@ def test_nobody_watches(said: list[str]) -> None:
         assert aborted.wait(30)
     assert isinstance(stop_request.reason, AbandonedError)
     assert stop_request.reason.exit_code is ExitCode.ABANDONED
-    assert tells(str(stop_request.reason), "0.2 s", "--orphan-after")
+    assert tells(str(stop_request.reason), "0.2 s", "orphan_after")
     assert not any(thread.name == "orphan" for thread in threading.enumerate())
 
 

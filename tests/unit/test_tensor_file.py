@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_named_and_so_are_the_others(tmp_path: Path) -> 
         with pytest.raises(DataError, match=r"round-000005.safetensors: not a checkpoint") as refused:
             checkpoints.load()
         assert "3, 4" in str(refused.value.hint)
-        assert "round 4 with --resume" in str(refused.value.hint)
+        assert "round 4 with resume=True" in str(refused.value.hint)
     assert checkpoints.load(4).state["theta"][0] == 4
     path.unlink()
     assert checkpoints.load().round == 4
@@ -87,7 +87,7 @@ def test_the_hint_for_a_damaged_checkpoint_is_one_that_works(tmp_path: Path) -> 
     with pytest.raises(DataError) as refused:
         checkpoints.load("best")
     assert "4, 5" in str(refused.value.hint)
-    assert "--resume" not in str(refused.value.hint)
+    assert "resume" not in str(refused.value.hint)
     second.unlink()
     third.unlink()
     with pytest.raises(DataError, match=r"only one"):

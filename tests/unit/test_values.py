@@ -31,6 +31,7 @@ from fedloom.data.sources.fetchers import uncompressed
 from fedloom.data.values import number, numbers
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
+from fedloom.models.factories import FACTORIES
 from fedloom.models.registry import ModuleSettings
 from fedloom.runner.assemble import make_partition
 
@@ -474,7 +475,10 @@ def bucketed() -> nn.Module:
     return Codes(lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])))
 
 
-def test_codes_that_are_cut_from_standardized_features_are_refused_before_training() -> None:
+def test_codes_that_are_cut_from_standardized_features_are_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(FACTORIES, f"{__name__}:folded,{__name__}:bucketed")
     with pytest.raises(ExperimentError) as error:
         ModuleSettings(factory=f"{__name__}:folded").build((1,), 3, "features")
     assert tells(str(error.value), "model.factory", "'table'", "standardized")

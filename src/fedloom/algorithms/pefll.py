@@ -22,7 +22,7 @@ from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, co
 from fedloom.algorithms.client import LocalSGD, batches, examples, train
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
 from fedloom.algorithms.recipe import Update
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
 from fedloom.models.flat import vjp
@@ -352,8 +352,10 @@ def private(settings: PeFLLSettings, clip: float | None, noise_multiplier: float
     known = settings.descriptor.privacy
     if clip is None and known is None:
         raise ExperimentError(
-            "--clip: found none, and the run was trained without algorithm.descriptor.privacy.clip; allowed: a number "
-            "above 0, chosen without a look at the data that it protects"
+            f"{argument('clip')} must be given, because the run was trained without "
+            "algorithm.descriptor.privacy.clip: a "
+            "number above 0, chosen without a look at the data that it protects.",
+            key="clip",
         )
     asked = {"clip": known.clip if clip is None and known is not None else clip}
     privacy = DescriptorPrivacy.model_validate(asked | {"noise_multiplier": noise_multiplier, "delta": delta})

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.api.keywords import in_keywords, with_keywords
 from fedloom.api.run import Comparison, Run, Sweep
 from fedloom.errors import ExperimentError
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from fedloom.runner.sweep import SweepObserver
 
 
-@with_keywords
 def run(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
@@ -108,7 +106,6 @@ def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunO
     return Run(found.folder)
 
 
-@with_keywords
 def sweep(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
@@ -175,10 +172,7 @@ def sweep(
     begun = experiments.begun_in(options.out) if resume else None
     e = experiments.of(experiment, begun=begun, **with_module(overrides))
     points = experiments.points(e, (), asked, axes, begun=begun)
-    done = carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
-    for error in done.failures.values():
-        in_keywords(error)
-    return done
+    return carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
 
 
 def carry_out_sweep(
@@ -195,33 +189,39 @@ def carry_out_sweep(
     return Sweep(folder, done, failures)
 
 
-@with_keywords
-def load(where: str | Path, *, model: nn.Module | None = None) -> Run:
+def load(where: str | Path, *, model: nn.Module | str | None = None) -> Run:
     """Return a run, finished or not, from its folder or from the URL where it is published.
 
     Parameters
     ----------
     model
         The module that the run's clients trained, where another process had it in memory; its weights do not matter.
+        Or the ``package:function`` that the run names as ``model.factory``: this process may call it then. A factory
+        that only the run names is code of whoever made the run, and is not called.
 
     Raises
     ------
     DataError
         If there is no run.
     ExperimentError
-        If the module is not the one that the run trained.
+        If the module or factory is not the one that the run trained.
     StorageError, RefusedError
         If the store of a URL cannot be used.
     """
     run = Run(where)
-    if model is not None:
+    if isinstance(model, str):
+        from fedloom.models.factories import permit_factory
+
+        if model != run.factory:
+            raise ExperimentError(f"model must be the factory that the run trained, {run.factory} (got {model!r}).")
+        permit_factory(model)
+    elif model is not None:
         from fedloom.models.module import remember
 
         remember(model, run.factory or "a network that FedLoom has")
     return run
 
 
-@with_keywords
 def compare(
     runs: Run | Sweep | str | Path | Iterable[Run | Sweep | str | Path], *, against: str | None = None
 ) -> Comparison:
@@ -249,7 +249,6 @@ def compare(
     return Comparison(folders, against)
 
 
-@with_keywords
 def fetch(name: str, root: str | Path | None = None) -> Path:
     """Fetch a data set, and return its folder; what is there already is only checked.
 

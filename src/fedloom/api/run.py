@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fedloom.api.frames import of_csv, of_lines
-from fedloom.api.keywords import with_keywords
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.words import counted
 
@@ -75,7 +74,7 @@ class Run:
         """What was run, with every default filled in."""
         from fedloom import experiment as experiments
 
-        return experiments.load_recorded(self.folder)
+        return experiments.of_run(self.folder)
 
     @property
     def factory(self) -> str | None:
@@ -189,7 +188,6 @@ class Run:
         packed: Sequence[str | Path] = (),
     ) -> dict[str, PersonalModel]: ...
 
-    @with_keywords
     def models(
         self,
         clients: str | Sequence[str] | None = None,

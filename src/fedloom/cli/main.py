@@ -33,8 +33,9 @@ from fedloom.cli import (
     worker,
 )
 from fedloom.cli.characters import write_anything
-from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, as_storage_error
+from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, arguments_as_options, as_storage_error
 from fedloom.logs import JsonLines, structured
+from fedloom.processes import listen_to_parent, tell_failure
 from fedloom.words import printable
 
 KEPT = "\n\t"
@@ -115,6 +116,7 @@ def options(
     ] = False,
 ) -> None:
     """Personalized federated learning: one experiment file, on one machine or many."""
+    context.with_resource(arguments_as_options())
     # The root logger stays at WARNING: other libraries' details would drown ours.
     shown = logging.StreamHandler()
     as_json = log_format is LogFormat.JSON
@@ -137,6 +139,7 @@ def main() -> NoReturn:
     # From the start, before imports that take seconds: the first process of a container has no default for it.
     signal.signal(signal.SIGTERM, _terminated)
     write_anything()
+    listen_to_parent()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to standard error what we say in our words
     try:
         app()
@@ -146,8 +149,12 @@ def main() -> NoReturn:
         _fail(InterruptedRun("asked to stop"))
     except OSError as error:
         if error.errno not in STORAGE_FAILURES:
+            tell_failure(error)
             raise
         _fail(as_storage_error(error))
+    except Exception as error:
+        tell_failure(error)
+        raise
     raise AssertionError("typer's app always exits")
 
 
@@ -167,6 +174,7 @@ def _terminated(number: int, frame: object) -> NoReturn:
 
 
 def _fail(error: FedloomError) -> NoReturn:
+    tell_failure(error)
     if logging.getLogger("fedloom").isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
     if structured():

@@ -339,7 +339,7 @@ def _follow_live(source: Source, now: Activity) -> None:
                     if time.monotonic() - lost_at >= LOST_S:
                         raise
                     gone = _duration(time.monotonic() - lost_at)
-                    live.update(shown(f"no answer for {gone}: {error.args[0]}"), refresh=True)
+                    live.update(shown(f"no answer for {gone}: {error.message}"), refresh=True)
     finally:
         _show(now, as_json=False)  # what was seen last stays, all of it, also after Ctrl-C
 

@@ -60,7 +60,7 @@ def evaluate(
         try:
             write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
         except StorageError as error:
-            raise StorageError(str(error.args[0]), hint="choose another file with --out") from error
+            raise StorageError(error.message, hint="choose another file with --out") from error
 
 
 def overlapping(found: Mapping[str, Any] | None) -> str | None:

@@ -17,7 +17,8 @@ from fedloom.cluster import local
 from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_pod, rights_hint
 from fedloom.cluster.manifests import INSTANCE, RUN_ID, Federation, Manifest, identity, label, owners_of_pod
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
-from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError
+from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
+from fedloom.models.factories import FACTORIES
 from fedloom.trust.options import TOKEN
 from fedloom.words import counted
 
@@ -161,7 +162,7 @@ def submit(
     if cluster.orphan_after_s is not None:
         raise ExperimentError(
             f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and nobody who stays with the federation; "
-            "allowed: null, or submit --wait"
+            f"allowed: null, or submit {argument('wait')}"
         )
     run, launcher = _prepared(step)
     name = f"fl-{identity(run_id, step.task)}"
@@ -282,7 +283,7 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
         device=experiment.runtime.device,
         threads=experiment.runtime.threads,
         clients_at_once=experiment.runtime.clients_at_once,
-        storage_environment=plain,
+        storage_environment={**plain, **_permission(experiment)},
         orphan_after_s=cluster.orphan_after_s or orphan_after_s,
     )
     workers = counted(federation.workers, "worker")
@@ -333,6 +334,12 @@ def _owners(api: Api) -> list[Manifest]:
     name = own_pod()
     pod = api.read("Pod", name) if name is not None else None
     return [] if pod is None else owners_of_pod(pod)
+
+
+def _permission(experiment: Experiment) -> dict[str, str]:
+    """Return what permits pods to call the factory that the launcher's own experiment names."""
+    factory = getattr(experiment.model, "factory", None)
+    return {} if factory is None else {FACTORIES: factory}
 
 
 def _finished(run: Store, experiment: Experiment) -> bool:

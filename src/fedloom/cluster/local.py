@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fedloom.cluster.exit_status import name_of
-from fedloom.errors import FAILURES, FedloomError, InterruptedRun, QuorumError, WorkerLostError
+from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError
+from fedloom.processes import Told, environment, python
 
 _ENDS_WITH_ITS_PARENT = """
 import ctypes, os, runpy, signal, sys
@@ -51,22 +51,28 @@ def run(
     Raises
     ------
     FedloomError
-        Of the class that the run's exit code stands for, with its message.
+        The one with which the run ended.
     """
-    command = [sys.executable, "-c", _ENDS_WITH_ITS_PARENT, str(os.getpid())]
+    command = python("-c", _ENDS_WITH_ITS_PARENT, str(os.getpid()))
     command += ["run", str(experiment), "--partition", str(partition)]
     command += ["--out", str(out), *(["--resume"] if (out / "experiment.yaml").exists() else [])]
     late = threading.Event()
-    last: list[str] = []
+    last = ""
+    temporary = tempfile.TemporaryDirectory(prefix="fedloom-run-")
+    told = Path(temporary.name) / "told.jsonl"
     # A session of its own: Ctrl-C reaches us alone, who pass it on once, so that the round at hand can end.
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        start_new_session=True,
-    ) as process:
+    with (
+        temporary,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            start_new_session=True,
+            env=environment(os.environ, told),
+        ) as process,
+    ):
 
         def stop() -> None:
             late.set()
@@ -80,16 +86,16 @@ def run(
             assert process.stdout is not None
             for line in process.stdout:
                 say(line.rstrip("\n"))
-                last = [*last, line.rstrip("\n")] if last or line.startswith("error: ") else []
-                last = last[-20:]
+                last = line if line.strip() else last
             code = process.wait()
+            failure = _failure(code, Told(told), last, late=late.is_set(), deadline_s=deadline_s)
         except BaseException:
             _end(process)
             raise
         finally:
             timer.cancel()
-    if code:
-        raise _failure(code, last, late=late.is_set(), deadline_s=deadline_s)
+    if failure is not None:
+        raise failure
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -100,14 +106,16 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def _failure(code: int, last: list[str], *, late: bool, deadline_s: float | None) -> FedloomError:
+def _failure(code: int, told: Told, last: str, *, late: bool, deadline_s: float | None) -> FedloomError | None:
+    if code == 0:
+        return None
     if late:
         return QuorumError(
             f"the federation took longer than the {deadline_s:g} s it may (cluster.deadline_s)",
             hint="run it again with the same folder: it goes on from its last checkpoint",
         )
+    if told.failure is not None:
+        return told.failure
     if code < 0:
         return InterruptedRun(f"fedloom run was ended by signal {-code}", hint="run it again: it goes on")
-    message, _, hint = "\n".join(last).removeprefix("error: ").partition("\n  ")
-    kind = FAILURES.get(code, WorkerLostError)
-    return kind(message or f"fedloom run ended with code {code} ({name_of(code)}); see above", hint=hint or None)
+    return WorkerLostError(f"fedloom run {told.ended(code, last)}", hint="run it again: it goes on")

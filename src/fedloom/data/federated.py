@@ -25,7 +25,7 @@ from fedloom.data.manifest import (
 )
 from fedloom.data.own import AGAIN, SHARD, OwnClients, read_own_shard
 from fedloom.data.remote import Remote
-from fedloom.errors import DataError
+from fedloom.errors import DataError, argument
 from fedloom.storage import is_url, open_store
 
 __all__ = ["ClientData", "ClientEntry", "FederatedDataset", "Manifest", "Normalization", "Split"]
@@ -254,7 +254,7 @@ class OwnDataset(FederatedDataset):
 
     def _shard(self, entry: ClientEntry) -> bytes:
         if entry.id not in self.clients.cards:
-            raise DataError(f"client {entry.id}: its data are not here; give its folder with --data")
+            raise DataError(f"client {entry.id}: its data are not here; give its folder with {argument('packed')}")
         return read_own_shard(self.clients.folders[entry.id], self.clients.cards[entry.id])
 
 

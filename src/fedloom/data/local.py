@@ -167,8 +167,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except DataError as error:
-        error.hint = error.hint or (COLUMNS if dataset == "table" else None)
-        raise
+        raise error.with_hint(COLUMNS if dataset == "table" else None) from error
     name = keep(dataset, examples, str(path), root)
     if examples.features is not None:
         log.info("%s: features %s", path, listed(examples.features))

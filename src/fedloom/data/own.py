@@ -25,7 +25,7 @@ from fedloom.data.manifest import (
     Normalization,
     entry_contradiction,
 )
-from fedloom.errors import DataError
+from fedloom.errors import DataError, argument
 from fedloom.settings import Settings
 from fedloom.storage.folder import read_file
 from fedloom.words import composed, counted
@@ -289,7 +289,7 @@ class OwnClients:
                 if card.id in found:
                     raise DataError(
                         f"client {card.id!r} is in {found[card.id][0]} and in {folder}; allowed: each once",
-                        hint="pack one of them with another --id",
+                        hint=f"pack one of them with another {argument('id')}",
                     )
                 found[card.id] = folder, card, observer
         if not found:
@@ -340,8 +340,9 @@ class OwnClients:
         for name, card in self.cards.items():
             if name not in self.observers and not card.labelled:
                 raise DataError(
-                    f"{self.folders[name]}: found no labels, and training needs them; allowed: --observe, or labels",
-                    hint="pack it again, without --unlabelled",
+                    f"{self.folders[name]} has no labels, and training needs them; give labels, or use "
+                    f"{argument('observe')}.",
+                    hint=f"pack it again, without {argument('unlabelled')}",
                 )
 
     @cached_property

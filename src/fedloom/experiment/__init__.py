@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fedloom.experiment.grids import Point, begun_in, grid_values, points, seeds_of
-from fedloom.experiment.loading import load, load_recorded, loads, of
+from fedloom.experiment.loading import load, loads, of, of_run
 from fedloom.experiment.yaml_reader import as_yaml
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ __all__ = [
     "grid_values",
     "json_schema",
     "load",
-    "load_recorded",
     "loads",
     "of",
+    "of_run",
     "points",
     "seeds_of",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.loading import of
 from fedloom.experiment.yaml_reader import as_yaml, parse
 from fedloom.words import shortened
@@ -54,15 +54,17 @@ def grid_values(text: str) -> tuple[str, list[str]]:
     key, equals, values = text.partition("=")
     if not equals or not all(step.strip() for step in key.split(".")):
         raise ExperimentError(
-            f"--grid {shortened(text)}: allowed: KEY=VALUE,VALUE,..., such as algorithm.local.lr=0.01,0.03"
+            f"{argument('grid')} must be KEY=VALUE,VALUE,..., such as algorithm.local.lr=0.01,0.03 (got "
+            f"{shortened(text)}).",
+            key="grid",
         )
-    parsed, _ = parse(f"[{values}]", f"--grid {shortened(text)}")
+    parsed, _ = parse(f"[{values}]", f"{argument('grid')} {shortened(text)}")
     if not isinstance(parsed, list) or not parsed:
-        raise ExperimentError(f"--grid {shortened(text)}: found no value; allowed: KEY=VALUE,VALUE,...")
+        raise ExperimentError(f"{argument('grid')} {shortened(text)} has no value.", key="grid")
     found = [as_yaml(value) for value in parsed]
     twice = [value for value in found if found.count(value) > 1]
     if twice:
-        raise ExperimentError(f"--grid {shortened(text)}: found {twice[0]} twice; allowed: each value once")
+        raise ExperimentError(f"{argument('grid')} {shortened(text)} has the value {twice[0]} twice.", key="grid")
     return key.strip(), found
 
 
@@ -98,10 +100,12 @@ def points(
     keys = [key for key, _ in axes]
     for key in keys:
         if keys.count(key) > 1:
-            raise ExperimentError(f"--grid {key}: found twice; allowed: each key once, with all its values")
+            raise ExperimentError(f"{argument('grid')} names {key} twice; give all its values at once.", key="grid")
     if seeds is not None:
         if "seed" in keys:
-            raise ExperimentError("--grid seed: found with --seeds; allowed: one of them")
+            raise ExperimentError(
+                f"{argument('grid')} of seed cannot be combined with {argument('seeds')}.", key="grid"
+            )
         axes.append(("seed", [str(seed) for seed in seeds_of(seeds)]))
     labels = _labels([key for key, _ in axes])
     found: list[Point] = []
@@ -134,11 +138,15 @@ def seeds_of(text: str) -> list[int]:
         span = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if span is None:
             raise ExperimentError(
-                f"--seeds: found {text!r}; allowed: numbers separated by commas, such as 1,2,3 or 1-3"
+                f"{argument('seeds')} must be numbers separated by commas, such as 1,2,3 or 1-3 (got {text!r}).",
+                key="seeds",
+                found=text,
             )
         seeds += range(int(span[1]), int(span[2] or span[1]) + 1)
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ExperimentError(f"--seeds: found {text!r}; allowed: at least one, each once")
+        raise ExperimentError(
+            f"{argument('seeds')} must be at least one seed, each once (got {text!r}).", key="seeds", found=text
+        )
     return seeds
 
 
@@ -160,7 +168,7 @@ def _labels(keys: Sequence[str]) -> list[str]:
 
 def _short(value: str) -> str:
     """A YAML value as part of a name; of a mapping, the name in it."""
-    parsed, _ = parse(value, "--grid")
+    parsed, _ = parse(value, argument("grid"))
     named = (parsed.get("name") or parsed.get("scheme")) if isinstance(parsed, dict) else None
     return f"{{{named}}}" if named else value
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import KeyPath, dotted, shown
+from fedloom.experiment.validation_errors import SET, KeyPath, dotted, shown
 from fedloom.experiment.yaml_reader import as_yaml, parse
+from fedloom.models.factories import is_permitted, permit_factory
 from fedloom.storage import is_url, open_store
 from fedloom.storage.folder import read_file
 from fedloom.words import shortened
@@ -40,6 +41,9 @@ def load(path: str | Path, overrides: Overrides = (), *, begun: Path | None = No
         The folder of a run that is resumed: where a relative path of ``data`` leads nowhere from the current folder,
         the run's own path is taken. None: none is resumed.
 
+    The user of this process gives the file, and so permits the factory that it names (:mod:`fedloom.models.factories`).
+    A URL, or the file in a run's folder, permits nothing: others may have written it.
+
     Raises
     ------
     ExperimentError
@@ -47,27 +51,32 @@ def load(path: str | Path, overrides: Overrides = (), *, begun: Path | None = No
     StorageError, RefusedError
         If the store of a URL cannot be used.
     """
-    return loads(_read(path), overrides, source=str(path), begun=begun)
+    text = _read(path)
+    own = not is_url(path) and not _is_of_run(Path(path))
+    return loads(text, overrides, source=str(path), begun=begun, own=own)
 
 
-def load_recorded(folder: Path) -> Experiment:
-    """Read the experiment of a run from the run's folder.
+def of_run(folder: Path) -> Experiment:
+    """Read the experiment of a run's folder, without permission to call the factory that it names.
 
-    It was checked when the run began, so the source of a data set of one's own is not opened, and may be gone.
+    The folder may be somebody else's. Combinations of keys were checked when the run began. They are checked again
+    where that calls no factory, or one that this process may call, and opens no source of a data set of one's own,
+    which may be gone.
 
     Raises
     ------
     ExperimentError
-        If the file cannot be read, or is not an experiment.
+        If the file cannot be read, or anything in it is not allowed.
     """
     from fedloom.data.local import LOCAL
     from fedloom.experiment.validation import validated
 
     path = folder / RECORDED
     value, origins = _mapping(_read(path), str(path))
-    data = value.get("data")
+    factory, data = _factory(value), value.get("data")
     is_local = isinstance(data, dict) and data.get("dataset") in LOCAL
-    return validated(value, str(path), origins, combined=not is_local)
+    combined = not is_local and (factory is None or is_permitted(factory))
+    return validated(value, str(path), origins, combined=combined)
 
 
 def _read(path: str | Path) -> str:
@@ -86,7 +95,12 @@ def _read(path: str | Path) -> str:
 
 
 def loads(
-    text: str, overrides: Overrides = (), *, source: str = "the experiment", begun: Path | None = None
+    text: str,
+    overrides: Overrides = (),
+    *,
+    source: str = "the experiment",
+    begun: Path | None = None,
+    own: bool = True,
 ) -> Experiment:
     """Read the text of an experiment file.
 
@@ -100,14 +114,15 @@ def loads(
         What to call the text in errors.
     begun
         As of :func:`load`.
+    own
+        The user of this process has given the text, and so permits the factory that it names.
 
     Raises
     ------
     ExperimentError
         As of :func:`load`.
     """
-    value, origins = _mapping(text, source)
-    return _checked(value, origins, overrides, source, begun)
+    return _checked(*_mapping(text, source), overrides, source, begun, own=own)
 
 
 def _mapping(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
@@ -126,11 +141,16 @@ def _checked(
     overrides: Overrides,
     source: str,
     begun: Path | None = None,
+    *,
+    own: bool = True,
 ) -> Experiment:
     for override in overrides:
         _set(value, origins, override)
     if begun is not None and (begun / RECORDED).is_file():
         _take_paths(value, begun / RECORDED)
+    factory = _factory(value)
+    if factory is not None and (own or origins.get(("model", "factory")) == SET):
+        permit_factory(factory)
     from fedloom.experiment.validation import validated  # imports torch: after all that may fail before
 
     return validated(value, source, origins)
@@ -219,24 +239,37 @@ def plain(value: Any, what: str) -> Any:
         raise ExperimentError(f"{what}: {error}") from error
 
 
+def _factory(value: Mapping[str, Any]) -> str | None:
+    """Return the name of the factory that makes the clients' model, if there is one."""
+    model = value.get("model")
+    factory = model.get("factory") if isinstance(model, dict) else None
+    return factory if isinstance(factory, str) else None
+
+
+def _is_of_run(path: Path) -> bool:
+    """Return True for the experiment file that a run has written to its folder."""
+    written = ("partition.json", "journal.jsonl", "checkpoints")
+    return path.name == "experiment.yaml" and any((path.parent / name).exists() for name in written)
+
+
 def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
     """Put one ``key=value`` in its place."""
     key, equals, text = override.partition("=")
     path = tuple(step.strip() for step in key.split("."))
     if not equals or not all(path):
-        raise ExperimentError(f"--set {shortened(override)}: allowed: KEY=VALUE, such as federation.rounds=10")
-    new, inside = parse(text, f"--set {shortened(override)}")
+        raise ExperimentError(f"{SET}{shortened(override)} must be KEY=VALUE, such as federation.rounds=10.")
+    new, inside = parse(text, f"{SET}{shortened(override)}")
     target = value
     for depth, step in enumerate(path[:-1], start=1):
         if target.get(step) is None:
             target[step] = {}
-            origins[path[:depth]] = "--set"
+            origins[path[:depth]] = SET
         target = target[step]
         if not isinstance(target, dict):
             raise ExperimentError(
-                f"--set {shortened(override)}: {dotted(path[:depth])} is {shown(target)}, which has no keys"
+                f"{SET}{shortened(override)}: {dotted(path[:depth])} is {shown(target)}, which has no keys"
             )
     target[path[-1]] = new
     for old in [p for p in origins if p[: len(path)] == path]:
         del origins[old]
-    origins.update({(*path, *p): "--set" for p in inside} | {path: "--set"})
+    origins.update({(*path, *p): SET for p in inside} | {path: SET})

@@ -14,8 +14,8 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment.cross_checks import impossible_combinations
 from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
-from fedloom.experiment.validation_errors import KeyPath, explain, listing, shown
-from fedloom.models.module import check_sent_factory
+from fedloom.experiment.validation_errors import SET, KeyPath, explain, listing, shown
+from fedloom.models.factories import check_sent_factory
 from fedloom.words import DEEPEST, parsed_json
 
 
@@ -48,9 +48,9 @@ def validated(
         schema = json_schema([name] if name in available() else None)
         mistakes = explain(error, schema, value)
         left = [m for m in mistakes if m.path[:1] == ("algorithm",) and m.text.startswith("unknown key")]
-        renamed = origins.get(("algorithm", "name")) == "--set" and any(origins.get(m.path) != "--set" for m in left)
+        renamed = origins.get(("algorithm", "name")) == SET and any(origins.get(m.path) != SET for m in left)
         # The file's keys are of the method that it names.
-        hint = f"--set 'algorithm={{name: {name}}}' replaces the whole section" if renamed else None
+        hint = f"{SET}'algorithm={{name: {name}}}' replaces the whole section" if renamed else None
         raise ExperimentError(listing(source, mistakes, origins), hint=hint) from None
     found = impossible_combinations(experiment) if combined else []
     if found:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+from fedloom.errors import argument
 from fedloom.words import counted, shortened
 
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -31,6 +32,10 @@ class Mistake:
     text: str
 
 
+SET = argument("set")
+"""Where a key was written that replaces one of the file; it stands before the key."""
+
+
 def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, str]) -> str:
     """Lay out mistakes in lines of the form ``line 7, data.partition.clients: found "ten"; allowed: ...``.
 
@@ -41,13 +46,16 @@ def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, 
     mistakes
         At least one.
     origins
-        Where each key was written (``line 7``, ``--set``); a key that is not there takes its parent's.
+        Where each key was written (``line 7``, or :data:`SET`); a key that is not there takes its parent's.
     """
     count = counted(len(mistakes), "mistake")
     lines = [f"{source}: {count}"]
     for mistake in mistakes[:MOST_SHOWN]:
         origin = next((origins[p] for p in _upwards(mistake.path) if p in origins), None)
-        where = ", ".join(part for part in (origin, dotted(mistake.path)) if part)
+        if origin == SET:
+            where = f"{SET}{dotted(mistake.path)}"
+        else:
+            where = ", ".join(part for part in (origin, dotted(mistake.path)) if part)
         lines.append(f"  {where}: {mistake.text}" if where else f"  {mistake.text}")
     if len(mistakes) > MOST_SHOWN:
         lines.append(f"  ... and {len(mistakes) - MOST_SHOWN} more")

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.errors import DataError, as_storage_error
+from fedloom.errors import DataError, argument, as_storage_error
 from fedloom.federation import tensor_file
 from fedloom.storage.folder import read_file, write_atomically
 
@@ -149,7 +149,9 @@ class Checkpoints:
         """
         rounds = self.rounds()
         if not rounds:
-            raise DataError(f"{self._folder}: no checkpoint", hint="restore them, or run anew, elsewhere with --out")
+            raise DataError(
+                f"{self._folder}: no checkpoint", hint=f"restore them, or run anew, elsewhere with {argument('out')}"
+            )
         if which == "last":
             return self._read(rounds[-1])
         if which == "best":
@@ -204,10 +206,10 @@ class Checkpoints:
         others = [other for other in self.rounds() if other != round]
         older = [other for other in others if other < round]
         if not others:
-            return "it is the only one: restore it from a copy, or run anew, elsewhere with --out"
+            return f"it is the only one: restore it from a copy, or run anew, elsewhere with {argument('out')}"
         kept = ", ".join(str(other) for other in others)
-        use = f"restore it from a copy, or use another with --checkpoint: {kept}"
-        return use + (f"; remove the file to go on from round {older[-1]} with --resume" if older else "")
+        use = f"restore it from a copy, or use another with {argument('checkpoint')}: {kept}"
+        return use + (f"; remove the file to go on from round {older[-1]} with {argument('resume')}" if older else "")
 
 
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedloom import tracing
-from fedloom.errors import DataError, ExperimentError, InterruptedRun
+from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
 from fedloom.federation.bugs import BUG
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
@@ -125,7 +125,9 @@ class CarriedCohort:
                 )
                 received = self._carry(call, meanwhile)
             if self._rules.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
-                raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with --resume")
+                raise InterruptedRun(
+                    f"stopped in the middle of round {self.key.round}; go on with {argument('resume')}"
+                )
             for row, reply in zip(call.rows, received, strict=True):
                 if isinstance(reply, Lost):
                     self._lose(row, reply.reason)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.data.manifest import Manifest
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import PARTIAL, open_file, read_file, staged, storing, sync, write_atomically
 from fedloom.words import parsed_json
 
@@ -142,7 +142,7 @@ class RunFolder:
             except BlockingIOError:
                 raise ExperimentError(
                     f"{self.path}: found another process at work on this run, allowed: one at a time",
-                    hint="wait until it has ended, or choose another folder with --out",
+                    hint=f"wait until it has ended, or choose another folder with {argument('out')}",
                 ) from None
             yield
         finally:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fedloom.errors import DataError
+from fedloom.errors import DataError, argument
 from fedloom.federation.folder import Placed, RunFolder, as_object
 from fedloom.federation.states import Version
 
@@ -311,7 +311,7 @@ class Replay:
         if round > len(self._starts):
             raise DataError(
                 f"the journal to replay has no round {round} (it ends with round {len(self._starts)})",
-                hint="replay no more rounds than it has: --set federation.rounds=...",
+                hint=f"replay no more rounds than it has: {argument('set')}federation.rounds=...",
             )
         return self._read(self._starts[round - 1])
 

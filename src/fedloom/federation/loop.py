@@ -18,7 +18,7 @@ from torch import Tensor
 from fedloom import tracing
 from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, Statistics
 from fedloom.data.federated import Manifest
-from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError
+from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, line_score, metrics_line, validation_score
@@ -33,7 +33,7 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
 from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
-from fedloom.federation.validation import absurd, is_finite
+from fedloom.federation.validation import absurd, is_finite, learning_rates
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
 from fedloom.words import REASON_CHARACTERS, counted, printable
 
@@ -232,7 +232,7 @@ class Loop:
             if self.folder.read("summary.json") is not None:
                 raise DataError(
                     f"{self.folder.path / 'checkpoints'}: found none, of a run that has come to its end",
-                    hint="restore them, or run anew, elsewhere with --out",
+                    hint=f"restore them, or run anew, elsewhere with {argument('out')}",
                 )
             # Stopped before the first checkpoint: nothing was durable.
             self.journal = Journal.read(self.folder, upto=-1)
@@ -450,7 +450,7 @@ class Loop:
         if isinstance(answer, Metrics):
             validation, test = self._held_out[client]
             return implausible(answer, validation=validation, test=test)
-        return absurd(answer, self.server.limits(self._sizes[client]))
+        return absurd(answer, self.server.limits(self._sizes[client]), learning_rates(self.server.settings))
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
         """Which state each client starts from now, and which others a checkpoint that is kept would start from."""
@@ -529,7 +529,8 @@ class Loop:
             self._check_stop()
         raise QuorumError(
             f"{attempt.outcome} (round {t} failed {counted(self.schedule.attempts, 'time')})",
-            hint="fix the cause and go on with --resume; with other settings, run anew, elsewhere with --out",
+            hint=f"fix the cause and go on with {argument('resume')}; with other settings, run anew, elsewhere with "
+            f"{argument('out')}",
         )
 
     def _evaluation_due(self) -> bool:
@@ -582,7 +583,9 @@ class Loop:
         try:
             check_finite({}, self.server.state, {})
         except FloatingPointError as error:  # of a method that changes it in place
-            raise QuorumError(f"{error}: round {self.round} is not kept", hint="go on with --resume") from error
+            raise QuorumError(
+                f"{error}: round {self.round} is not kept", hint=f"go on with {argument('resume')}"
+            ) from error
         self.checkpoints.save(
             Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state)
         )
@@ -592,7 +595,7 @@ class Loop:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
-            raise InterruptedRun(f"stopped after round {self.round}{of}; go on with --resume")
+            raise InterruptedRun(f"stopped after round {self.round}{of}; go on with {argument('resume')}")
 
     # --- what it cost, from the journal -------------------------------------------------------------------------------
 

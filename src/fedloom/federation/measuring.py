@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.data.manifest import Normalization
 from fedloom.data.own import ClientCard, Moments, Own, pooled
-from fedloom.errors import QuorumError
+from fedloom.errors import QuorumError, argument
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.states import Versions
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, broadcast, rows
@@ -82,7 +82,7 @@ def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, in
         reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["what they say makes no sense"]
         raise QuorumError(
             f"data.own.normalization: found measured, and none of {len(clients)} clients told its sums: {reasons[0]}",
-            hint="go on with --resume, or give mean and std",
+            hint=f"go on with {argument('resume')}, or give mean and std",
         )
     return pooled(own.kind, numbers, sensible)
 

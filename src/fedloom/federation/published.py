@@ -41,7 +41,7 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from fedloom.errors import DataError, StorageError
+from fedloom.errors import DataError, StorageError, argument
 from fedloom.federation.folder import RunFolder
 from fedloom.storage import Absent, Store, Taken
 from fedloom.storage.base import parts_of
@@ -313,7 +313,7 @@ class Published:
             raise StorageError(
                 f"{self._store.url}: found round {other.round} published meanwhile by another aggregator "
                 f"({other.incarnation[:12]}), so this one ({self._incarnation[:12]}) stops",
-                hint="let one aggregator at a time work on a run; --resume goes on with what is published",
+                hint=f"let one aggregator at a time work on a run; {argument('resume')} goes on with what is published",
             ) from None
         self._last, self._blobs = record, _by_digest(record)
         self._sweep(record)

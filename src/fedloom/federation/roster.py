@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from fedloom.data.manifest import SPLITS, ClientEntry, Manifest
-from fedloom.errors import DataError, InterruptedRun
+from fedloom.errors import DataError, InterruptedRun, argument
 from fedloom.federation.activity import Monitor
 from fedloom.federation.journal import Replay, fold
 from fedloom.federation.silence import Silence
@@ -234,7 +234,7 @@ class Presence:
         """
         with self._changed:
             if self._over:
-                raise InterruptedRun("stopped while waiting for clients; go on with --resume")
+                raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
             here = (self._here.get(client) for client in silent)
             return self._training - sum(member is not None and not member.observer for member in here), self._changes
 
@@ -327,7 +327,7 @@ class OpenRoster(_ChangingRoster):
                 self._monitor.enter("waiting", why)
                 waited = True
             if self._stop.is_set():
-                raise InterruptedRun("stopped while waiting for clients; go on with --resume")
+                raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
             self._presence.wait(POLL_S)
         if waited:
             self._say(f"going on with {counted(training, 'client')}")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from pydantic import BaseModel
 
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Quantity, Shapes
 
@@ -93,12 +94,25 @@ def non_finite(message: Message) -> str | None:
     return None
 
 
-def absurd(message: Message, limits: Mapping[str, float]) -> str | None:
+def learning_rates(settings: BaseModel, where: str = "algorithm") -> dict[str, float]:
+    """Return the learning rates of a method by their keys: what to lower when training diverges."""
+    found: dict[str, float] = {}
+    for name in type(settings).model_fields:
+        value, key = getattr(settings, name), f"{where}.{name}"
+        if isinstance(value, BaseModel):
+            found |= learning_rates(value, key)
+        elif (name == "lr" or name.endswith("_lr")) and isinstance(value, float):
+            found[key] = value
+    return found
+
+
+def absurd(message: Message, limits: Mapping[str, float], rates: Mapping[str, float] | None = None) -> str | None:
     """Name the first field of a finite answer with a value that its quantity cannot have; None if all make sense.
 
     Counts are whole numbers from 0 to ``COUNT_LIMIT``; losses, and quantities of no name, are at most ``LOSS_LIMIT``
     either way, models, updates, gradients and descriptors ``VALUE_LIMIT``. Metrics are for the evaluation to judge.
     ``limits`` are those of a method (``ServerHalf.limits``): a count's largest, or the largest norm, by field.
+    ``rates`` are the method's (:func:`learning_rates`): values beyond all bounds mean that training has diverged.
     """
     for field in message.fields():
         tensor: torch.Tensor = getattr(message, field.name)
@@ -113,10 +127,11 @@ def absurd(message: Message, limits: Mapping[str, float]) -> str | None:
             limit = LOSS_LIMIT if field.quantity in (Quantity.LOSS, Quantity.OTHER) else VALUE_LIMIT
             sensible, allowed = -limit <= low and high <= limit, f"at most {limit:g} either way"
         if not sensible:
-            return (
-                f"{type(message).__name__}.{field.name} ({field.quantity}) has values from {low:g} to {high:g}, "
-                f"allowed: {allowed}"
-            )
+            where = f"{type(message).__name__}.{field.name} ({field.quantity}) has values from {low:g} to {high:g}"
+            if field.quantity is Quantity.COUNT or rates is None:
+                return f"{where}, allowed: {allowed}"
+            lower = " or ".join(f"{key} (now {rate:g})" for key, rate in rates.items())
+            return f"training diverged: {where}, beyond ±{limit:g}" + (f"; lower {lower}" if lower else "")
         if field.quantity is not Quantity.COUNT and field.name in limits:
             norm, largest = float(tensor.norm()), limits[field.name]
             if not norm <= largest:

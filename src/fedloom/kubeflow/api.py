@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
+from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError, argument
 from fedloom.words import parsed_json
 
 TIMEOUT_S = (8, 60)
@@ -75,12 +75,16 @@ def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Pa
         If there is no token where it should be.
     """
     if in_cluster and token:
-        raise ExperimentError("--token: found with --in-cluster; allowed: one of them")
+        raise ExperimentError(f"{argument('token')} cannot be combined with {argument('in_cluster')}.", key="token")
     host = host or (IN_CLUSTER_HOST if in_cluster else None)
     if host is None:
-        raise ExperimentError("--host: found none; allowed: the URL of Kubeflow Pipelines, or --in-cluster in a pod")
+        raise ExperimentError(
+            f"Give {argument('host')}, the URL of Kubeflow Pipelines, or {argument('in_cluster')} in a pod.", key="host"
+        )
     if urlsplit(host).scheme not in ("http", "https") or not urlsplit(host).netloc:
-        raise ExperimentError(f"--host: found {host}; allowed: a URL such as https://kubeflow.example/pipeline")
+        raise ExperimentError(
+            f"{argument('host')} must be a URL such as https://kubeflow.example/pipeline (got {host}).", key="host"
+        )
     path = os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE) if in_cluster else (token or "").partition("@")[2]
     if (token or "").startswith("@") or in_cluster:
         _read_token(Path(path), in_cluster=in_cluster)
@@ -174,16 +178,19 @@ class Kubeflow:
         if "json" not in str(headers.get("Content-Type")):
             raise ExperimentError(self._not_kubeflow(f"answers with a page of type {headers.get('Content-Type')}"))
         if health.multi_user and self.namespace is None:
-            raise ExperimentError("--namespace: found none; allowed: your profile's, as this Kubeflow has many users")
+            raise ExperimentError(
+                f"Give {argument('namespace')}, that of your profile: this Kubeflow has many users.", key="namespace"
+            )
         if not health.multi_user and self.namespace is not None:
             raise ExperimentError(
-                f"--namespace: found {self.namespace}; allowed: none, because this Kubeflow has one user"
+                f"Leave {argument('namespace')} out: this Kubeflow has one user (got {self.namespace}).",
+                key="namespace",
             )
 
     def _not_kubeflow(self, found: str) -> str:
         return (
-            f"--host: {self.host}/apis/v2beta1/healthz {found}. Give the URL of Kubeflow Pipelines, which often ends "
-            "in /pipeline, and --token where it asks for a login."
+            f"{argument('host')}: {self.host}/apis/v2beta1/healthz {found}. Give the URL of Kubeflow Pipelines, which "
+            f"often ends in /pipeline, and {argument('token')} where it asks for a login."
         )
 
     def pipeline(self, name: str) -> str | None:
@@ -351,15 +358,19 @@ class Kubeflow:
         from urllib3.exceptions import MaxRetryError
 
         why = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
-        return StorageError(f"{self.host}: cannot be reached: {why}", hint="check --host and the network")
+        return StorageError(f"{self.host}: cannot be reached: {why}", hint=f"check {argument('host')} and the network")
 
     def _failure(self, what: str, status: int, body: Any) -> FedloomError:
         said = _message(body)
         where = f"{self.host}" + (f", namespace {self.namespace}" if self.namespace else "")
         if status == 401:
-            return RefusedError(f"{where}: the token is not accepted: {said}", hint="give a valid one with --token")
+            return RefusedError(
+                f"{where}: the token is not accepted: {said}", hint=f"give a valid one with {argument('token')}"
+            )
         if status == 403:
-            return RefusedError(f"{where}: not allowed to {what}: {said}", hint="check --namespace and your rights")
+            return RefusedError(
+                f"{where}: not allowed to {what}: {said}", hint=f"check {argument('namespace')} and your rights"
+            )
         if status == 404:
             return Gone(f"{where}: cannot {what}: {said}")
         if status == 409:

@@ -6,7 +6,7 @@ import os
 
 import fedloom
 from fedloom.cluster.settings import check_image
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 
 VARIABLE = "FEDLOOM_IMAGE"
 """Environment variable that names another image while pipelines are compiled."""
@@ -25,7 +25,7 @@ def component_image() -> str:
     try:
         return check_image(image)
     except ValueError as error:
-        raise ExperimentError(f"--image or ${VARIABLE}: {error}") from error
+        raise ExperimentError(f"{argument('image')} or ${VARIABLE}: {error}") from error
 
 
 def __getattr__(name: str) -> str:

@@ -2,7 +2,7 @@
 
 The runner starts a process for each task, which may start processes of its own (a federation, its workers), and it
 stops none of them when it is stopped itself. So it runs in a process group of its own, which is stopped as a whole;
-``python -m fedloom.kubeflow.local`` is that process.
+``python -P -m fedloom.kubeflow.local`` is that process.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedloom.errors import FAILURES, ExitCode, ExperimentError, FedloomError, InterruptedRun, QuorumError
+from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument
 from fedloom.kubeflow import steps
 from fedloom.kubeflow.compiling import parameters, pipeline
+from fedloom.processes import TELL_PARENT, Told, environment, listen_to_parent, python, tell_failure
 
 STOP_GRACE_S = 40.0
 """Seconds in which stopped processes may end in good order; a federation writes a checkpoint first."""
 
 LOG = "pipeline.log"
+RECORDS = "told.jsonl"
 COLOURS = re.compile(r"\x1b\[\d+m")
 TOLD = re.compile(
     rf"(Executing task '[^']+'|Task '[^']+' finished with status \w+|{re.escape(steps.MARK)}.*|error: .*)$"
@@ -64,15 +66,16 @@ def run(name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[st
         If it was stopped; nothing that it started is left running.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+        raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         root, log = Path(folder) / "root", Path(folder) / LOG
         made = re.compile(rf"{re.escape(str(root))}/[^/\s]+")  # what lies there will lie in ``out``
-        order = {"name": name, "arguments": dict(arguments), "root": str(root), "failures": f"{folder}/failures"}
+        order = {"name": name, "arguments": dict(arguments), "root": str(root)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedloom.kubeflow.local"],
+            python("-m", "fedloom.kubeflow.local"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=environment({**os.environ, "PYTHONSAFEPATH": "1"}, Path(folder) / RECORDS),
         )  # fmt: skip
         with _stopping(process, say) as stopped, log.open("w", encoding="utf-8") as file:
             _give(process, json.dumps(order))
@@ -83,7 +86,7 @@ def run(name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[st
                     say(line.rstrip("\n") if everything else told[1].removeprefix(steps.MARK))  # type: ignore[index]
             code = process.wait()
             _ended(process.pid, STOP_GRACE_S)
-        failure = _failure(Path(folder) / "failures", code, log)
+        failure = _failure(Told(Path(folder) / RECORDS), code, log)
         if stopped.is_set():
             failure = InterruptedRun("stopped; nothing of it is left running")
         if failure is not None and not _worth_keeping(root):
@@ -149,21 +152,11 @@ def _ended(group: int, grace_s: float) -> None:
     _signal(group, signal.SIGKILL)
 
 
-def _failure(failures: Path, code: int, log: Path) -> FedloomError | None:
-    """What a pipeline failed of: the first task that said so, else its exit code."""
-    if code == 0:
-        return None
-    if failures.exists():
-        first = json.loads(failures.read_text(encoding="utf-8").partition("\n")[0])
-        return _coded(first["code"], f"{first['task']}: {first['message']}")
-    last = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()][-1:]
-    if code in set(ExitCode) and last:
-        return _coded(code, last[0].removeprefix("error: "))
+def _failure(told: Told, code: int, log: Path) -> FedloomError | None:
+    """Return what a pipeline failed of: the first task that said so, or the pipeline itself."""
+    if code == 0 or told.failure is not None:
+        return told.failure
     raise RuntimeError(f"a task failed in a way it should not:\n{log.read_text(encoding='utf-8')[-4000:]}")
-
-
-def _coded(code: int, message: str) -> FedloomError:
-    return FAILURES.get(code, QuorumError)(message)
 
 
 def _worth_keeping(root: Path) -> bool:
@@ -198,13 +191,12 @@ def _here(order: TextIO) -> None:
         raise ExperimentError(f"{wanted['name']}: found {found}; allowed: {', '.join(known)}")
     from kfp import local
 
-    os.environ[steps.FAILURES] = wanted["failures"]
     warnings.filterwarnings("ignore", module=r"kfp\.")  # images, memory and Secrets mean nothing here
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=wanted["root"])
     try:
         pipeline(wanted["name"])(**wanted["arguments"])
     except RuntimeError as error:  # the runner's way to say that a task failed
-        if not Path(wanted["failures"]).exists():
+        if not Path(os.environ[TELL_PARENT]).exists():
             raise
         raise SystemExit(1) from error
 
@@ -214,8 +206,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _here(sys.stdin)
-    except FedloomError as failed:
+    except (FedloomError, KeyboardInterrupt) as error:
+        failed = error if isinstance(error, FedloomError) else InterruptedRun("stopped")
+        listen_to_parent()  # until now the tasks did
+        tell_failure(failed)
         print(f"error: {failed}", flush=True)
         sys.exit(int(failed.exit_code))
-    except KeyboardInterrupt:
-        sys.exit(int(ExitCode.INTERRUPTED))

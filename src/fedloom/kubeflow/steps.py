@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
+from fedloom.processes import listen_to_parent, tell_failure
 from fedloom.words import as_csv
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-FAILURES = "FEDLOOM_FAILURES"
-"""Environment variable: a file to which a task that fails adds a line, for `fedloom pipeline local`."""
 
 FAILURE_MARK = "fedloom failure | "
 """Prefix of the line of JSON that a failing task prints: `fedloom pipeline wait` reads it in the task's log."""
@@ -54,6 +52,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(body)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        listen_to_parent()  # `fedloom pipeline local`
         try:
             return body(*args, **kwargs)
         except FedloomError as error:
@@ -63,11 +62,9 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
                 raise
             failure = as_storage_error(error)
         print(f"error: {failure}", file=sys.stderr, flush=True)
-        line = {"task": body.__name__, "code": int(failure.exit_code), "message": str(failure)}
-        print(f"{FAILURE_MARK}{json.dumps(line)}", flush=True)
-        if FAILURES in os.environ:
-            with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        failure = failure.within(body.__name__)
+        print(f"{FAILURE_MARK}{json.dumps(failure.as_json())}", flush=True)
+        tell_failure(failure)
         raise SystemExit(int(failure.exit_code))
 
     return told

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.errors import (
-    FAILURES,
     ExperimentError,
     FedloomError,
     InterruptedRun,
     QuorumError,
     RefusedError,
     StorageError,
+    from_json,
 )
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
@@ -269,12 +269,9 @@ def _author_task(display_name: str) -> tuple[str | None, int | None]:
 
 def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError:
     """Return why a run failed: as its tasks recorded it in what they printed, else as far as Kubeflow tells."""
-    records = list(_records(kubeflow, run, nodes))
-    if records:
-        first = records[0]
-        tasks = ", ".join(dict.fromkeys(record["task"] for record in records))
-        kind = FAILURES.get(first["code"], QuorumError)
-        return kind(f"{tasks} failed: {first['message']}", hint=f"its log: {kubeflow.link(run)}")
+    first = next(_records(kubeflow, run, nodes), None)
+    if first is not None:
+        return type(first)(str(first), hint=f"its log: {kubeflow.link(run)}")
     failed = (_author_task(node.display_name or "")[0] for node in nodes if node.state == "FAILED")
     names = ", ".join(dict.fromkeys(filter(None, failed))) or "the run"
     return QuorumError(
@@ -284,8 +281,8 @@ def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError
     )
 
 
-def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the failure records that the pods of failed tasks have printed (:func:`fedloom.kubeflow.steps.step`).
+def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[FedloomError]:
+    """Yield the failures that the pods of failed tasks have recorded (:func:`fedloom.kubeflow.steps.step`).
 
     Kubeflow's launcher ends with 1 whatever a component's exit code is, and the API tells no error of a task.
     """
@@ -297,8 +294,7 @@ def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[dic
             for line in kubeflow.log(run, f"{workflow}-{template}-{number}").splitlines():
                 if line.startswith(FAILURE_MARK):
                     with suppress(ValueError, KeyError, TypeError):
-                        found = json.loads(line.removeprefix(FAILURE_MARK))
-                        yield {"task": str(found["task"]), "code": int(found["code"]), "message": str(found["message"])}
+                        yield from_json(json.loads(line.removeprefix(FAILURE_MARK)))
 
 
 def stop(kubeflow: Kubeflow, run: str) -> bool:

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import importlib
 import inspect
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,16 +16,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fedloom.errors import ExperimentError
+from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Layout
 from fedloom.models.module_check import ROWS, tried_layout
 from fedloom.models.module_function import ModuleFunction
-from fedloom.models.module_layers import KEY, check_layers, copied, is_tied
+from fedloom.models.module_layers import check_layers, copied, is_tied
 
 MEMORY = "memory:"
 """How the factory of a module begins that only this process has."""
-
-FACTORIES = "FEDLOOM_FACTORIES"
-"""Names, by commas, the factories that a worker may call when an aggregator asks for them."""
 
 Factory: TypeAlias = Callable[[], nn.Module]
 
@@ -182,7 +179,7 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
     Raises
     ------
     ExperimentError
-        If there is no such function, or another process has the module.
+        If there is no such function, this process may not call it, or another process has the module.
     """
     if name.startswith(MEMORY):
         if name not in _IN_MEMORY:
@@ -191,6 +188,7 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
                 hint="in Python, fedloom.load(RUN, model=module) says which module it is",
             )
         return lambda: copy.deepcopy(_IN_MEMORY[name])
+    check_permitted(name)
     package, _, function = name.partition(":")
     try:
         made = getattr(importlib.import_module(package), function)
@@ -216,22 +214,6 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
         return found
 
     return make
-
-
-def check_sent_factory(name: str) -> None:
-    """Refuse a factory that an aggregator names and this process was not told of: calling it runs code.
-
-    Raises
-    ------
-    ExperimentError
-        If it is not named in the environment.
-    """
-    allowed = [one.strip() for one in os.environ.get(FACTORIES, "").split(",") if one.strip()]
-    if name not in allowed:
-        raise ExperimentError(
-            f"{KEY}: found {name!r}, which the aggregator names; allowed here: {', '.join(allowed) or 'none'}",
-            hint=f"if you trust it, set {FACTORIES}={name}",
-        )
 
 
 def _seeded(make: Factory, seed: int) -> nn.Module:

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.errors import ExperimentError, raised_at
+from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout
 from fedloom.models.module_draws import no_draws
 from fedloom.models.module_function import ModuleFunction
-from fedloom.models.module_layers import KEY, copied, hooks, named, said
+from fedloom.models.module_layers import copied, hooks, named, said
 
 ROWS = 3
 """Inputs by which a module is tried."""

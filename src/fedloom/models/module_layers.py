@@ -14,8 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from fedloom.errors import ExperimentError
-
-KEY = "model.factory"
+from fedloom.models.factories import KEY
 
 
 def named(name: str, layer: nn.Module) -> str:

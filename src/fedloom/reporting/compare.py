@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 from fedloom.reporting.runs import GROUPS, PREDICTORS, USERS, NewClient, Result, Run, read_run, run_folders_in
 from fedloom.reporting.significance import hierarchical_bootstrap, holm, signed_rank_test, t_interval, t_test
 
@@ -530,7 +530,12 @@ def compare(run_folders: Sequence[str | Path], against: str | None = None) -> Co
         inside = [row for row in rows if row.block == block]
         if not any(row.answers_to(against) for row in inside):
             names = dict.fromkeys(name for row in inside for name in (row.method, row.label))
-            raise ExperimentError(f"--against: found {against}; allowed: one of {', '.join(names)}")
+            raise ExperimentError(
+                f"{argument('against')} must be one of {', '.join(names)} (got {against}).",
+                key="against",
+                found=against,
+                allowed=list(names),
+            )
     return Comparison(tuple(rows), tuple(notices), against)
 
 

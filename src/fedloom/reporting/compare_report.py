@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import ExperimentError, StorageError
+from fedloom.errors import ExperimentError, StorageError, argument
 from fedloom.reporting.compare import ACCURACY, DASH, FEATURED, LEVEL, Comparison, Pair, Row, Spread, shown_value
 from fedloom.reporting.compare_tables import (
     GROUP_NAMES,
@@ -111,7 +111,9 @@ def check_out(out: Path) -> None:
     """
     if out.exists() and not (out / PAGE).is_file():
         raise ExperimentError(
-            f"--out: found {out}, which exists; allowed: a new folder, or one with a {PAGE} to replace"
+            f"{argument('out')} must be a new folder, or one with a {PAGE} to replace (got {out}).",
+            key="out",
+            found=out,
         )
 
 
@@ -145,7 +147,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> Path:
     except ModuleNotFoundError as error:
         raise ExperimentError(
             f"a comparison on paper needs the package {error.name}, which is not installed",
-            hint="pip install 'fedloom[report]', or compare without --out",
+            hint=f"pip install 'fedloom[report]', or compare without {argument('out')}",
         ) from error
 
     sections = _sections(comparison)

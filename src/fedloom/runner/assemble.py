@@ -19,7 +19,7 @@ from fedloom.algorithms.base import Algorithm, ClientHalf, Group, ServerHalf, Ta
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import Own, OwnClients, own_manifest
 from fedloom.data.partition import partition
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import Until
@@ -176,7 +176,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     ]
     if differences:
         raise ExperimentError(
-            f"--partition: {where} is not the experiment's partition:\n  " + "\n  ".join(differences[:10]),
+            f"{argument('partition')}: {where} is not the experiment's partition:\n  " + "\n  ".join(differences[:10]),
             hint="make it with the same experiment file: fedloom partition EXPERIMENT",
         )
     if verify and not is_url(where):
@@ -208,7 +208,9 @@ def open_own(
         If the experiment asks for no such clients, or for more than there are.
     """
     if not isinstance(experiment.data, OwnData):
-        raise ExperimentError("--data: found with data.dataset in the experiment; allowed: with data.own")
+        raise ExperimentError(
+            f"{argument('packed')} needs an experiment with data.own; this one has data.dataset.", key="packed"
+        )
     own = experiment.data.own
     clients = OwnClients.open(data, observe)
     check_own(experiment, own, clients)
@@ -260,7 +262,7 @@ def _dealt(experiment: Experiment) -> Data:
     """What the experiment says of a data set that is dealt out."""
     if isinstance(experiment.data, OwnData):
         raise ExperimentError(
-            "data.own: the clients have data of their own; name the folder of each packed client with --data DIR",
+            f"data.own needs the folders of packed clients: give them with {argument('packed')}.",
             hint="make them: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
         )
     return experiment.data
@@ -326,8 +328,10 @@ def client_side(
     half = parts.client_half()
     if half.stateful and states is None:
         raise ExperimentError(
-            f"--states: found none; {parts.algorithm.name} keeps a state with every client, and needs a folder or "
-            "store that every worker allowed to serve the client reaches"
+            f"{argument('states')} must be given: {parts.algorithm.name} keeps a state with every client, in a "
+            "folder or store "
+            "that every worker allowed to serve the client reaches.",
+            key="states",
         )
     batch_size = parts.experiment.evaluation.batch_size
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedloom.algorithms.base import Group
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.problem import Problem
-from fedloom.errors import DataError, ExperimentError, QuorumError
+from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors, predictor_of
@@ -103,7 +103,7 @@ def personalize(
         As of :func:`fedloom.runner.trained.restore`; and if the partition has no such client.
     """
     if out.exists():
-        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+        raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
     saved: list[str] = []
 
     def chosen(dataset: FederatedDataset) -> Sequence[str]:

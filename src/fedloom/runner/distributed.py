@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fedloom.errors import InterruptedRun, QuorumError
+from fedloom.errors import InterruptedRun, QuorumError, argument
 from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
 from fedloom.federation.loop import vocabulary
@@ -170,7 +171,7 @@ def with_workers(
     workers
         Starts the run's own workers; it lacks the address and ``on_failure``. None: others come.
     wait_s
-        Seconds until every client must be served.
+        Seconds until every client must be served by workers that come. The run's own are waited for while they live.
     orphan_after_s
         Seconds without anyone watching after which the run stops; None: it need not be watched.
 
@@ -198,7 +199,9 @@ def with_workers(
             at.notices.tell("waiting", "waiting for workers")
             count = parts.experiment.runtime.workers if own is not None else 1
             if parts.manifest.clients:  # of an open federation the roster waits
-                at.server.wait_for([entry.id for entry in parts.manifest.clients], wait_s, workers=count)
+                # Workers of our own may take their time while they live: one that is lost for good aborts the wait.
+                within_s = wait_s if own is None else threading.TIMEOUT_MAX
+                at.server.wait_for([entry.id for entry in parts.manifest.clients], within_s, workers=count)
             stop_request.training = True
             at.notices.tell("training")
             yield
@@ -210,7 +213,7 @@ def with_workers(
         if stop_request.reason is not None and isinstance(error, InterruptedRun | QuorumError):
             raise stop_request.reason from error
         if stop_request.event.is_set() and isinstance(error, QuorumError):
-            raise InterruptedRun("stopped while waiting for workers; go on with --resume") from error
+            raise InterruptedRun(f"stopped while waiting for workers; go on with {argument('resume')}") from error
         raise
     finally:
         if own is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.algorithms.base import Algorithm
 from fedloom.data.manifest import Normalization
 from fedloom.data.own import OwnClients, own_manifest
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments
@@ -94,7 +94,11 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Lea
         If the clients do not bring what it asks for.
     """
     if not isinstance(experiment.data, OwnData):
-        raise ExperimentError("--experiment: found data.dataset; allowed with --data: an experiment with data.own")
+        raise ExperimentError(
+            f"{argument('experiment')} must have data.own where {argument('packed')} is given; it deals out a data "
+            "set.",
+            key="experiment",
+        )
     own = experiment.data.own
     assemble.check_own(experiment, own, clients)
     numbers = 0 if own.kind == "tokens" else own.input_shape[0]

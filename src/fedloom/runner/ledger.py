@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from fedloom.errors import DataError, ExperimentError, StorageError
+from fedloom.errors import DataError, ExperimentError, StorageError, argument
 from fedloom.runner.personal_model import Promise
 from fedloom.storage.folder import PRIVATE_FILE
 from fedloom.theory.privacy import gaussian_epsilon, together
@@ -63,10 +63,11 @@ class Ledger:
                 if self._budget is not None and total > self._budget:
                     spent = gaussian_epsilon(together(before), promise.delta)
                     raise ExperimentError(
-                        f"--budget: found ε = {total:.4g} at δ = {promise.delta:g} with this request "
-                        f"({spent:.4g} after the {len(before)} before it in {self._path}); "
-                        f"allowed: {self._budget:g}",
-                        hint="ask with a smaller --epsilon, or accept a larger --budget",
+                        f"{argument('budget')} is {self._budget:g}, and with this request ε would be {total:.4g} at "
+                        f"δ = {promise.delta:g} ({spent:.4g} after the {len(before)} before it in {self._path}).",
+                        key="budget",
+                        found=total,
+                        hint=f"ask with a smaller {argument('epsilon')}, or accept a larger {argument('budget')}",
                     )
                 line = {
                     "version": VERSION,
@@ -82,7 +83,9 @@ class Ledger:
                 os.fsync(file.fileno())
         except OSError as error:
             raise StorageError(
-                f"--ledger: {self._path} cannot be written: {(error.strerror or str(error)).lower()}; nothing was told",
+                f"{argument('ledger')}: {self._path} cannot be written: {(error.strerror or str(error)).lower()}; "
+                "nothing was "
+                "told",
                 hint="give a file in a folder that is there, on a disk with room",
             ) from error
         return replace(promise, requests=len(before) + 1, total_epsilon=total)
@@ -100,6 +103,6 @@ class Ledger:
                 raise DataError(
                     f"{self._path}, line {number}: found {shown!r}; allowed: a JSON object of a ledger, version "
                     f"{VERSION}, with a noise_multiplier above 0",
-                    hint="give another file with --ledger, or put this one right",
+                    hint=f"give another file with {argument('ledger')}, or put this one right",
                 )
             yield z

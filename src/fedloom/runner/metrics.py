@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 import fedloom
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 from fedloom.federation.activity import Activity, LivePhase
 from fedloom.runner.bounded_http import BoundedServer
 from fedloom.transport.address import split_address
@@ -39,12 +39,14 @@ def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -
     if address is None:
         yield
         return
-    host, port = split_address(address, what="--metrics", lowest=0)
+    host, port = split_address(address, what=argument("metrics"), lowest=0)
     try:
         import prometheus_client as prometheus
     except ImportError as error:
         raise ExperimentError(
-            "--metrics: found without prometheus-client", hint="pip install 'fedloom[metrics]'"
+            f"{argument('metrics')} needs prometheus-client, which is not installed.",
+            hint="pip install 'fedloom[metrics]'",
+            key="metrics",
         ) from error
     registry = prometheus.CollectorRegistry()
     prometheus.ProcessCollector(registry=registry)
@@ -55,7 +57,10 @@ def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -
         server = BoundedServer(host.strip("[]"), port, prometheus.make_wsgi_app(registry))
     except OSError as error:
         raise ExperimentError(
-            f"--metrics: cannot serve on {address}: the port is taken or the address is not of this machine"
+            f"{argument('metrics')} cannot be served on {address}: the port is taken, or the address is not of this "
+            "machine.",
+            key="metrics",
+            found=address,
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fedloom import experiment as experiments
 from fedloom.data.manifest import Manifest, Normalization
 from fedloom.data.own import Given, Own, normalization, own_manifest
-from fedloom.errors import DataError, ExperimentError, QuorumError
+from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.activity import Monitor
 from fedloom.federation.folder import RunFolder
@@ -171,8 +171,8 @@ def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
     ]
     if changed:
         raise ExperimentError(
-            "--resume: what cannot change as a federation goes on:\n  " + "\n  ".join(changed),
-            hint="resume with the same, or begin another run, elsewhere with --out",
+            f"{argument('resume')}: these settings cannot change on resume:\n  " + "\n  ".join(changed),
+            hint=f"resume with the same, or begin another run, elsewhere with {argument('out')}",
         )
 
 
@@ -187,8 +187,10 @@ def check_begun_open(folder: RunFolder) -> None:
     first = next(iter(folder.objects("journal.jsonl")), None)
     if first is not None and "experiment" not in first:
         raise ExperimentError(
-            f"--resume: found {folder.path}, a run whose clients were all known; allowed: a folder of an aggregator",
-            hint="go on with `fedloom run --data ...`, or begin another run, elsewhere with --out",
+            f"{argument('resume')}: {folder.path} is a run whose clients were all known, which an aggregator cannot "
+            "resume.",
+            hint=f"choose another folder with {argument('out')}, or go on with `fedloom run --data ...`",
+            key="resume",
         )
 
 
@@ -204,11 +206,16 @@ def check_replay(replay: Replay, own: Own | None, listen: str | None) -> None:
     """
     if listen is not None and (replay.is_open or own is not None):
         raise ExperimentError(
-            "--replay: found with data.own; allowed with `fedloom run --data`, not with an aggregator"
+            f"{argument('replay')} of clients with data of their own needs `fedloom run --data`; an aggregator "
+            "cannot do it.",
+            key="replay",
         )
     if replay.is_open and own is None:
         raise ExperimentError(
-            "--replay: found the journal of an open federation; allowed with data.own, and --data DIR"
+            f"{argument('replay')} is of an open federation: the experiment needs data.own, and {argument('packed')} "
+            "the "
+            "clients' folders.",
+            key="replay",
         )
     if replay.is_open and not replay.rounds:
         raise DataError("the journal to replay has no round")

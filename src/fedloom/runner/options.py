@@ -36,7 +36,8 @@ class RunOptions:
     audit
         Its audit log; None: ``logs/audit.jsonl`` of the run's folder.
     wait_s
-        Seconds until every client must be served.
+        Seconds until every client must be served by workers that come; workers of the run's own are waited for while
+        they live.
     orphan_after_s
         Seconds without a watcher after which the run stops; None: it need not be watched.
     health

@@ -23,7 +23,7 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import read_card
 from fedloom.data.problem import Problem
-from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError
+from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, argument
 from fedloom.evaluation.measure import metrics, nothing_measured
 from fedloom.evaluation.summary import Evaluation
 from fedloom.experiment import Experiment, OwnData, Runtime
@@ -146,8 +146,11 @@ class _Client:
         if self.promise is None:
             found = "none" if asked.epsilon is None else f"{asked.epsilon:g}"
             raise ExperimentError(
-                f"--epsilon: found {found} with --ledger, which counts what is told with noise; allowed: a finite "
-                "number above 0"
+                f"{argument('epsilon')} must be a finite number above 0 with {argument('ledger')}, which counts what "
+                "is told "
+                f"with noise (got {found}).",
+                key="epsilon",
+                found=asked.epsilon,
             )
         return Ledger(asked.ledger, asked.budget)
 
@@ -221,9 +224,20 @@ def is_run(where: str) -> bool:
 
 def _check(asked: Asked) -> None:
     if asked.precision not in PRECISIONS:
-        raise ExperimentError(f"--precision: found {asked.precision!r}; allowed: {', '.join(PRECISIONS)}")
+        raise ExperimentError(
+            f"{argument('precision')} must be one of {', '.join(PRECISIONS)} (got {asked.precision!r}).",
+            key="precision",
+            found=asked.precision,
+            allowed=list(PRECISIONS),
+        )
     if asked.checkpoint == "best":
-        raise ExperimentError("--checkpoint: found best, of a server; allowed: last, or the round that it serves")
+        raise ExperimentError(
+            f"{argument('checkpoint')} must be last, or the round that it serves, where a server is asked (got "
+            "'best').",
+            key="checkpoint",
+            found=asked.checkpoint,
+            allowed=["last"],
+        )
     check_checkpoint(asked.checkpoint)
     check_privacy(asked)
     if asked.data is not None:
@@ -251,20 +265,36 @@ def check_privacy(asked: Asked) -> None:
     """
     if asked.budget is not None:
         if asked.ledger is None:
-            raise ExperimentError(f"--budget: found {asked.budget:g} without --ledger; allowed: with it")
+            raise ExperimentError(f"{argument('budget')} needs {argument('ledger')}.", key="budget", found=asked.budget)
         if not 0 < asked.budget < math.inf:
-            raise ExperimentError(f"--budget: found {asked.budget}; allowed: a number above 0")
+            raise ExperimentError(
+                f"{argument('budget')} must be a finite number above 0 (got {asked.budget}).",
+                key="budget",
+                found=asked.budget,
+            )
     if asked.epsilon is None:
         for name in ("delta", "clip"):
             if getattr(asked, name) is not None:
-                raise ExperimentError(f"--{name}: found {getattr(asked, name)} without --epsilon; allowed: with it")
+                raise ExperimentError(
+                    f"{argument(name)} needs {argument('epsilon')}.", key=name, found=getattr(asked, name)
+                )
         return
     if not asked.epsilon > 0:
-        raise ExperimentError(f"--epsilon: found {asked.epsilon}; allowed: a number above 0, inf for no noise")
+        raise ExperimentError(
+            f"{argument('epsilon')} must be above 0; inf adds no noise (got {asked.epsilon}).",
+            key="epsilon",
+            found=asked.epsilon,
+        )
     if asked.delta is not None and not 0 < asked.delta < 1:
-        raise ExperimentError(f"--delta: found {asked.delta}; allowed: a number between 0 and 1, both excluded")
+        raise ExperimentError(
+            f"{argument('delta')} must be between 0 and 1, both excluded (got {asked.delta}).",
+            key="delta",
+            found=asked.delta,
+        )
     if asked.clip is not None and not (0 < asked.clip < math.inf):
-        raise ExperimentError(f"--clip: found {asked.clip}; allowed: a number above 0")
+        raise ExperimentError(
+            f"{argument('clip')} must be a finite number above 0 (got {asked.clip}).", key="clip", found=asked.clip
+        )
 
 
 def private(asked: Asked, parts: Parts) -> Parts:
@@ -281,8 +311,10 @@ def private(asked: Asked, parts: Parts) -> Parts:
     if method.private is None:
         able = [name for name in available() if find(name).private is not None]
         raise ExperimentError(
-            f"--epsilon: found {asked.epsilon:g} with {method.name}, which has no descriptor to add noise to; "
-            f"allowed with: {', '.join(able)}"
+            f"{argument('epsilon')} is for methods with a descriptor to add noise to ({', '.join(able)}); the run's is "
+            f"{method.name}.",
+            key="epsilon",
+            found=asked.epsilon,
         )
     if math.isinf(asked.epsilon) and asked.clip is None and method.privacy(parts.settings) is None:
         return parts
@@ -550,7 +582,10 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
     """A client's own model from a run's checkpoint: the conversation is held in this process, as in an evaluation."""
     if asked.precision != "float32":
         raise ExperimentError(
-            f"--precision: found {asked.precision} with a run's folder; allowed: float32, or a server"
+            f"{argument('precision')} must be float32 where a run's folder is read (got {asked.precision}).",
+            key="precision",
+            found=asked.precision,
+            allowed=["float32"],
         )
     check_privacy(asked)
     with run_folder(where) as (folder, _):

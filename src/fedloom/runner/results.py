@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import QuorumError
+from fedloom.errors import QuorumError, argument
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.summary import (
     LATE,
@@ -114,7 +114,8 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
         everyone = counted(len(final.clients), "client")
         raise QuorumError(
             f"None of {everyone} could be measured after round {run.round}. {client}: {why}",
-            hint="fix the cause and go on with --resume; with other settings, run anew, elsewhere with --out",
+            hint=f"fix the cause and go on with {argument('resume')}; with other settings, start a new run in another "
+            f"folder with {argument('out')}",
         )
     e = parts.experiment
     folder = run.folder

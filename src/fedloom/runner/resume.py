@@ -7,7 +7,7 @@ from typing import Any
 
 from fedloom import experiment as experiments
 from fedloom.data.federated import FederatedDataset, Manifest
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.experiment import Experiment
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
@@ -50,19 +50,22 @@ def check_folder(
     """
     file = next((path for path in (folder.path, *folder.path.parents) if path.exists()), None)
     if file is not None and not file.is_dir():
-        raise ExperimentError(f"--out: found {folder.path}, but {file} is a file; allowed: a new folder")
+        raise ExperimentError(
+            f"{argument('out')} must be a folder, and {file} is a file (got {folder.path}).", key="out"
+        )
     before = folder.read("experiment.yaml")
     if before is None:
         if not folder.is_free():
             raise ExperimentError(
-                f"--out: found {folder.path}, which is not empty and not a run; allowed: a new folder"
+                f"{argument('out')} is {folder.path}, which is neither empty nor a run; choose a new folder.", key="out"
             )
         return False
     if not resume:
         raise ExperimentError(
-            f"{folder.path}: found a run there already", hint="go on with --resume, or choose another folder with --out"
+            f"{folder.path}: found a run there already",
+            hint=f"go on with {argument('resume')}, or choose another folder with {argument('out')}",
         )
-    old = experiments.load_recorded(folder.path).located().model_dump(mode="json")
+    old = experiments.of_run(folder.path).located().model_dump(mode="json")
     new = e.located().model_dump(mode="json")
     for path in FREE_ON_RESUME:
         for tree in (old, new):
@@ -76,9 +79,9 @@ def check_folder(
         return _enough_rounds(folder, e, where)
     changed = list(_differences(old, new))
     if changed:
-        other = "folder with --out" if where is None else "place with --publish"
+        other = f"folder with {argument('out')}" if where is None else f"place with {argument('publish')}"
         raise ExperimentError(
-            f"--resume: {where or folder.path} holds another experiment:\n  " + "\n  ".join(changed[:10]),
+            f"{argument('resume')}: {where or folder.path} holds another experiment:\n  " + "\n  ".join(changed[:10]),
             hint=f"resume with the same settings, or choose another {other}",
         )
     return _enough_rounds(folder, e, where)
@@ -89,8 +92,11 @@ def _enough_rounds(folder: RunFolder, e: Experiment, where: str | None) -> bool:
     done = max(Checkpoints(folder.checkpoints).rounds(), default=0)
     if e.federation.rounds is not None and e.federation.rounds < done:
         raise ExperimentError(
-            f"federation.rounds: found {e.federation.rounds} with --resume; allowed: at least {done}, which "
-            f"{where or folder.path} has done"
+            f"federation.rounds must be at least {done} with {argument('resume')}: so many has "
+            f"{where or folder.path} done "
+            f"(got {e.federation.rounds}).",
+            key="federation.rounds",
+            found=e.federation.rounds,
         )
     return True
 
@@ -135,9 +141,9 @@ def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
     begun_with = Manifest.from_json(before, where=str(folder.path / "partition.json")).fingerprint
     if begun_with != dataset.manifest.fingerprint:
         raise DataError(
-            f"--resume: the run was begun with partition {begun_with[:12]}, {dataset.folder} is now "
+            f"{argument('resume')}: the run was begun with partition {begun_with[:12]}, {dataset.folder} is now "
             f"{dataset.manifest.fingerprint[:12]}",
-            hint="resume with the same FedLoom and data, or begin anew with --out",
+            hint=f"resume with the same FedLoom and data, or begin anew with {argument('out')}",
         )
 
 
@@ -160,9 +166,10 @@ def check_states(folder: RunFolder, url: str | None) -> None:
     now = str(folder.states) if url is None else f"{url}/states"
     if before != now:
         raise ExperimentError(
-            f"--resume: the run keeps its clients' states in {before}, found {now} to go on with; "
-            "allowed: where they are, because each client needs its own",
-            hint="resume with the same `storage` and --publish, or begin anew with --out",
+            f"{argument('resume')}: the run keeps its clients' states in {before}, where they must stay, and would "
+            "go on "
+            f"with {now}.",
+            hint=f"resume with the same `storage` and {argument('publish')}, or begin anew with {argument('out')}",
         )
 
 

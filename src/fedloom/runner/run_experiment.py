@@ -16,7 +16,7 @@ from typing import Any
 from fedloom.algorithms.base import find
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.own import Own
-from fedloom.errors import DataError, ExperimentError, FedloomError
+from fedloom.errors import DataError, ExperimentError, FedloomError, argument
 from fedloom.experiment import Experiment
 from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
@@ -321,7 +321,9 @@ def _dataset(e: Experiment, options: RunOptions, own: Own | None) -> FederatedDa
     """The data of a run whose clients are all known."""
     if options.data or options.observe:
         if options.partition is not None:
-            raise ExperimentError(f"--partition: found {options.partition} with --data; allowed: one of them")
+            raise ExperimentError(
+                f"{argument('partition')} cannot be combined with {argument('packed')}.", key="partition"
+            )
         found = None
         if own is not None and options.replay is not None:
             found = RunFolder(options.replay).manifest().normalization
@@ -335,7 +337,11 @@ def _published_at(options: RunOptions, e: Experiment, folder: RunFolder) -> str 
     """Where the run is to be published, if it is."""
     if options.publish is not None:
         if not is_url(options.publish):
-            raise ExperimentError(f"--publish: found {options.publish}; allowed: a store, such as s3://BUCKET/PREFIX")
+            raise ExperimentError(
+                f"{argument('publish')} must be a store, such as s3://BUCKET/PREFIX (got {options.publish}).",
+                key="publish",
+                found=options.publish,
+            )
         return options.publish.rstrip("/")
     if e.storage is not None and is_url(e.storage):
         return f"{e.storage.rstrip('/')}/runs/{options.name or folder.path.resolve().name}"
@@ -356,7 +362,8 @@ def _place(url: str, resume: bool) -> Store:
     store.check()
     if not resume and any(store.entries("published/")):
         raise ExperimentError(
-            f"{url}: found a run there already", hint="go on with --resume, or choose another place with --publish"
+            f"{url}: found a run there already",
+            hint=f"go on with {argument('resume')}, or choose another place with {argument('publish')}",
         )
     return store
 

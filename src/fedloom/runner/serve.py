@@ -88,7 +88,7 @@ class DurableRounds:
             If they are missing or damaged.
         """
         if self._parts is None:
-            e = experiments.load_recorded(self._folder.path)
+            e = experiments.of_run(self._folder.path)
             manifest = Manifest.from_json(
                 self._folder.text("partition.json"), where=str(self._folder.path / "partition.json")
             )

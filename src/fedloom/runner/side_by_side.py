@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,17 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from fedloom.errors import FAILURES, FedloomError, InterruptedRun, WorkerLostError
+from fedloom.errors import FedloomError, InterruptedRun, WorkerLostError, argument
 from fedloom.experiment import Experiment
+from fedloom.processes import Told, command, environment
 from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
 from fedloom.words import counted
 
 LOOK_S = 0.05
 """Seconds between looks at which processes have ended."""
-
-NOTICES = ("tracking: ", "no report: ")
-"""How the lines begin that a person should see of a run that is finished, too."""
 
 GRACE_S = 15.0
 """Seconds that a process which is told to end at once has for it."""
@@ -45,6 +42,7 @@ class _Running:
     place: int
     process: subprocess.Popen[bytes]
     said: IO[bytes]
+    told: Path
 
 
 def run_side_by_side(
@@ -104,7 +102,7 @@ def run_side_by_side(
             _end(running)
     if stop.event.is_set():
         raise InterruptedRun(
-            f"asked to stop: {done} of {counted(len(jobs), 'run')} done; the others can go on with --resume"
+            f"asked to stop: {done} of {counted(len(jobs), 'run')} done; the others can go on with {argument('resume')}"
         )
 
 
@@ -124,20 +122,22 @@ def shares(parallel: int) -> list[set[int]]:
 
 
 def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
-    file = folder / f"{len(list(folder.iterdir()))}.yaml"
+    file = folder / f"{len(list(folder.glob('*.yaml')))}.yaml"
+    told = file.with_suffix(".jsonl")
     file.write_text(job.experiment.resolved_yaml(), encoding="utf-8")
     said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it is closed when the run is over)
     process = subprocess.Popen(
-        [sys.executable, "-m", "fedloom", "run", str(file), "--until-eof", *_arguments(job.options)],
+        command("run", str(file), "--until-eof", *_arguments(job.options)),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=said,
         start_new_session=True,  # Ctrl-C reaches us alone
+        env=environment(os.environ, told, getattr(job.experiment.model, "factory", None)),
     )
     if share := shares(parallel)[place]:
         with suppress(ProcessLookupError):  # it has ended already, and says why
             os.sched_setaffinity(process.pid, share)
-    return _Running(job, place, process, said)
+    return _Running(job, place, process, said, told)
 
 
 def _arguments(options: RunOptions) -> list[str]:
@@ -156,23 +156,18 @@ def _leave(one: _Running) -> None:
 
 
 def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
-    """Why a run failed, None if it is finished; and what it said that a person should see."""
+    """Return why a run failed, None if it is finished; and the notices that a person should see."""
     _leave(one)
     with one.said as said:
         said.seek(0)
-        words = said.read().decode(errors="replace").strip()
-    return _failure(one.process.returncode, words), [line for line in words.splitlines() if line.startswith(NOTICES)]
-
-
-def _failure(code: int, words: str) -> FedloomError | None:
+        words = said.read().decode(errors="replace")
+    told, code = Told(one.told), one.process.returncode
     if code == 0:
-        return None
-    _, found, error = words.rpartition("error: ")
-    why = error if found else (words.splitlines() or ["it said nothing"])[-1]
-    if code in FAILURES:
-        return FAILURES[code](why)
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}: {why}"
-    return WorkerLostError(f"its process {how}", hint="go on with --resume")
+        return None, told.notices
+    failure = told.failure or WorkerLostError(
+        f"its process {told.ended(code, words)}", hint=f"go on with {argument('resume')}"
+    )
+    return failure, told.notices
 
 
 def _end(running: Sequence[_Running]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fedloom.errors import AbandonedError, FedloomError
+from fedloom.errors import AbandonedError, FedloomError, argument
 from fedloom.federation.activity import Monitor
 from fedloom.runner.observer import RunObserver
 
@@ -106,8 +106,8 @@ class StopRequest:
                 if unwatched_s() >= after_s:
                     self.ask(
                         AbandonedError(
-                            f"nobody has watched the run for {after_s:g} s (--orphan-after)",
-                            hint="what started it is gone; start it again, and go on with --resume",
+                            f"nobody has watched the run for {after_s:g} s ({argument('orphan_after')})",
+                            hint=f"what started it is gone; start it again, and go on with {argument('resume')}",
                         )
                     )
                     return

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError
+from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.experiment import Experiment, Point
 from fedloom.federation.folder import RunFolder
 from fedloom.models.module import MEMORY
@@ -119,17 +119,25 @@ def run_points(
     """
     observer = observer or SweepObserver()
     if parallel < 1:
-        raise ExperimentError(f"--parallel: found {parallel}; allowed: 1 or more")
+        raise ExperimentError(
+            f"{argument('parallel')} must be 1 or more (got {parallel}).", key="parallel", found=parallel
+        )
     if parallel > 1 and any(str(getattr(p.experiment.model, "factory", "")).startswith(MEMORY) for p in points):
         raise ExperimentError(
-            f"--parallel: found {parallel} with a module in memory; allowed: 1, or a model.factory that every "
-            "process can import"
+            f"{argument('parallel')} is {parallel}, but only this process has the module in memory: leave it at 1, "
+            "or give "
+            "a model.factory that every process can import.",
+            key="parallel",
+            found=parallel,
         )
     if (folder / "experiment.yaml").exists():
-        raise ExperimentError(f"--out: found {folder}, which is a run; allowed: a sweep's folder, or a new one")
+        raise ExperimentError(
+            f"{argument('out')} is {folder}, the folder of a run; choose that of a sweep, or a new one.", key="out"
+        )
     if not options.resume and folder.is_dir() and any(folder.iterdir()):
         raise ExperimentError(
-            f"{folder}: found a sweep there already", hint="go on with --resume, or choose another folder with --out"
+            f"{folder}: found a sweep there already",
+            hint=f"go on with {argument('resume')}, or choose another folder with {argument('out')}",
         )
     for point in points:  # all folders fit before anything runs
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedloom.errors import ExperimentError
 from fedloom.plugins import entries
+from fedloom.processes import tell_notice
 from fedloom.runner.observer import RunObserver
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class Tracked(RunObserver):
         self._observer.stopping(after_round=after_round)
 
     def notice(self, text: str) -> None:
-        """Tell the observer."""
+        """Tell the observer, and the process that started this one."""
+        tell_notice(text)
         self._observer.notice(text)
 
     def resumed(self, round: int) -> None:
@@ -142,7 +144,7 @@ class Tracked(RunObserver):
             self._trackers.pop(name, None)
             log.warning("tracker %s failed", name, exc_info=error)
             said = (str(error).splitlines() or [""])[0]
-            self._observer.notice(f"tracking: {name} failed, and is told no more ({type(error).__name__}: {said})")
+            self.notice(f"tracking: {name} failed, and is told no more ({type(error).__name__}: {said})")
 
 
 class NumberTracker(RunObserver, ABC):

@@ -17,7 +17,7 @@ from fedloom.data.folders import data_root
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
-from fedloom.errors import DataError, ExperimentError, QuorumError
+from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.summary import Evaluation, groups
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.checkpoint import check_fits
@@ -142,7 +142,7 @@ def restore(
     which = check_checkpoint(checkpoint)
     folder = RunFolder.open(run)
     text = folder.text("partition.json")
-    e = experiments.load_recorded(run)
+    e = experiments.of_run(run)
     trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
     dataset = _clients_of(folder, e, trained_on, partition, data)
     for what in ("dataset", "classes", "input_shape"):
@@ -190,7 +190,12 @@ def check_checkpoint(checkpoint: str) -> str | int:
     if checkpoint in ("last", "best"):
         return checkpoint
     if not checkpoint.isdecimal():
-        raise ExperimentError(f"--checkpoint: found {checkpoint!r}, allowed: last, best or a round")
+        raise ExperimentError(
+            f"{argument('checkpoint')} must be last, best or a round (got {checkpoint!r}).",
+            key="checkpoint",
+            found=checkpoint,
+            allowed=["last", "best"],
+        )
     return int(checkpoint)
 
 
@@ -200,9 +205,10 @@ def _clients_of(
     """Whose models are asked for: the run's clients, those of another partition, or packed ones."""
     if isinstance(e.data, OwnData):
         if partition is not None or not data:
+            instead = "" if partition is None else f", not {argument('partition')}"
             raise ExperimentError(
-                "--data: the run's clients have data of their own; name their packed folders with --data DIR, and no "
-                "--partition"
+                f"The run's clients have data of their own: give their folders with {argument('packed')}{instead}.",
+                key="packed",
             )
         clients = OwnClients.open(data)
         clients.check(e.data.own)
@@ -212,7 +218,12 @@ def _clients_of(
         dataset.verify()
         return dataset
     if data:
-        raise ExperimentError("--data: found with a run of data.dataset; allowed: --partition, or neither")
+        raise ExperimentError(
+            f"{argument('packed')} is for runs whose clients have data of their own, and this run deals out a data "
+            "set; "
+            f"give {argument('partition')}, or neither.",
+            key="packed",
+        )
     if partition is not None:
         return FederatedDataset.open(partition)
     # It needs neither the source, which may be elsewhere by now, nor to be made again as this version would.

@@ -15,7 +15,7 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
 from fedloom.data.own import AGAIN, Own, OwnClients, own_manifest, read_own_shard
-from fedloom.errors import DataError, ExperimentError, RefusedError
+from fedloom.errors import DataError, ExperimentError, RefusedError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuringSession
 from fedloom.federation.roster import Member
@@ -100,8 +100,11 @@ class Worker:
 
     def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
         if options.device == "cpu" and options.clients_at_once > 1:
-            raise ExperimentError(f"--clients-at-once: found {options.clients_at_once} on cpu, allowed: 1")
-        host, _ = split_address(aggregator, what="--aggregator", lowest=1)
+            raise ExperimentError(
+                f"{argument('clients_at_once')} must be 1 on a CPU (got {options.clients_at_once}).",
+                key="clients_at_once",
+            )
+        host, _ = split_address(aggregator, what=argument("aggregator"), lowest=1)
         self._credentials = Credentials(options.trust)
         self._credentials.show(host)
         self._aggregator = aggregator
@@ -205,8 +208,10 @@ class Dealt:
         found = self._dataset.manifest.fingerprint
         if "partition" not in told:
             raise DataError(
-                f"--partition: found {self._where}; the aggregator asks for clients with data of their own; allowed: "
-                "--data DIR",
+                f"{argument('partition')} is {self._where}, but the aggregator asks for clients with data of their "
+                "own; give "
+                f"their folders with {argument('packed')}.",
+                key="partition",
                 hint=AGAIN,
             )
         if told["partition"] != found:
@@ -232,7 +237,11 @@ class Brought:
         for client in self.clients:
             if client not in self._packed.cards:
                 known = ", ".join(self._packed.cards)
-                raise ExperimentError(f"--clients: found {client!r}; allowed: {shortened(known, 200)}")
+                raise ExperimentError(
+                    f"{argument('clients')} names {client!r}, and the folders hold {shortened(known, 200)}.",
+                    key="clients",
+                    found=client,
+                )
             if options.verify:
                 read_own_shard(self._packed.folders[client], self._packed.cards[client])
 
@@ -254,8 +263,9 @@ class Brought:
     def _check(self, shared: Experiment) -> Own:
         if not isinstance(shared.data, OwnData):
             raise DataError(
-                f"--data: found packed clients; the aggregator's experiment deals out {shared.data.dataset}; allowed: "
-                "--partition"
+                f"{argument('packed')} names packed clients, but the aggregator's experiment deals out "
+                f"{shared.data.dataset}; give {argument('partition')}.",
+                key="packed",
             )
         assemble.check_own(shared, shared.data.own, self._packed)
         return shared.data.own
@@ -293,8 +303,10 @@ def serves(options: WorkerOptions) -> Dealt | Brought:
     """
     brought = bool(options.data or options.observe)
     if brought == (options.partition is not None):
-        found = "both" if brought else "neither"
-        raise ExperimentError(f"--partition and --data (or --observe): found {found}; allowed: one of them")
+        found = "both were" if brought else "neither was"
+        raise ExperimentError(
+            f"Give either {argument('partition')} or {argument('packed')} (and {argument('observe')}): {found} given."
+        )
     return Brought(options) if options.partition is None else Dealt(options.partition, options)
 
 
@@ -317,12 +329,14 @@ def select_clients(everyone: Sequence[str], clients: str | None, part: str | Non
     """
     if clients is not None:
         if part is not None:
-            raise ExperimentError(f"--part: found {part} with --clients; allowed: one of them")
+            raise ExperimentError(f"{argument('part')} cannot be combined with {argument('clients')}.", key="part")
         named = [name.strip() for name in clients.split(",") if name.strip()]
         if not named:
             raise ExperimentError(
-                f"--clients: found {clients!r}; allowed: ids of the partition's {len(everyone)} clients, such as "
-                f"{everyone[0]}, separated by commas"
+                f"{argument('clients')} must be ids of the partition's {len(everyone)} clients, such as {everyone[0]}, "
+                f"separated by commas (got {clients!r}).",
+                key="clients",
+                found=clients,
             )
         return named
     if part is None:
@@ -331,7 +345,10 @@ def select_clients(everyone: Sequence[str], clients: str | None, part: str | Non
     i, n = (int(given[1]), int(given[2])) if given else (0, 0)
     if not i < n <= len(everyone):
         raise ExperimentError(
-            f"--part: found {part}; allowed: I/N, with I from 0 to N - 1, and N at most {len(everyone)}, the number of "
-            "clients"
+            f"{argument('part')} must be I/N, with I from 0 to N - 1, and N at most {len(everyone)}, the number of "
+            "clients "
+            f"(got {part}).",
+            key="part",
+            found=part,
         )
     return list(everyone[i * len(everyone) // n : (i + 1) * len(everyone) // n])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
-from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError, RefusedError, WorkerLostError
-from fedloom.models.module import FACTORIES
+from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, WorkerLostError, argument
+from fedloom.models.factories import FACTORIES
+from fedloom.processes import Told, command, environment
 from fedloom.storage.folder import open_to_append, read_file, storing
 from fedloom.trust.options import FILES, TOKEN
 
@@ -24,12 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedloom.workers")
 
 RESTARTS = 2
-FINAL: dict[int, type[FedloomError]] = {
-    ExitCode.EXPERIMENT: ExperimentError,
-    ExitCode.DATA: DataError,
-    ExitCode.REFUSED: RefusedError,
-}
-"""Exit codes that a restart would only repeat."""
+FINAL = (ExperimentError, DataError, RefusedError)
+"""Failures that a restart would only repeat, where the worker has told them; its exit code alone proves nothing."""
 
 
 class Workers:
@@ -75,6 +72,8 @@ class Workers:
         self._environment[TOKEN] = token.get_secret_value()
         if factory is not None:
             self._environment[FACTORIES] = factory
+        self._factory = factory
+        self._temporary = tempfile.TemporaryDirectory(prefix="fedloom-workers-")
         self._serves = serves
         self._logs = logs
         self._states = states
@@ -84,6 +83,7 @@ class Workers:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._told: dict[int, Path] = {}
         self._watchers = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in range(count)]
         for i in range(count):
             self._processes[i] = self._start(i)
@@ -117,25 +117,28 @@ class Workers:
                 process.wait()
         for watcher in self._watchers:
             watcher.join()
+        self._temporary.cleanup()
 
     def _start(self, i: int) -> subprocess.Popen[bytes]:
         name = f"worker-{i}"
-        command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", self._address]
-        command += [*self._serves, "--name", name, "--until-eof"]
-        command += ["--log", str(self._logs / f"{name}.jsonl"), "--states", self._states]
-        command += ["--device", self._runtime.device, "--threads", str(self._runtime.threads)]
-        command += ["--clients-at-once", str(self._runtime.clients_at_once)]
+        words = ["worker", "--aggregator", self._address, *self._serves, "--name", name, "--until-eof"]
+        words += ["--log", str(self._logs / f"{name}.jsonl"), "--states", self._states]
+        words += ["--device", self._runtime.device, "--threads", str(self._runtime.threads)]
+        words += ["--clients-at-once", str(self._runtime.clients_at_once)]
+        folder = Path(self._temporary.name)
+        self._told[i] = folder / f"{name}-{len(list(folder.iterdir()))}.jsonl"
+        self._told[i].touch()
         # A session of its own, so that Ctrl-C reaches us alone and the round at hand can end.
-        with storing(words := self._logs / f"{name}.stderr"):
-            descriptor = open_to_append(words)
+        with storing(said := self._logs / f"{name}.stderr"):
+            descriptor = open_to_append(said)
         with os.fdopen(descriptor, "ab") as stderr:
             return subprocess.Popen(
-                command,
+                command(*words),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
-                env=self._environment,
+                env=environment(self._environment, self._told[i], self._factory),
             )
 
     def _watch(self, i: int) -> None:
@@ -148,18 +151,20 @@ class Workers:
             if self._stopping.is_set():
                 return
             log.warning("worker-%d (pid %d) ended with code %d", i, process.pid, code)
-            if code in FINAL:
-                self._fail(FINAL[code](f"worker-{i} ended with code {code}: {self._last_words(i)}"))
+            told = Told(self._told[i])
+            if isinstance(told.failure, FINAL):
+                self._fail(told.failure.within(f"worker-{i}"))
                 return
             if restart < RESTARTS:
                 with self._lock:
                     if self._stopping.is_set():
                         return
                     self._processes[i] = self._start(i)
+        why = f"failed: {told.failure.message}" if told.failure is not None else told.ended(code, self._said(i))
         self._fail(
             WorkerLostError(
-                f"worker-{i} ended with code {code} after {RESTARTS} restarts: {self._last_words(i)}",
-                hint=f"see {self._logs / f'worker-{i}.jsonl'}; go on with --resume",
+                f"worker-{i} {why} (after {RESTARTS} restarts)",
+                hint=f"see {self._logs / f'worker-{i}.jsonl'}; go on with {argument('resume')}",
             )
         )
 
@@ -169,9 +174,8 @@ class Workers:
         if first:
             self._on_failure()
 
-    def _last_words(self, i: int) -> str:
+    def _said(self, i: int) -> str:
         try:
-            lines = read_file(self._logs / f"worker-{i}.stderr").decode(errors="replace").strip().splitlines()
+            return read_file(self._logs / f"worker-{i}.stderr").decode(errors="replace")
         except OSError:
-            lines = []
-        return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+            return ""

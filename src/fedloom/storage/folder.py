@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from fedloom.errors import StorageError
+from fedloom.errors import StorageError, argument
 from fedloom.storage.base import Absent, Entry, Store, Taken, parts_of
 
 PARTIAL = ".partial"
@@ -193,7 +193,7 @@ def storing(path: Path, done: str = "written") -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise StorageError(
             f"{path}: cannot be {done}: {(error.strerror or str(error)).lower()}",
-            hint="make room: nothing that was complete is lost, and a run goes on with --resume"
+            hint=f"make room: nothing that was complete is lost, and a run goes on with {argument('resume')}"
             if full
             else "fix the path or its permissions",
         ) from error

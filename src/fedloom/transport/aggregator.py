@@ -688,7 +688,7 @@ class Aggregator:
         """Say what is wrong with clients that have data of their own; an empty reason if nothing is."""
         code = wire.REFUSAL_CODE_CLIENTS
         if not hello.clients or len(hello.announced) != len(hello.clients):
-            return code, "this federation is of clients with data of their own: start the worker with --data DIR"
+            return code, "this federation's clients bring data of their own: start `fedloom worker --data DIR`"
         for client, told in zip(hello.clients, hello.announced, strict=True):
             sizes, counts = (told.train, told.validation, told.test), told.class_counts
             if not CLIENT_ID.fullmatch(client):

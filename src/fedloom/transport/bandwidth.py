@@ -7,7 +7,7 @@ import re
 import time
 from typing import NamedTuple
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 
 UNITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 """Bytes a second."""
@@ -37,8 +37,10 @@ def parse_bandwidth(text: str) -> Bandwidth:
         rates.append(float(found[1]) * UNITS[found[2]] if found else 0.0)
     if len(rates) > 2 or min(rates) < LEAST:
         raise ExperimentError(
-            f"--bandwidth: found {text!r}; allowed: a rate from 256kbit/s on, or two, up and down, with a comma; "
-            f"in {', '.join(UNITS)}"
+            f"{argument('bandwidth')} must be a rate of at least 256kbit/s, or two, up and down, separated by a comma "
+            f"(got {text!r}); units are {', '.join(UNITS)}.",
+            key="bandwidth",
+            found=text,
         )
     return Bandwidth(rates[0], rates[-1])
 

@@ -123,5 +123,5 @@ class ControlService:
             return await asyncio.to_thread(write)
         except FedloomError as error:
             log.error("%s", error)
-            await context.abort(grpc.StatusCode.ABORTED, f"all is as before: {error.args[0]}")
+            await context.abort(grpc.StatusCode.ABORTED, f"all is as before: {error.message}")
             raise AssertionError("abort raises") from None

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 from fedloom.transport.address import split_address
 
 CONNECTIONS = 32
@@ -178,7 +178,7 @@ async def probed(address: str, state: Health) -> Probes:
     ExperimentError
         If it is no address, the port is taken or the address cannot be bound.
     """
-    host, port = split_address(address, what="--health", lowest=0)
+    host, port = split_address(address, what=argument("health"), lowest=0)
     server = grpc.aio.server(options=PROBES_OPTIONS)
     server.add_generic_rpc_handlers([state.handlers])
     folder = await asyncio.to_thread(_private_folder)
@@ -196,7 +196,7 @@ async def probed(address: str, state: Health) -> Probes:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         raise ExperimentError(
             f"cannot serve on {address}: port {port} is taken or the address is not of this machine",
-            hint="choose another one with --health HOST:PORT",
+            hint=f"choose another one with {argument('health')} HOST:PORT",
         ) from error
     return Probes(relay, server, folder)
 

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, argument
 from fedloom.transport.address import split_address
 from fedloom.transport.gate import Gate, connection_age, server_credentials
 from fedloom.transport.health import Health, Probes, probed
@@ -86,7 +86,7 @@ async def listening(
         await server.stop(None)
         raise ExperimentError(
             f"cannot serve on {address}: port {port} is taken or the address is not of this machine",
-            hint="choose another one with --listen HOST:PORT (port 0: any free one)",
+            hint=f"choose another one with {argument('listen')} HOST:PORT (port 0: any free one)",
         )
     state.serve(*services)
     await server.start()

@@ -24,7 +24,7 @@ import grpc
 
 import fedloom
 from fedloom import tracing
-from fedloom.errors import AbandonedError, DataError, FedloomError, RefusedError
+from fedloom.errors import AbandonedError, DataError, FedloomError, RefusedError, argument
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.roster import Member
 from fedloom.federation.states import Versions
@@ -795,7 +795,7 @@ def _refused(address: str, refused: wire.Refused) -> FedloomError:
         wire.REFUSAL_CODE_PROTOCOL: "install the same version of fedloom on both sides",
         wire.REFUSAL_CODE_PACKAGE: "install the same version of fedloom on both sides",
         wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
-        wire.REFUSAL_CODE_REPLACED: "give every worker a name of its own with --name",
+        wire.REFUSAL_CODE_REPLACED: f"give every worker a name of its own with {argument('name')}",
     }
     reason = printable(refused.reason, REASON_CHARACTERS)
     if refused.code == wire.REFUSAL_CODE_CLIENTS:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import ExperimentError, RefusedError
+from fedloom.errors import ExperimentError, RefusedError, argument
 from fedloom.experiment.validation_errors import shown
 from fedloom.trust.credentials import read_key_pair, validity
 from fedloom.trust.files import create, write_private
@@ -98,12 +98,12 @@ def make_certificate(
     if not re.fullmatch(NAME, name) or name == "ca":
         raise ExperimentError(f"NAME: found {shown(name)}; allowed: 1 to 128 letters, digits, and . _ -; not ca")
     names = [x509.UniformResourceIdentifier(f"{URI}{name}"), *map(_host, hosts)]
-    pair = read_key_pair(ca / "ca.crt", ca / "ca.key", what="--ca: ca")
+    pair = read_key_pair(ca / "ca.crt", ca / "ca.key", names=(argument("ca"), argument("ca")))
     authority = x509.load_pem_x509_certificate(pair.chain)
     signer = load_pem_private_key(pair.key, password=None)
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
         raise ExperimentError(
-            f"--ca {ca}: found an authority of another kind; allowed: one of `fedloom certificates ca`"
+            f"{argument('ca')} must be an authority that `fedloom certificates ca` made (got {ca}).", key="ca"
         )
     key, now = ec.generate_private_key(ec.SECP256R1()), _now()
     ends = min(now + timedelta(days=_allowed(days)), pair.certificate.ends)
@@ -176,12 +176,14 @@ def _host(host: str) -> x509.GeneralName:
     except ValueError:
         if re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?", host):
             return x509.DNSName(host)
-    raise ExperimentError(f"--host: found {shown(host)}; allowed: a DNS name or an IP address, without a port")
+    raise ExperimentError(
+        f"{argument('host')} must be a DNS name or an IP address, without a port (got {shown(host)}).", key="host"
+    )
 
 
 def _allowed(days: int) -> int:
     if not 1 <= days <= MOST_DAYS:
-        raise ExperimentError(f"--days: found {days}; allowed: 1 to {MOST_DAYS}")
+        raise ExperimentError(f"{argument('days')} must be 1 to {MOST_DAYS} (got {days}).", key="days", found=days)
     return days
 
 

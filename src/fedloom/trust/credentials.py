@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import ExperimentError, RefusedError
+from fedloom.errors import ExperimentError, RefusedError, argument
 from fedloom.trust.files import read_text
 
 if TYPE_CHECKING:
@@ -64,13 +64,17 @@ def parse_certificate(pem: bytes) -> Certificate:
     return _said(x509.load_pem_x509_certificate(pem))
 
 
-def read_key_pair(certificate: Path, key: Path, *, what: str = "--tls") -> KeyPair:
+TLS_FILES = (argument("tls_certificate"), argument("tls_key"))
+"""What errors call the files of a key pair that the user has named."""
+
+
+def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_FILES) -> KeyPair:
     """Read a certificate and its key.
 
     Parameters
     ----------
-    what
-        How the options begin that name the two.
+    names
+        What errors call the two.
 
     Raises
     ------
@@ -83,21 +87,21 @@ def read_key_pair(certificate: Path, key: Path, *, what: str = "--tls") -> KeyPa
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    chain = read_text(certificate, f"{what}-certificate").encode()
-    secret = read_text(key, f"{what}-key").encode()
+    chain = read_text(certificate, names[0]).encode()
+    secret = read_text(key, names[1]).encode()
     try:
         first = x509.load_pem_x509_certificates(chain)[0]
         said = _said(first)
     except ValueError:
-        raise ExperimentError(f"{what}-certificate {certificate}: found no certificate; allowed: PEM") from None
+        raise ExperimentError(f"{names[0]} {certificate}: found no certificate; allowed: PEM") from None
     try:
         private = load_pem_private_key(secret, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         locked = " that is encrypted" if isinstance(error, TypeError) else ""
         found = "a key" if locked else "no key"
-        raise ExperimentError(f"{what}-key {key}: found {found}{locked}; allowed: PEM, not encrypted") from None
+        raise ExperimentError(f"{names[1]} {key}: found {found}{locked}; allowed: PEM, not encrypted") from None
     if private.public_key() != first.public_key():
-        raise ExperimentError(f"{what}-key {key}: found a key that is not of {certificate}; allowed: its own")
+        raise ExperimentError(f"{names[1]} {key}: found a key that is not of {certificate}; allowed: its own")
     now = datetime.now(UTC)
     if not said.starts <= now < said.ends:
         raise RefusedError(
@@ -107,7 +111,7 @@ def read_key_pair(certificate: Path, key: Path, *, what: str = "--tls") -> KeyPa
     return KeyPair(chain, secret, said)
 
 
-def read_ca(path: Path, *, what: str = "--tls-ca") -> bytes:
+def read_ca(path: Path, *, what: str = argument("tls_ca")) -> bytes:
     """Read the certificates of the authorities that are trusted.
 
     Raises

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from fedloom.errors import ExperimentError, FedloomError
+from fedloom.errors import ExperimentError, FedloomError, argument
 from fedloom.storage.folder import staged, storing, sync
 
 log = logging.getLogger("fedloom.trust")
@@ -84,7 +84,7 @@ def create(path: Path, text: str, *, private: bool = False) -> None:
         try:
             os.link(partial, path)  # unlike a rename, it never takes the place of what is there
         except FileExistsError:
-            raise ExperimentError(f"{path}: found there already; allowed: a new file, or --replace") from None
+            raise ExperimentError(f"{path} exists already; choose a new file, or give {argument('replace')}.") from None
         sync(path.parent)
 
 

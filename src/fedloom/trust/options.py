@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from fedloom.errors import ExperimentError, RefusedError
+from fedloom.errors import ExperimentError, RefusedError, argument, spelled
 from fedloom.trust.access import Access
 from fedloom.trust.credentials import KeyPair, read_ca, read_key_pair, validity
 from fedloom.trust.files import Reread
@@ -114,10 +114,11 @@ class Credentials:
         _together(options.certificate, options.key)
         if options.certificate is not None and options.ca is None:
             raise ExperimentError(
-                "--tls-certificate: found without --tls-ca; allowed: with it, which is whom to believe"
+                f"{argument('tls_certificate')} needs {argument('tls_ca')}, the authorities to trust.",
+                key="tls_certificate",
             )
         if options.token is not None and options.token_file is not None:
-            raise ExperimentError(f"--token-file: found with {TOKEN}; allowed: one of them")
+            raise ExperimentError(f"{argument('token_file')} cannot be combined with {TOKEN}.", key="token_file")
         self._options = options
         paths = [
             path for path in (options.ca, options.certificate, options.key, options.token_file) if path is not None
@@ -152,7 +153,8 @@ class Credentials:
         shown, options = self.current, self._options
         if shown.token is not None and shown.ca is None and not options.insecure and not is_loopback(host):
             raise ExperimentError(
-                f"a token for {host} over plaintext; allowed: over TLS (--tls-ca), to this machine, or with --insecure"
+                f"A token would be sent to {host} in plaintext; use TLS ({argument('tls_ca')}), or "
+                f"{argument('insecure')} to send it all the same."
             )
         if shown.pair is not None:
             said, now = shown.pair.certificate, datetime.now(UTC)
@@ -222,11 +224,11 @@ class Protection:
         certificate, key, ca = options.certificate, options.key, options.ca
         _together(certificate, key)
         if ca is not None and certificate is None:
-            raise ExperimentError("--tls-ca: found without --tls-certificate; allowed: with it, or not at all")
+            raise ExperimentError(f"{argument('tls_ca')} needs {argument('tls_certificate')}.", key="tls_ca")
         known = ca is not None or options.tokens is not None or options.token is not None
         if options.identities is not None and not known:
             raise ExperimentError(
-                "--identities: found without --tls-ca or --tokens; allowed: with one of them, or both"
+                f"{argument('identities')} needs {argument('tls_ca')}, {argument('tokens')}, or both.", key="identities"
             )
         self._insecure = options.insecure
         self.tls: Reread[ServerFiles] | None = None
@@ -246,18 +248,25 @@ class Protection:
         """
         if is_loopback(host) or (self.tls is not None and self.access is not None):
             return
-        lacking = ["TLS (--tls-certificate, --tls-key)"] if self.tls is None else []
-        lacking += ["peers that say who they are (--tls-ca, --tokens)"] if self.access is None else []
+        lacking = [f"TLS ({argument('tls_certificate')}, {argument('tls_key')})"] if self.tls is None else []
+        lacking += (
+            [f"peers that say who they are ({argument('tls_ca')}, {argument('tokens')})"] if self.access is None else []
+        )
         if not self._insecure:
             raise ExperimentError(
-                f"--listen: found {host}, which other machines reach, without {' and '.join(lacking)}; allowed: with "
-                "both, 127.0.0.1, or --insecure",
+                f"{argument('listen')} is {host}, which other machines reach, without {' and '.join(lacking)}; "
+                "listen on "
+                f"127.0.0.1, or give what is missing, or {argument('insecure')}.",
+                key="listen",
+                found=host,
                 hint="`fedloom certificates` makes certificates for trials (docs/security.md)",
             )
-        log.warning("other machines can reach this aggregator without %s (--insecure)", " and ".join(lacking))
+        log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
 
 
 def _together(certificate: Path | None, key: Path | None) -> None:
     if (certificate is None) is not (key is None):
-        found = "--tls-key" if certificate is None else "--tls-certificate"
-        raise ExperimentError(f"{found}: found alone; allowed: --tls-certificate with --tls-key, or neither")
+        found = "tls_key" if certificate is None else "tls_certificate"
+        raise ExperimentError(
+            f"{argument('tls_certificate')} and {argument('tls_key')} must be given together.", key=found
+        )

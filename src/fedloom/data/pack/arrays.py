@@ -29,7 +29,7 @@ from fedloom.data.pack.examples import (
     positions,
 )
 from fedloom.data.values import are_numbers, found_classes, numbers
-from fedloom.errors import DataError
+from fedloom.errors import DataError, argument
 
 VALUES = 2**22
 """So many numbers are taken in at once, or one example."""
@@ -260,8 +260,9 @@ def _form(x: NDArray[Any], own: Own | None, path: Path) -> tuple[Kind, tuple[int
     if x.ndim == 2:
         return "features", (int(x.shape[1]),)
     raise DataError(
-        f"{path}: x is {x.dtype} of shape {list(x.shape)}; allowed without --experiment: [n, features], or uint8 of "
-        "shape [n, channels, height, width]"
+        f"{path}: x is {x.dtype} of shape {list(x.shape)}; without {argument('experiment')} it must be [n, "
+        "features], or uint8 "
+        "of shape [n, channels, height, width]."
     )
 
 

@@ -25,7 +25,7 @@ from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.pack.texts import read_text
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, sync
 from fedloom.words import counted
 
@@ -99,13 +99,19 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     """
     name = settings.id if settings.id is not None else source.resolve().name.removesuffix(source.suffix)
     if not CLIENT_ID.fullmatch(name):
-        raise ExperimentError(f"--id: found {name!r}; allowed: up to 128 letters, digits, '.', '_' and '-'")
+        raise ExperimentError(
+            f"{argument('id')} must be up to 128 letters, digits, '.', '_' and '-' (got {name!r}).",
+            key="id",
+            found=name,
+        )
     for option in ("test_fraction", "validation_fraction"):
         if not 0 < getattr(settings, option) < 1:
             found = getattr(settings, option)
-            raise ExperimentError(f"--{option.replace('_', '-')}: found {found:g}; allowed: between 0 and 1")
+            raise ExperimentError(
+                f"{argument(option)} must be between 0 and 1 (got {found:g}).", key=option, found=found
+            )
     if out.exists():
-        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+        raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
     form, reader = _reader(source)
     mistakes = Mistakes(str(source))
     try:

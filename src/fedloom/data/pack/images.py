@@ -13,7 +13,7 @@ from fedloom.data.listing import files_below, folders_in
 from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Mistakes, Request, Tell, listed
 from fedloom.data.pack.pixels import GREY, UnfitImage, endings, read_picture
 from fedloom.data.values import found_classes
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.words import composed, counted
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class _Taken:
         """
         size = self._wanted_size(image)
         if image.size != size and not self.resize:
-            fault = f"another size (height x width); allowed: {size[1]} x {size[0]}, or --resize"
+            fault = f"another size (height x width); allowed: {size[1]} x {size[0]}, or {argument('resize')}"
             raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
         grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
         mode = "L" if grey else "RGB"

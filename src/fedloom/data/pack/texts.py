@@ -8,7 +8,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, undecodable_line
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 
 
 def read_text(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
@@ -24,11 +24,14 @@ def read_text(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> E
     own = request.own
     if own is None or own.kind != "tokens" or any(len(name) != 1 for name in own.classes):
         raise ExperimentError(
-            f"{path}: found a text; allowed with --experiment, whose data.own has kind: tokens and classes that are "
-            "one character each"
+            f"{path} is a text, which needs {argument('experiment')} with kind: tokens in data.own, and classes that "
+            "are one "
+            "character each."
         )
     if not request.labelled:
-        raise ExperimentError(f"--unlabelled: found with {path}; allowed: with other sources; a text labels itself")
+        raise ExperimentError(
+            f"{argument('unlabelled')} is not for texts, which label themselves ({path}).", key="unlabelled"
+        )
     tell("reading text", 0, None)
     try:
         text = path.read_text(encoding="utf-8-sig")

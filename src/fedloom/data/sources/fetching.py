@@ -227,6 +227,10 @@ def recorded(record: Path, source: Source, root: Path) -> tuple[SourceFile, ...]
     return tuple(files)
 
 
+FROM = "--from DIR"
+"""Option of the command that fetches; it stands behind it."""
+
+
 def how_to_fix(source: Source, root: Path) -> str:
     """Return the command that puts a source's files where they belong under a data root."""
     if source.at is not None:
@@ -234,7 +238,7 @@ def how_to_fix(source: Source, root: Path) -> str:
     if source.files:
         return f"fetch it: {_fetching(source, root)}"
     assert source.own is not None
-    return f"fetch it: {_fetching(source, root)} --from DIR, where DIR holds {source.own.expected}"
+    return f"fetch it: {_fetching(source, root)} {FROM}, where DIR holds {source.own.expected}"
 
 
 def _fetching(source: Source, root: Path) -> str:
@@ -278,8 +282,7 @@ def _store_official(source: Source, root: Path, fetchers: Sequence[Fetcher], rep
     raise DataError(
         f"{source.title} could not be had. Tried:\n" + "\n".join(tried),
         hint=(
-            f"put {', '.join(listed)} (raw, or .gz){own} into a folder DIR and run: "
-            f"{_fetching(source, root)} --from DIR"
+            f"put {', '.join(listed)} (raw, or .gz){own} into a folder DIR and run: {_fetching(source, root)} {FROM}"
         ),
     )
 

@@ -1,0 +1,60 @@
+"""Permission to call a factory: the one gate in front of code that a file or an aggregator names."""
+
+from __future__ import annotations
+
+import os
+
+from fedloom.errors import ExperimentError
+
+FACTORIES = "FEDLOOM_FACTORIES"
+"""Environment variable: comma-separated names of the factories that a process may call, whoever names them."""
+
+KEY = "model.factory"
+
+_permitted: set[str] = set()
+
+
+def permit_factory(name: str) -> None:
+    """Let this process call a factory, because its user has named it: in an experiment of theirs, or as an argument."""
+    _permitted.add(name)
+
+
+def is_permitted(name: str) -> bool:
+    """Return True if the user or the environment of this process has named the factory."""
+    return name in _permitted or name in _from_environment()
+
+
+def check_permitted(name: str) -> None:
+    """Refuse a factory that only a run, a URL or an aggregator has named: importing it would run code.
+
+    Raises
+    ------
+    ExperimentError
+        If neither the user of this process nor its environment has named the factory.
+    """
+    if not is_permitted(name):
+        raise _not_permitted(name, "a run or an address on the network")
+
+
+def check_sent_factory(name: str) -> None:
+    """Refuse a factory that an aggregator names, unless the environment of this process names it, too.
+
+    Raises
+    ------
+    ExperimentError
+        If the environment does not name the factory.
+    """
+    if name not in _from_environment():
+        raise _not_permitted(name, "the aggregator")
+
+
+def _from_environment() -> list[str]:
+    return [name.strip() for name in os.environ.get(FACTORIES, "").split(",") if name.strip()]
+
+
+def _not_permitted(name: str, source: str) -> ExperimentError:
+    permitted = ", ".join(_from_environment()) or "none"
+    return ExperimentError(
+        f"{KEY}: {name!r} is named by {source}, and loading it runs its code; {FACTORIES} permits {permitted}.",
+        hint=f"If you trust this code, set {FACTORIES}={name} in the environment of this command.",
+    )

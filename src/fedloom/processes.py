@@ -1,0 +1,135 @@
+"""Processes of FedLoom that FedLoom starts: their command line, and the JSON that they tell their parent.
+
+A child appends JSON lines to a file that its parent names in an environment variable: notices for a person, and the
+error with which it ends. Its exit code alone says nothing about the cause: Python itself ends with 2 when it cannot
+start, and code of the user's may call ``sys.exit(4)``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import FedloomError, from_json
+
+TELL_PARENT = "FEDLOOM_TELL_PARENT"
+"""Environment variable of a child: the file in which its parent reads what it tells."""
+
+_told: Path | None = None
+
+
+def python(*words: str) -> list[str]:
+    """Return a command of this interpreter that imports nothing from the current folder (``PYTHONPATH`` counts)."""
+    return [sys.executable, "-P", *words]
+
+
+def command(*words: str) -> list[str]:
+    """Return the command line of ``fedloom`` in a process of its own."""
+    return python("-m", "fedloom", *words)
+
+
+def folder_of_factory(name: str) -> str | None:
+    """Return the folder from which this process imports a factory, if its children would not look there.
+
+    That is the folder of the user's script or notebook, which Python puts into ``sys.path`` of that process alone.
+    """
+    module = sys.modules.get(name.partition(":")[0].partition(".")[0])
+    file = getattr(module, "__file__", None)
+    if file is None or not sys.path:
+        return None
+    folder = Path(file).resolve().parent
+    if Path(file).name == "__init__.py":
+        folder = folder.parent
+    return str(folder) if Path(sys.path[0] or ".").resolve() == folder else None
+
+
+def environment(base: Mapping[str, str], told: Path, factory: str | None = None) -> dict[str, str]:
+    """Return the environment of a child.
+
+    Parameters
+    ----------
+    base
+        What it has besides.
+    told
+        A new file for what it tells.
+    factory
+        Makes the clients' model, where that is a module of the user's own: the child can import it, too.
+    """
+    found = {**base, TELL_PARENT: str(told)}
+    if factory is not None and (folder := folder_of_factory(factory)) is not None:
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), folder]))
+    return found
+
+
+class Told:
+    """What a child has told: read when it has ended.
+
+    Attributes
+    ----------
+    failure
+        The error with which it ended, the first if several processes tell theirs; None if none was told.
+    bug
+        The traceback of an exception that is no :class:`FedloomError`; None if there was none.
+    notices
+        Lines that a person should see.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.failure: FedloomError | None = None
+        self.bug: str | None = None
+        self.notices: list[str] = []
+        for line in _lines(file):
+            match line:
+                case {"notice": str(text)}:
+                    self.notices.append(text)
+                case {"failure": dict(error)}:
+                    self.failure = self.failure or from_json(error)
+                case {"bug": str(text)}:
+                    self.bug = text
+
+    def ended(self, code: int, said: str = "") -> str:
+        """Say how the child ended that told no failure, with the last line that it wrote to standard error."""
+        if self.bug is not None:
+            return f"failed because of a bug:\n{self.bug.rstrip()}"
+        if code < 0:
+            return f"was killed by signal {-code}"
+        last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+        return f"ended with code {code}: {last}"
+
+
+def listen_to_parent() -> None:
+    """Take over the file that the parent reads, so that no process that this one starts writes to it."""
+    global _told
+    name = os.environ.pop(TELL_PARENT, None)
+    _told = None if name is None else Path(name)
+
+
+def tell_notice(text: str) -> None:
+    """Tell the parent, if it listens, a line that a person should see."""
+    _tell({"notice": text})
+
+
+def tell_failure(error: BaseException) -> None:
+    """Tell the parent, if it listens, why this process is about to end."""
+    if isinstance(error, FedloomError):
+        _tell({"failure": error.as_json()})
+    else:
+        _tell({"bug": "".join(traceback.format_exception(error))})
+
+
+def _tell(line: Mapping[str, Any]) -> None:
+    if _told is not None:
+        with _told.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _lines(file: Path) -> Sequence[Any]:
+    if not file.exists():
+        return []
+    *lines, _ = file.read_text(encoding="utf-8").split("\n")  # a process that was killed may leave half a line
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,142 @@
+"""Processes that FedLoom starts: where they import from, how long they are waited for, and what they tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from facts import tells
+from run_processes import ENVIRONMENT, WAIT_S
+
+import fedloom
+from fedloom.api.calls import carry_out
+from fedloom.errors import ExperimentError, WorkerLostError
+from fedloom.experiment import of
+from fedloom.runner.options import RunOptions
+
+TASK: dict[str, Any] = {
+    "name": "children",
+    "model": {"name": "logistic"},
+    "algorithm": {"name": "fedavg", "local": {"epochs": 1, "batch_size": 8, "lr": 0.05}},
+    "federation": {"rounds": 1, "clients_per_round": 2, "deadline_s": 60},
+    "runtime": {"workers": 1},
+}
+MODULE = {"name": "module", "factory": "childrens_models:small"}
+FACTORY = """
+import os, sys
+from torch import nn
+
+def small(classes, input_shape):
+    if {condition}:
+        {action}
+    return nn.Linear(input_shape[0], classes)
+"""
+
+
+def task(folder: Path, **sections: Any) -> dict[str, Any]:
+    """An experiment on data of the test's own, in a folder."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(80, 4)).astype("f4"), random.integers(0, 3, 80)
+    np.savez(folder / "d.npz", x=x, y=y, who=np.repeat(np.arange(4), 20))
+    data = {
+        "dataset": "arrays",
+        "root": str(folder / "data"),
+        "source": {"path": str(folder / "d.npz"), "client": "who"},
+        "partition": {"scheme": "natural"},
+    }
+    return {**TASK, "data": data, **sections}
+
+
+def factory(folder: Path, monkeypatch: pytest.MonkeyPatch, condition: str = "False", action: str = "pass") -> None:
+    code = folder / "code"
+    code.mkdir()
+    (code / "childrens_models.py").write_text(FACTORY.format(condition=condition, action=action))
+    monkeypatch.syspath_prepend(str(code))
+    monkeypatch.setenv("PYTHONPATH", str(code))
+    monkeypatch.delitem(sys.modules, "childrens_models", raising=False)
+
+
+def program(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder as a user types it: this tests the start itself, which is why it is no fork."""
+    command = [str(Path(sys.executable).parent / "fedloom"), *words] if words[0] != "python" else words
+    command = [sys.executable if word == "python" else word for word in command]
+    given = {name: value for name, value in ENVIRONMENT.items() if name not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    return subprocess.run(
+        command, cwd=folder, env={**given, **environment}, capture_output=True, text=True, timeout=WAIT_S
+    )
+
+
+@pytest.mark.parametrize("how", [["--out", "run"], ["--out", "sweep", "--seeds", "1-2", "--parallel", "2"]])
+def test_what_lies_in_the_current_folder_is_not_imported(how: list[str], tmp_path: Path) -> None:
+    (tmp_path / "e.json").write_text(json.dumps(task(tmp_path)))
+    (tmp_path / "random.py").write_text("open('ran', 'w').close()\nraise SystemExit('somebody else is random')\n")
+    done = program(tmp_path, "run", "e.json", *how)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_workers_find_the_factory_of_a_script_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "e.json").write_text(json.dumps(task(tmp_path, model=MODULE)))
+    (tmp_path / "childrens_models.py").write_text(FACTORY.format(condition="False", action="pass"))
+    (tmp_path / "script.py").write_text(
+        "import fedloom\nrun = fedloom.run('e.json', out='run', report=False, progress=False)\nassert run.finished\n"
+    )
+    done = program(tmp_path, "python", "script.py")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "elsewhere").mkdir()  # and from another folder, where PYTHONPATH names it
+    done = program(tmp_path / "elsewhere", "run", "../e.json", "--out", "run", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_workers_of_the_run_are_waited_for_while_they_live(tmp_path: Path) -> None:
+    options = RunOptions(out=tmp_path / "run", report=False, wait_s=0.001)
+    assert carry_out(of(task(tmp_path)), options, progress=False).finished
+
+
+def test_an_exit_code_of_somebody_elses_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory(tmp_path, monkeypatch, "'--until-eof' in sys.argv", "sys.exit(4)")
+    with pytest.raises(WorkerLostError) as error:
+        fedloom.run(task(tmp_path, model=MODULE), out=tmp_path / "run", report=False, progress=False)
+    assert error.value.exit_code == 7
+    assert tells(str(error.value), "worker-0", "4", "2 restarts", "worker-0.jsonl", "resume=True")
+
+
+def test_a_workers_own_failure_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    action = "raise ValueError('first line\\nerror: second line')"
+    factory(tmp_path, monkeypatch, "'--until-eof' in sys.argv", action)
+    with pytest.raises(ExperimentError) as error:
+        fedloom.run(task(tmp_path, model=MODULE), out=tmp_path / "run", report=False, progress=False)
+    assert tells(str(error.value), "worker-0", "childrens_models:small", "ValueError", "first line", "second line")
+    log = (tmp_path / "run" / "logs" / "aggregator.jsonl").read_text()
+    assert log.count("ended with code 2") == 1  # a restart would only repeat it
+
+
+def test_runs_side_by_side_tell_their_whole_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    action = "raise ValueError('first line\\nerror: second line')"
+    factory(tmp_path, monkeypatch, "'--until-eof' in sys.argv", action)
+    keys = {"runtime__workers": 0, "report": False, "progress": False, "parallel": 2, "seeds": "1-2"}
+    done = fedloom.sweep(task(tmp_path, model=MODULE), out=tmp_path / "sweep", **keys)
+    assert len(done) == 0
+    for failure in done.failures.values():
+        assert isinstance(failure, ExperimentError)
+        assert tells(str(failure), "childrens_models:small", "ValueError", "first line", "second line")
+
+
+def test_a_bug_of_a_run_side_by_side_is_told_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    action = "import fedloom.runner.run_experiment as r; r.run_experiment = None"
+    factory(tmp_path, monkeypatch, "'--until-eof' in sys.argv", action)
+    keys = {"runtime__workers": 0, "report": False, "progress": False, "parallel": 2, "seeds": "1-2"}
+    done = fedloom.sweep(task(tmp_path, model=MODULE), out=tmp_path / "sweep", **keys)
+    assert len(done.failures) == 2
+    for failure in done.failures.values():
+        assert isinstance(failure, WorkerLostError)
+        assert tells(str(failure), "Traceback", "cli/run.py", "TypeError", "resume=True")
+    assert os.environ.get("FEDLOOM_TELL_PARENT") is None

@@ -1,0 +1,137 @@
+"""A factory that only a run's folder, a URL or an aggregator names is code of others: nothing imports it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from facts import tells
+from s3_support import S3Server
+from test_local_data import TASK, people
+
+import fedloom as fl
+from fedloom import experiment as experiments
+from fedloom.cli.use import evaluate, personalize
+from fedloom.errors import ExperimentError
+from fedloom.federation.folder import RunFolder
+from fedloom.federation.published import Published
+from fedloom.models import factories
+from fedloom.models.factories import FACTORIES
+from fedloom.reporting.report import write_report
+from fedloom.runner.serve import serve
+from fedloom.storage import open_store
+
+NAME = "somebodys_models:small"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run's folder as another user gets it, whose factory can be imported here and says when that happens."""
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "somebodys_models.py").write_text(
+        f"from pathlib import Path\nfrom torch import nn\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+        "def small(classes, input_shape):\n    return nn.Linear(input_shape[0], classes)\n"
+    )
+    monkeypatch.syspath_prepend(str(code))
+    monkeypatch.delenv(FACTORIES, raising=False)
+    monkeypatch.setattr(factories, "_permitted", set())
+    data = fl.Federated.from_arrays(people(), root=tmp_path / "data", unseen_fraction=0.25)
+    model = {"name": "module", "factory": NAME}
+    made = fl.run(TASK, data=data, model=model, out=tmp_path / "made", report=False, progress=False)
+    assert made.models("ann")(torch.zeros(1, 3)).shape == (1, 2)  # the process whose user named it goes on
+    shutil.copytree(made.folder, tmp_path / "published")
+    forget(tmp_path, monkeypatch)
+    yield tmp_path / "published"
+    sys.modules.pop("somebodys_models", None)
+
+
+def forget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be another process."""
+    monkeypatch.setattr(factories, "_permitted", set())
+    sys.modules.pop("somebodys_models", None)
+    (folder / "ran").unlink(missing_ok=True)
+
+
+USES: dict[str, Callable[[Path, Path], Any]] = {
+    "evaluate": lambda run, tmp: evaluate(run),
+    "personalize": lambda run, tmp: personalize(tmp / "models", run),
+    "personalize --from": lambda run, tmp: fl.personalize(str(run), people()["bob"][0], people()["bob"][1]),
+    "serve": lambda run, tmp: serve(str(run), "127.0.0.1:0"),
+    "Run.models": lambda run, tmp: fl.load(run).models("ann"),
+    "run, of the run's experiment": lambda run, tmp: fl.run(run / "experiment.yaml", out=tmp / "x", progress=False),
+    "partition, of the run's experiment": lambda run, tmp: experiments.load(run / "experiment.yaml"),
+    "another experiment with the same name": lambda run, tmp: experiments.from_shared_json(
+        fl.load(run).experiment.shared_json()
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_code_that_a_runs_folder_names_is_not_imported(
+    use: Callable[[Path, Path], Any], run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ExperimentError) as error:
+        use(run, tmp_path)
+    assert tells(str(error.value), "model.factory", NAME, FACTORIES, f"{FACTORIES}={NAME}")
+    assert not (tmp_path / "ran").exists()
+    assert "somebodys_models" not in sys.modules
+    assert not (tmp_path / "models").exists()
+
+
+def test_code_that_a_published_run_names_is_not_imported(
+    run: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{s3_server.new_bucket()}/run"
+    Published(RunFolder(run), open_store(url), "one").publish(1)
+    open_store(url).write("experiment.yaml", (run / "experiment.yaml").read_bytes())
+    x, y = people()["bob"]
+    for use in (
+        lambda: fl.personalize(url, x, y),
+        lambda: serve(url, "127.0.0.1:0"),
+        lambda: fl.load(url).models("ann"),
+        lambda: experiments.load(f"{url}/experiment.yaml"),
+    ):
+        with pytest.raises(ExperimentError) as error:
+            use()
+        assert tells(str(error.value), "model.factory", NAME, FACTORIES)
+    assert fl.load(url).experiment.model.factory == NAME  # type: ignore[attr-defined]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_looking_at_a_run_imports_nothing(run: Path, tmp_path: Path) -> None:
+    found = fl.load(run)
+    assert found.experiment.model.factory == found.factory == NAME  # type: ignore[attr-defined]
+    assert len(found.clients) == 4
+    assert fl.compare([run]).table.shape[0] > 0
+    write_report(run)
+    with pytest.raises(ExperimentError) as error:  # it holds another experiment
+        fl.run(TASK, data=found.experiment.data, out=run, resume=True, progress=False)
+    assert tells(str(error.value), "resume", "model.factory", NAME)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_environment_or_the_user_permits_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FACTORIES, f"a:b, {NAME}")
+    evaluate(run)
+    assert (tmp_path / "ran").exists()
+    monkeypatch.delenv(FACTORIES)
+    forget(tmp_path, monkeypatch)
+    with pytest.raises(ExperimentError) as error:
+        fl.load(run, model="other_models:small")
+    assert tells(str(error.value), "model", NAME, "other_models:small")
+    with pytest.raises(ExperimentError):
+        fl.load(run).models("ann")
+    answer = fl.load(run, model=NAME).models("ann")(torch.tensor(np.zeros((1, 3), np.float32)))
+    assert answer.shape == (1, 2)
+    forget(tmp_path, monkeypatch)
+    named = f"model={{name: module, factory: {NAME!r}}}"  # on the command line, with --set
+    assert experiments.load(run / "experiment.yaml", [named]).model.factory == NAME  # type: ignore[attr-defined]

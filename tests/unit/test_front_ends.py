@@ -1,0 +1,90 @@
+"""Errors are data: every front end spells their arguments in its own way, and they travel between processes as JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fedloom import errors
+from fedloom.errors import FAILURES, ExperimentError, FedloomError, argument, arguments_as_options, from_json, spelled
+from fedloom.processes import TELL_PARENT, Told, listen_to_parent, tell_failure, tell_notice
+
+SOURCE = Path(errors.__file__).parent
+
+
+def made() -> FedloomError:
+    text = f"{argument('tls_ca')} needs {argument('packed')}"
+    return ExperimentError(
+        text, hint=f"go on with {argument('resume')}: `fedloom run --out DIR`", key="tls_ca", found=3
+    )
+
+
+def test_python_reads_arguments_and_the_command_line_options() -> None:
+    assert str(made()) == "tls_ca needs packed\n  go on with resume=True: `fedloom run --out DIR`"
+    with arguments_as_options():
+        error = made()
+        assert spelled(f"with {argument('timeout_s')}") == "with --timeout"
+    assert str(error) == "--tls-ca needs --data\n  go on with --resume: `fedloom run --out DIR`"  # wherever it is shown
+    assert spelled(f"with {argument('timeout_s')}") == "with timeout_s"
+
+
+@pytest.mark.parametrize("kind", FAILURES.values())
+def test_an_error_arrives_whole_in_another_process(kind: type[FedloomError]) -> None:
+    error = kind("a\nerror: b {c}", hint="d\n  e", key="f.g", found=float("inf"), allowed=["h", 2, Path("i")])
+    back = from_json(json.loads(json.dumps(error.as_json())))
+    assert type(back) is kind
+    assert (str(back), back.hint, back.key, back.found) == (str(error), "d\n  e", "f.g", float("inf"))
+    assert back.allowed == ["h", 2, "i"]
+    with arguments_as_options():  # the front end is that of the process that shows it
+        assert str(from_json(made().as_json())).startswith("--tls-ca needs --data")
+
+
+def test_what_a_child_tells_is_read_by_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "told.jsonl"
+    assert (Told(file).failure, Told(file).notices) == (None, [])
+    monkeypatch.setenv(TELL_PARENT, str(file))
+    listen_to_parent()
+    monkeypatch.delenv(TELL_PARENT, raising=False)
+    tell_notice("one\nline")
+    tell_failure(made().within("worker-0"))
+    tell_failure(ValueError("a bug"))
+    listen_to_parent()  # of nobody
+    tell_notice("two")
+    with file.open("a") as written:
+        written.write('{"notice": "cut in the mid')
+    told = Told(file)
+    assert told.notices == ["one\nline"]
+    assert isinstance(told.failure, ExperimentError)
+    assert str(told.failure).startswith("worker-0: tls_ca needs packed\n")
+    assert told.bug is not None
+    assert told.bug.endswith("ValueError: a bug\n")
+    assert told.ended(1) == f"failed because of a bug:\n{told.bug.rstrip()}"
+    assert Told(tmp_path / "none").ended(-9) == "was killed by signal 9"
+
+
+def options_in_errors(path: Path) -> list[int]:
+    """Lines below the command line with an option in a text that is no command."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise):
+            texts = [n for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            for text in texts:
+                said = re.sub(r"`?(fedloom [a-z]|kubectl ).*", "", text.value, flags=re.S)
+                if id(text) not in docs and re.search(r"(^|[^-\w])--[a-z]", said):
+                    found.append(text.lineno)
+    return found
+
+
+def test_no_error_below_the_command_line_spells_an_option() -> None:
+    found = {
+        str(path.relative_to(SOURCE)): lines
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] != "cli" and (lines := options_in_errors(path))
+    }
+    assert found == {}
