@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"errors", "logs", "plugins", "settings", "tracing", "words"}
+COMMON = {"digests", "errors", "logs", "plugins", "settings", "tracing", "words"}
 """Modules that every room may know."""
 
 PARTS = {
@@ -23,6 +23,7 @@ PARTS = {
 }  # fmt: skip
 
 ARROWS: dict[str, set[str]] = {
+    "digests": set(),
     "errors": set(),
     "logs": set(),
     "settings": set(),

@@ -74,7 +74,7 @@ class Run:
         """What was run, with every default filled in."""
         from fedloom import experiment as experiments
 
-        return experiments.load(self.folder / "experiment.yaml")
+        return experiments.load(self._folder.checked("experiment.yaml"))
 
     @property
     def factory(self) -> str | None:
@@ -88,7 +88,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether it has come to its end and has a summary."""
-        return self._folder.read("summary.json") is not None
+        return self._folder.has("summary.json")
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedloom.errors import DataError
-from fedloom.federation.folder import Placed, RunFolder, as_object
+from fedloom.federation.folder import METRICS, RunFolder
+from fedloom.federation.line_file import Placed, as_object
 from fedloom.federation.states import Version
 
 NAME = "journal.jsonl"
@@ -56,7 +57,8 @@ class Attempt:
 
     Of an open federation: ``joined`` and ``left`` say how the roster changed just before, ``experiment`` is the shared
     part of the experiment if it is another than before (JSON). ``paused`` says that an operator had the run wait just
-    before: ``by`` whom, and how many ``seconds``. Where they are empty, a line does not have them.
+    before: ``by`` whom, and how many ``seconds``. ``metrics`` is the digest of the line that ``metrics.jsonl`` ended
+    with when this one was written. Where they are empty, a line does not have them.
     """
 
     round: int
@@ -76,6 +78,7 @@ class Attempt:
     left: list[str] = field(default_factory=list)
     experiment: str = ""
     paused: dict[str, Any] = field(default_factory=dict)
+    metrics: str = ""
 
 
 @dataclass
@@ -124,6 +127,8 @@ class Journal:
         Of an open federation: who is in the roster after the last line, as told when they joined; and who ever was.
     experiment
         Its experiment after the last line; empty in a closed run.
+    metrics
+        The digest of the line of ``metrics.jsonl`` that the last line knows; empty without any.
     needed
         Rounds at which versions of clients' states are asked for, besides the last: those of checkpoints.
     """
@@ -140,12 +145,14 @@ class Journal:
         self.members: dict[str, Mapping[str, Any]] = {}
         self.ever: set[str] = set()
         self.experiment = ""
+        self.metrics = ""
 
     def _note(self, attempt: Attempt) -> None:
         self.costs.add(attempt)
         fold(self.members, attempt.joined, attempt.left)
         self.ever.update(told["id"] for told in attempt.joined if not told["observer"])
         self.experiment = attempt.experiment or self.experiment
+        self.metrics = attempt.metrics
         if attempt.outcome != DONE:
             return
         if self.whole == self.counted_rounds and attempt.round == self.whole + 1:
@@ -185,6 +192,7 @@ class Journal:
     def append(self, attempt: Attempt) -> None:
         """Write an attempt down, as one of this life."""
         attempt.life = self.life
+        attempt.metrics = self._folder.line_file(METRICS).last_digest()
         # Not asdict, which copies each of a hundred thousand ids.
         conversations = [
             {"clients": held.clients, "lost": [vars(loss) for loss in held.lost]} for held in attempt.conversations
@@ -215,7 +223,7 @@ class Journal:
         Raises
         ------
         DataError
-            If a line is not an attempt.
+            If a line is not an attempt, or is damaged.
         """
         journal = cls(folder)
         journal.needed = needed
@@ -223,7 +231,7 @@ class Journal:
         for attempt, line in _attempts(folder):
             journal.life = max(journal.life, attempt.life + 1)
             wanted = wanted and (upto is None or attempt.round <= upto)
-            if wanted and line.whole:
+            if wanted:
                 journal._note(attempt)
                 journal._end = line.end
                 if attempt.round <= evaluated:
@@ -249,7 +257,7 @@ class Journal:
         return [attempt for attempt in self.attempts if attempt.outcome == DONE]
 
 
-_SELDOM = ("joined", "left", "experiment", "paused")
+_SELDOM = ("joined", "left", "experiment", "paused", "metrics")
 
 
 def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, Any]], left: Iterable[str]) -> None:
@@ -345,8 +353,8 @@ class Replay:
 
     def _read(self, start: int) -> Attempt:
         assert self._lines is not None
-        end = self._lines.find(b"\n", start)
-        return attempt_of(as_object(self._lines[start : None if end < 0 else end]) or {}, self._folder)
+        line = as_object(self._lines[start : self._lines.find(b"\n", start)]) or {}  # its digest has been compared
+        return attempt_of({key: value for key, value in line.items() if key != "digest"}, self._folder)
 
 
 def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
@@ -354,10 +362,6 @@ def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
     for line in folder.placed(NAME):
         if line.object is not None:
             yield attempt_of(line.object, folder), line
-        elif line.whole:
-            raise DataError(
-                f"{folder.path / NAME}: damaged, found a line at byte {line.start} that is not a JSON object"
-            )
 
 
 def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:

@@ -21,8 +21,9 @@ from fedloom.evaluation.summary import (
 )
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.folder import RunFolder
+from fedloom.federation.folder import METRICS, RunFolder
 from fedloom.federation.inprocess import InProcess
+from fedloom.federation.line_file import RESTORE
 from fedloom.federation.loop import Extra, Loop
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
@@ -113,6 +114,8 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     folder = run.folder
     last, _ = folder.last_evaluation(run.round) or ({}, 0)
     best = None if run.best is None else folder.evaluation_of(run.best.round)
+    if run.best is not None and best is None:
+        raise DataError(f"{folder.path / METRICS}: damaged, it lacks round {run.best.round}, the best", hint=RESTORE)
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     extra[e.algorithm.name] |= _privacy(parts, run)
     steps = run.client_steps()
@@ -140,6 +143,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
         after_steps=run.after_steps,
         extra=extra,
     )
+    folder.close_lines()
     folder.write_json("summary.json", result)
     return result
 

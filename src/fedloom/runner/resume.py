@@ -60,7 +60,7 @@ def check_folder(
         raise ExperimentError(
             f"{folder.path}: found a run there already", hint="go on with --resume, or choose another folder with --out"
         )
-    old = experiments.load(folder.path / "experiment.yaml").model_dump(mode="json")
+    old = experiments.load(folder.checked("experiment.yaml")).model_dump(mode="json")
     new = e.model_dump(mode="json")
     for path in FREE_ON_RESUME:
         for tree in (old, new):
@@ -103,7 +103,7 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
         If its last checkpoint is damaged.
     """
     rounds, checkpoints = e.federation.rounds, Checkpoints(folder.checkpoints)
-    if rounds is None or folder.read("summary.json") is None or max(checkpoints.rounds(), default=None) != rounds:
+    if rounds is None or not folder.has("summary.json") or max(checkpoints.rounds(), default=None) != rounds:
         return None
     try:
         read_run(folder.path)

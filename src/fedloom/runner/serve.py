@@ -88,7 +88,7 @@ class DurableRounds:
             If they are missing or damaged.
         """
         if self._parts is None:
-            e = experiments.load(self._folder.path / "experiment.yaml")
+            e = experiments.load(self._folder.checked("experiment.yaml"))
             manifest = Manifest.from_json(
                 self._folder.text("partition.json"), where=str(self._folder.path / "partition.json")
             )

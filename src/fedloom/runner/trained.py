@@ -141,7 +141,7 @@ def restore(
     which = check_checkpoint(checkpoint)
     folder = RunFolder.open(run)
     text = folder.text("partition.json")
-    e = experiments.load(run / "experiment.yaml")
+    e = experiments.load(folder.checked("experiment.yaml"))
     trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
     dataset = _clients_of(folder, e, trained_on, partition, data)
     for what in ("dataset", "classes", "input_shape"):
