@@ -29,7 +29,9 @@ DIGESTS = "digests.json"
 ELSEWHERE = ("partition.json", "clients.csv", "confusion.csv")
 """Files whose digests are in :data:`DIGESTS`: the partition is byte for byte that of the data root, and tables are read
 by other programs."""
-ENDED = (METRICS, "journal.jsonl")
+RELEASES = "releases.jsonl"
+"""Private answers of clients, of methods that promise privacy; it only grows, on a resume, too."""
+ENDED = (METRICS, RELEASES, "journal.jsonl")
 AGAIN = "`fedloom run ... --resume` makes the results of a finished run again"
 HINTS = {
     "summary.json": AGAIN,
@@ -172,8 +174,12 @@ class RunFolder:
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def close_lines(self) -> None:
-        """Write down with which lines ``metrics.jsonl`` and ``journal.jsonl`` end, those of a finished run."""
+        """Write down with which lines files of lines end, those of a finished run."""
         self._know({**self._known(), **{name: [self.line_file(name).last_digest()] for name in ENDED}})
+
+    def last_digests(self, *names: str) -> dict[str, str]:
+        """Return the digest of the last line of each of these files of lines that is there."""
+        return {name: self.line_file(name).last_digest() for name in names if self.has(name)}
 
     def reopen_lines(self) -> None:
         """Let files of lines grow again, of a run that goes on."""

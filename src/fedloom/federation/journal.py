@@ -13,13 +13,12 @@ import mmap
 import time
 from array import array
 from bisect import bisect
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedloom.errors import DataError
-from fedloom.federation.folder import METRICS, RunFolder
+from fedloom.federation.folder import METRICS, RELEASES, RunFolder
 from fedloom.federation.line_file import Placed, as_object
 from fedloom.federation.states import Version
 
@@ -57,8 +56,8 @@ class Attempt:
 
     Of an open federation: ``joined`` and ``left`` say how the roster changed just before, ``experiment`` is the shared
     part of the experiment if it is another than before (JSON). ``paused`` says that an operator had the run wait just
-    before: ``by`` whom, and how many ``seconds``. ``metrics`` is the digest of the line that ``metrics.jsonl`` ended
-    with when this one was written. Where they are empty, a line does not have them.
+    before: ``by`` whom, and how many ``seconds``. ``follows`` has, by file of lines, the digest of the line that it
+    ended with when this one was written. Where they are empty, a line does not have them.
     """
 
     round: int
@@ -78,7 +77,7 @@ class Attempt:
     left: list[str] = field(default_factory=list)
     experiment: str = ""
     paused: dict[str, Any] = field(default_factory=dict)
-    metrics: str = ""
+    follows: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -127,8 +126,8 @@ class Journal:
         Of an open federation: who is in the roster after the last line, as told when they joined; and who ever was.
     experiment
         Its experiment after the last line; empty in a closed run.
-    metrics
-        The digest of the line of ``metrics.jsonl`` that the last line knows; empty without any.
+    follows
+        By file of lines, the digest of the last line that the journal's last line knows.
     needed
         Rounds at which versions of clients' states are asked for, besides the last: those of checkpoints.
     """
@@ -145,14 +144,14 @@ class Journal:
         self.members: dict[str, Mapping[str, Any]] = {}
         self.ever: set[str] = set()
         self.experiment = ""
-        self.metrics = ""
+        self.follows: dict[str, str] = {}
 
     def _note(self, attempt: Attempt) -> None:
         self.costs.add(attempt)
         fold(self.members, attempt.joined, attempt.left)
         self.ever.update(told["id"] for told in attempt.joined if not told["observer"])
         self.experiment = attempt.experiment or self.experiment
-        self.metrics = attempt.metrics
+        self.follows = attempt.follows
         if attempt.outcome != DONE:
             return
         if self.whole == self.counted_rounds and attempt.round == self.whole + 1:
@@ -192,7 +191,7 @@ class Journal:
     def append(self, attempt: Attempt) -> None:
         """Write an attempt down, as one of this life."""
         attempt.life = self.life
-        attempt.metrics = self._folder.line_file(METRICS).last_digest()
+        attempt.follows = self._folder.last_digests(METRICS, RELEASES)
         # Not asdict, which copies each of a hundred thousand ids.
         conversations = [
             {"clients": held.clients, "lost": [vars(loss) for loss in held.lost]} for held in attempt.conversations
@@ -243,21 +242,12 @@ class Journal:
         """All that is in the file, read anew."""
         return [attempt for attempt, _ in _attempts(self._folder)]
 
-    def asked(self, *, evaluations: bool) -> Counter[str]:
-        """How often each client was in a cohort, of attempts that failed, too; with or without evaluations."""
-        times: Counter[str] = Counter()
-        for attempt, _ in _attempts(self._folder):
-            if evaluations or attempt.outcome != EVALUATED:
-                for held in attempt.conversations:
-                    times.update(held.clients)
-        return times
-
     def counted(self) -> list[Attempt]:
         """The attempts that became rounds, read anew."""
         return [attempt for attempt in self.attempts if attempt.outcome == DONE]
 
 
-_SELDOM = ("joined", "left", "experiment", "paused", "metrics")
+_SELDOM = ("joined", "left", "experiment", "paused", "follows")
 
 
 def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, Any]], left: Iterable[str]) -> None:

@@ -31,6 +31,7 @@ from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewRe
 from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
+from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
@@ -101,6 +102,8 @@ class Loop:
         Is told what the loop does.
     control
         Who may have the rounds pause; None: nobody.
+    releases
+        Where private answers are counted.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class Loop:
         experiment: str = "",
         monitor: Monitor | None = None,
         control: Control | None = None,
+        releases: Releases | None = None,
     ) -> None:
         self.schedule = schedule
         self._control = control
@@ -164,6 +168,7 @@ class Loop:
             stop,
             self._judge,
             self._states if client_half.stateful else None,
+            releases,
         )
         self._durable: tuple[int, Best | None] | None = None
         self._saved_at = time.monotonic()

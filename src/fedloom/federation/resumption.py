@@ -9,7 +9,7 @@ from fedloom import digests
 from fedloom.errors import DataError
 from fedloom.evaluation.summary import line_score
 from fedloom.federation.checkpoint import Checkpoint, Checkpoints
-from fedloom.federation.folder import METRICS, RunFolder
+from fedloom.federation.folder import METRICS, RELEASES, RunFolder
 from fedloom.federation.journal import NAME, Journal
 from fedloom.federation.line_file import RESTORE
 
@@ -68,7 +68,7 @@ class Resumption:
                 f"{checkpoint.round}, of which the last checkpoint is",
                 hint=f"remove the checkpoints after round {journal.whole} to go on from the one before",
             )
-        _check_metrics(folder, journal)
+        _check_followed(folder, journal)
         return cls(checkpoint, journal, line, evaluated, end)
 
     def rewind(self, folder: RunFolder) -> None:
@@ -78,26 +78,21 @@ class Resumption:
         folder.cut(METRICS, self._end)
 
 
-def _check_metrics(folder: RunFolder, journal: Journal) -> None:
-    """Compare every line of ``metrics.jsonl`` with its digest, and the file with what the journal knows of it.
+def _check_followed(folder: RunFolder, journal: Journal) -> None:
+    """Compare every line of the other files of lines with its digest, and each file with what the journal knows of it.
 
     Raises
     ------
     DataError
         If a line is damaged, or lines that were there when the journal was written are gone.
     """
-    known = {journal.metrics, ""}
-    found = {"", digests.beginning(METRICS)}
-
-    def look(line: bytes) -> bool:
-        if (digest := digests.said_by(line)) in known:
-            found.add(digest or "")
-        return True
-
-    for _ in folder.placed(METRICS, skipped=look):
-        pass
-    if not known <= found:
-        raise DataError(
-            f"{folder.path / METRICS}: damaged, it lacks the line that it ended with when {NAME} was written",
-            hint=RESTORE,
-        )
+    for name in (METRICS, RELEASES):
+        wanted = journal.follows.get(name)
+        found = {None, digests.beginning(name)}
+        for _ in folder.placed(name, skipped=lambda line, found=found: found.add(digests.said_by(line)) or True):  # type: ignore[misc,func-returns-value]
+            pass
+        if wanted not in found:
+            raise DataError(
+                f"{folder.path / name}: damaged, it lacks the line that it ended with when {NAME} was written",
+                hint=RESTORE,
+            )
