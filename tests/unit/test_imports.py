@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"digests", "errors", "logs", "plugins", "settings", "tracing", "words"}
+COMMON = {"digests", "errors", "home", "logs", "plugins", "settings", "tracing", "words"}
 """Modules that every room may know."""
 
 PARTS = {
@@ -25,6 +25,7 @@ PARTS = {
 ARROWS: dict[str, set[str]] = {
     "digests": set(),
     "errors": set(),
+    "home": set(),
     "logs": set(),
     "settings": set(),
     "plugins": set(),

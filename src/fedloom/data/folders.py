@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedloom.home import expanded
 from fedloom.storage.folder import sync
 
 log = logging.getLogger("fedloom.data")
@@ -18,7 +19,7 @@ log = logging.getLogger("fedloom.data")
 
 def data_root(root: Path | str | None = None) -> Path:
     """Return the folder that holds all data: ``root``, else ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``."""
-    return Path(root or os.environ.get("FEDLOOM_DATA") or "~/.cache/fedloom").expanduser()
+    return expanded(root or os.environ.get("FEDLOOM_DATA") or "~/.cache/fedloom", "FEDLOOM_DATA or HOME")
 
 
 @contextmanager

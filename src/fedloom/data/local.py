@@ -31,6 +31,7 @@ from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv, read_parquet
 from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
+from fedloom.home import expanded
 from fedloom.settings import Settings
 from fedloom.storage.folder import fill, read_file, sync, write_atomically
 from fedloom.words import counted
@@ -135,7 +136,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     DataError
         If anything is wrong with what is there: all mistakes, each kind counted. Then nothing is kept.
     """
-    path = Path(files.path).expanduser()
+    path = expanded(files.path)
     if (path / CARD).is_file():  # read before, and named as it is kept
         return _source(path.parent, path.name)
     reader = _reader(dataset, path)
