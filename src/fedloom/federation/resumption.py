@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fedloom import digests
@@ -88,11 +89,17 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
     """
     for name in (METRICS, RELEASES):
         wanted = journal.follows.get(name)
-        found = {None, digests.beginning(name)}
-        for _ in folder.placed(name, skipped=lambda line, found=found: found.add(digests.said_by(line)) or True):  # type: ignore[misc,func-returns-value]
+        found: set[str | None] = {None, digests.beginning(name)}
+        for _ in folder.placed(name, skipped=partial(_note, found)):
             pass
         if wanted not in found:
             raise DataError(
                 f"{folder.path / name}: damaged, it lacks the line that it ended with when {NAME} was written",
                 hint=RESTORE,
             )
+
+
+def _note(found: set[str | None], line: bytes) -> bool:
+    """Add a line's digest to those found, and pass it over."""
+    found.add(digests.said_by(line))
+    return True

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fedloom import digests
 from fedloom.errors import DataError, ExperimentError, StorageError
@@ -69,7 +69,7 @@ class Ledger:
                         f"{total:.4g} at the ledger's δ = {delta:g} ({spent:.4g} after the {len(before)} before it)",
                         hint="ask with a smaller --epsilon, or accept a larger --budget",
                     )
-                lines = [{"version": VERSION, "delta": delta}] if stated is None else []
+                lines: list[dict[str, Any]] = [{"version": VERSION, "delta": delta}] if stated is None else []
                 lines.append(
                     {
                         "version": VERSION,

@@ -398,9 +398,9 @@ class Dispatcher:
         link.allowance += ALLOWED_PER_ROW * len(rows)
         new = sorted(set(rows).difference(asked))
         if new:
-            if call.told_again is not None and (again := conversation.ask(new)):
+            if call.told_again is not None and (told := conversation.ask(new)):
                 try:
-                    call.told_again([exchange.client[row] for row in again])
+                    call.told_again([exchange.client[row] for row in told])
                 except FedloomError as error:  # what is not counted is not asked
                     exchange.inbox.put(error)
                     return
