@@ -20,6 +20,7 @@ DIGITS = 16
 
 _OF_LINE = re.compile(rb'"digest": "([0-9a-f]{16})"\}\n\Z')
 _OF_OBJECT = re.compile(rb'"digest": "([0-9a-f]{16})"\n\}\n\Z')
+_OF_COMPACT = re.compile(rb',"digest":"([0-9a-f]{16})"\}\Z')
 TAIL = len('"digest": ""}\n') + DIGITS
 """Bytes at the end of a line that hold its digest."""
 _COMMENT = "# digest {} of the lines below, by FedLoom. Remove this line after editing them.\n"
@@ -118,6 +119,29 @@ def unsealed(name: str, content: bytes) -> bytes:
     if digest_of(body) != found[1].decode():
         raise Damaged("its digest is not that of its content")
     return body.rstrip().removesuffix(b",") + b"\n}\n"
+
+
+def sealed_compact(text: str) -> str:
+    """Return a JSON object without spaces, which is not empty, with its digest as the last key."""
+    body = text.removesuffix("}")
+    return f'{body},"digest":"{digest_of(body.encode())}"}}'
+
+
+def unsealed_compact(content: bytes) -> bytes:
+    """Return such an object without its digest, which is compared.
+
+    Raises
+    ------
+    Damaged
+        If it is not what was written.
+    """
+    found = _OF_COMPACT.search(content)
+    if found is None:
+        raise Damaged("it has no digest")
+    body = content[: found.start()]
+    if digest_of(body) != found[1].decode():
+        raise Damaged("its digest is not that of its content")
+    return body + b"}"
 
 
 def _without_comment(content: bytes) -> bytes:

@@ -14,6 +14,7 @@ import pytest
 from facts import tells
 from run_processes import experiment, fedloom, final, scores
 
+from fedloom import digests
 from fedloom.cli.run import run as command
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
 from fedloom.experiment import load
@@ -90,7 +91,8 @@ def test_other_settings_are_named_and_refused(small_run: tuple[Path, Path], copy
 def test_another_partition_is_refused(small_run: tuple[Path, Path], copy: Path) -> None:
     document = json.loads((copy / "partition.json").read_text())
     document["clients"][0]["sha256"] = "0" * 64
-    RunFolder(copy).write("partition.json", json.dumps(document))
+    del document["digest"]
+    RunFolder(copy).write("partition.json", digests.sealed_compact(json.dumps(document)))
     said = refused(DataError, ExitCode.DATA, small_run[0], out=copy, resume=True)
     assert "begun with partition" in said
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from s3_support import S3Server
 
+from fedloom import digests
 from fedloom.cli.run import aggregator, run
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load
@@ -85,7 +86,8 @@ def test_another_partition_that_is_published_there_touches_nothing(
     command(experiment("fedavg"), out=mine, publish=f"{bucket}/other")
     document = json.loads((mine / "partition.json").read_text())
     document["clients"][0]["sha256"] = "0" * 64
-    RunFolder(mine).write("partition.json", json.dumps(document))
+    del document["digest"]
+    RunFolder(mine).write("partition.json", digests.sealed_compact(json.dumps(document)))
     before = files(mine)
     with pytest.raises(DataError, match="begun with partition"):
         command(experiment("fedavg"), out=mine, publish=f"{bucket}/other", resume=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom import digests
 from fedloom.algorithms.base import available, find
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
@@ -246,5 +247,8 @@ def put(path: Path, text: str) -> None:
         path.write_text(path.read_text() + cut_short)
     elif path.suffix == ".json" and path.name != "partition.json":
         run.write_json(path.name, {key: value for key, value in json.loads(text).items() if key != "digest"})
+    elif path.name == "partition.json":
+        value = {key: value for key, value in json.loads(text).items() if key != "digest"}
+        run.write(path.name, digests.sealed_compact(json.dumps(value, sort_keys=True, separators=(",", ":"))))
     else:
         run.write(path.name, text)

@@ -109,7 +109,10 @@ class Card:
             If it is damaged, or of another version.
         """
         try:
-            found = json.loads(read_file(path))
+            content = read_file(path)
+            if not path.parent.name.endswith(_named_by(content)):
+                raise ValueError("its folder is not named by its content")
+            found = json.loads(content)
             if found.pop("version") != VERSION:
                 raise DataError(f"{path}: of another version; allowed: {VERSION}", hint=f"remove {path.parent}")
             owners = found["owners"]
@@ -196,7 +199,7 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     digest = hashlib.sha256(content).hexdigest()
     card = Card(examples.kind, shape, examples.classes, names, given, len(content), digest)
     text = card.to_json()
-    name = f"{dataset}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    name = f"{dataset}{_named_by(text.encode())}"
     folder = data_root(root) / "datasets" / name
     with locked(folder):
         if not folder.exists():
@@ -205,6 +208,11 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
                 fill(staging / CARD, text.encode())
                 sync(staging)
     return name
+
+
+def _named_by(content: bytes) -> str:
+    """How the name of a kept data set ends, by the content of its card."""
+    return f"-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def _source(home: Path, name: str) -> Source:
