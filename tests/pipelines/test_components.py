@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,7 +263,7 @@ def test_evaluate_refuses_other_data(made: Chain, tmp_path: Path, capsys: pytest
     other = artifact(dsl.Dataset, tmp_path / "other")
     shutil.copytree(made.shards.path, other.path)
     path = Path(other.path) / "partition.json"
-    path.write_text(path.read_text().replace('"dataset":"fashion-mnist"', '"dataset":"mnist"'))
+    path.write_text(replace(read_manifest(Path(other.path)), dataset="mnist").to_json())
     with pytest.raises(SystemExit) as ended:
         evaluated(tmp_path, made.model, other)
     assert ended.value.code == 3
