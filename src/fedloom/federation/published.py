@@ -45,7 +45,6 @@ from pydantic import TypeAdapter
 
 from fedloom.errors import DataError, StorageError
 from fedloom.federation.folder import RELEASES, RunFolder
-from fedloom.federation.releases import name_of
 from fedloom.storage import Absent, Store, Taken
 from fedloom.storage.base import parts_of
 from fedloom.storage.folder import PARTIAL, copy_atomically, opened, storing
@@ -277,7 +276,7 @@ class Published:
         del self._told[: len(told)]
         log.info("published round %d at %s", round, self._store.url)
 
-    def keep_release(self, name: str, line: Mapping[str, Any]) -> None:
+    def keep_release(self, line: Mapping[str, Any]) -> None:
         """Store a line of ``releases.jsonl``, which the folder has, until it is published; any thread may call.
 
         Raises
@@ -285,13 +284,14 @@ class Published:
         StorageError, RefusedError
             If the store fails, or refuses us.
         """
-        self._store.write(f"releases/{name}", json.dumps(line).encode())
-        self._told.append(f"releases/{name}")
+        name = _release(line)
+        self._store.write(name, json.dumps(line).encode())
+        self._told.append(name)
 
     def gather_releases(self) -> None:
         """Append to ``releases.jsonl`` what aggregators have stored that did not come to publish it."""
         there = [entry.name for entry in self._store.entries("releases/") if entry.name not in self._told]
-        known = {f"releases/{name_of(line)}" for line in self._folder.objects(RELEASES)} if there else set()
+        known = {_release(line) for line in self._folder.objects(RELEASES)} if there else set()
         for name in there:
             if name not in known:
                 self._folder.append(RELEASES, parsed_json(self._store.read(name)))
@@ -486,6 +486,10 @@ def _digest_of(file: BinaryIO, begin: int, length: int) -> str:
 
 def _name(number: int) -> str:
     return f"published/{number:08d}.json"
+
+
+def _release(line: Mapping[str, Any]) -> str:
+    return f"releases/{line['life']}-{line['number']:08d}.json"
 
 
 def _digest(blob: str) -> str:

@@ -25,8 +25,8 @@ BEGIN = "begin"
 BEFORE = "before"
 """In place of a purpose: there were rounds whose answers were not private, or were not counted."""
 
-Keep = Callable[[str, Mapping[str, Any]], None]
-"""Stores a line, under a name of its own, where another aggregator finds it."""
+Keep = Callable[[Mapping[str, Any]], None]
+"""Stores a line where another aggregator finds it."""
 
 
 class Releases:
@@ -77,12 +77,7 @@ class Releases:
             self._folder.append(RELEASES, line)
             self._folder.sync(RELEASES)
             if self._keep is not None:
-                self._keep(name_of(line), line)
-
-
-def name_of(line: Mapping[str, Any]) -> str:
-    """Return the name of a line, which no other has."""
-    return f"{line['life']}-{line['number']:08d}.json"
+                self._keep(line)
 
 
 @dataclass(frozen=True)
