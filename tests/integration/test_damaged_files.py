@@ -226,7 +226,7 @@ PINNED = [
     ("evaluate", "partition.json", "object", 3),
     ("partition", "partition.json", "pipe", 6),
     ("partition", "partition.json", "deep", 3),
-    ("more", "metrics.jsonl", "an object more", 0),
+    ("more", "metrics.jsonl", "an object more", 3),
     ("more", "metrics.jsonl", "pipe", 3),
     ("more", "journal.jsonl", "an object more", 3),
     ("more", "journal.jsonl", "no text", 3),
@@ -260,7 +260,7 @@ def test_no_damage_breaks_a_command(finished: Path, tmp_path: Path, file: str) -
     ("command", "file", "wrong", "code"),
     [
         ("evaluate", "partition.json", {"scheme": {"scheme": "iid", "clients": float("nan")}}, 3),
-        ("more", "metrics.jsonl", {"client_steps": float("inf")}, 0),
+        ("more", "metrics.jsonl", {"client_steps": float("inf")}, 3),
         ("resume", "summary.json", {"seed": None}, 0),
         ("more", "descriptors.json", {"maps": [{}]}, 3),
         ("more", "descriptors.json", {"excluded": []}, 3),

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ from fedloom.data.sources.vowel import CLASS_NAMES, read
 from fedloom.experiment import OwnData, load
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import EVALUATED, Attempt, Replay
+from fedloom.federation.releases import told
 from fedloom.runner.open_federation import open_manifest, replayed
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.storage import open_store
+from fedloom.theory.privacy import gaussian_epsilon
 from fedloom.transport.wire import federation_pb2 as wire
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -305,6 +308,37 @@ def test_a_method_whose_clients_keep_states_and_descriptors(federation: Federati
         federation.experiment.write_text(EXPERIMENT.replace("{name: fedavg, local: {steps: 2, lr: 0.1}}", settings))
         equal_to_the_replay(federation, tmp_path / f"{name}-replay", 2)
         federation.experiment.write_text(EXPERIMENT)
+
+
+def test_what_was_told_to_an_aggregator_that_was_killed_counts(federation: Federation) -> None:
+    """Rounds after the last checkpoint are cut from the journal and run again: their descriptors were told."""
+
+    def asked(lines: Iterable[Mapping[str, Any]]) -> Counter[str]:
+        return Counter(client for line in lines for held in line["conversations"] for client in held["clients"])
+
+    privacy = "{clip: 1.0, noise_multiplier: 2.0}"
+    settings = f"{{size: 3, train: all, evaluate: all, privacy: {privacy}}}"
+    method = f"{{name: pefll, descriptor: {settings}, embedding: {{network: mlp}}, local: {{steps: 2, epochs: null}}}}"
+    changed = ["--set", f"algorithm={method}", "--set", "federation.checkpoint_every_s=1000"]
+    changed += ["--set", "evaluation.every=1000"]
+    aggregator = federation.aggregator(*changed, "--set", "federation.rounds=1000")
+    workers = [federation.worker(i, name=f"w{i}") for i in range(2)]
+    federation.more_rounds(4)
+    kill(aggregator)
+    lost = asked(federation.lines())
+    before = told(RunFolder(federation.run), repeatable=False).times
+    assert all(sum(before[client].values()) >= count for client, count in lost.items())
+    aggregator = federation.aggregator(*changed, "--set", "federation.rounds=3", "--resume")
+    ended(aggregator, 0)
+    for worker in workers:
+        ended(worker, 0)
+    life = max(line["life"] for line in federation.lines())
+    again, kept = asked(line for line in federation.lines() if line["life"] == life), asked(federation.lines())
+    found = json.loads((federation.run / "summary.json").read_text())["pefll"]["privacy"]
+    most = max(sum(before[client].values()) + again[client] for client in kept)
+    assert found["releases_most"] >= most > max(kept.values())
+    assert found["epsilon_most"] == pytest.approx(gaussian_epsilon(2.0, 1e-5, found["releases_most"]), rel=1e-6)
+    assert found["noise"] == "secret"
 
 
 def test_what_cannot_change_as_it_goes_on_is_refused(federation: Federation) -> None:

@@ -14,6 +14,7 @@ import pytest
 from facts import tells
 from run_processes import experiment, fedloom, final, scores
 
+from fedloom import digests
 from fedloom.cli.run import run as command
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
 from fedloom.experiment import load
@@ -90,7 +91,8 @@ def test_other_settings_are_named_and_refused(small_run: tuple[Path, Path], copy
 def test_another_partition_is_refused(small_run: tuple[Path, Path], copy: Path) -> None:
     document = json.loads((copy / "partition.json").read_text())
     document["clients"][0]["sha256"] = "0" * 64
-    (copy / "partition.json").write_text(json.dumps(document))
+    del document["digest"]
+    RunFolder(copy).write("partition.json", digests.sealed_compact(json.dumps(document)))
     said = refused(DataError, ExitCode.DATA, small_run[0], out=copy, resume=True)
     assert "begun with partition" in said
 
@@ -135,6 +137,7 @@ def test_journals_that_cannot_be_replayed_are_refused_at_once(
 
 def test_half_written_lines_and_files_of_a_crash(small_run: tuple[Path, Path], copy: Path) -> None:
     back_to(copy, 3)
+    RunFolder(copy).reopen_lines()
     for name in ("journal.jsonl", "metrics.jsonl"):
         whole = (copy / name).read_bytes()
         (copy / name).write_bytes(whole[: len(whole) - 40])

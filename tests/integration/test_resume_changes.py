@@ -11,6 +11,7 @@ import pytest
 import yaml
 from s3_support import S3Server
 
+from fedloom import digests
 from fedloom.cli.run import aggregator, run
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load
@@ -85,7 +86,8 @@ def test_another_partition_that_is_published_there_touches_nothing(
     command(experiment("fedavg"), out=mine, publish=f"{bucket}/other")
     document = json.loads((mine / "partition.json").read_text())
     document["clients"][0]["sha256"] = "0" * 64
-    (mine / "partition.json").write_text(json.dumps(document))
+    del document["digest"]
+    RunFolder(mine).write("partition.json", digests.sealed_compact(json.dumps(document)))
     before = files(mine)
     with pytest.raises(DataError, match="begun with partition"):
         command(experiment("fedavg"), out=mine, publish=f"{bucket}/other", resume=True)
@@ -138,7 +140,7 @@ def test_a_point_of_a_sweep_is_complete_once_it_is_reported_and_published(
     assert sweep.complete(RunFolder(out), load(path))
     assert not sweep.complete(RunFolder(out), load(path, ["federation.rounds=2"]))
     # As if killed before it was published: this is what stands there while the run goes.
-    (out / "published.json").write_text(json.dumps({"url": f"{bucket}/one"}))
+    RunFolder(out).write_json("published.json", {"url": f"{bucket}/one"})
     assert not sweep.complete(RunFolder(out), load(path))
 
 

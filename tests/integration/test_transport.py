@@ -1,5 +1,6 @@
 """Exchanges over real loopback sockets: answers, placement, reconnects, replays, deadlines, refusals."""
 
+import dataclasses
 import http.server
 import logging
 import random
@@ -28,7 +29,7 @@ from transport_support import (
     until,
 )
 
-from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError
+from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError, StorageError
 from fedloom.federation.carrier import Lost
 from fedloom.transport.codec import Refusal
 from fedloom.transport.exchanges import Clients, WorkerInfo
@@ -358,6 +359,56 @@ def test_another_worker_takes_over_in_the_middle_of_an_exchange(aggregator, work
     first.before = before
     check(aggregator.exchange(calls[1]), *calls)
     assert second.session.computed > 4
+
+
+def test_clients_whose_worker_is_replaced_are_counted_before_they_are_asked_again(aggregator, worker):
+    """The noise of a private answer is a secret of the worker's process: another one's is another answer."""
+    first = worker("w1")
+    aggregator.wait_for(set(CLIENTS), 30)
+    told = []
+    counted = threading.Event()
+
+    def tell(clients):
+        told.extend(clients)
+        counted.set()
+
+    def before(client, exchange):
+        if exchange == 0 and client == "bo":
+            first.stop.set()
+
+    first.before = before
+    call = dataclasses.replace(start_call(CLIENTS), told_again=tell)
+    until_joined = threading.Timer(1.0, lambda: worker("w2"))
+    until_joined.start()
+    check(aggregator.exchange(call), call)
+    until_joined.join()
+    assert counted.is_set()
+    assert set(told) <= set(CLIENTS)
+    assert len(told) == len(set(told))
+    # A conversation that goes on elsewhere is replayed there, and what was answered is not asked for again.
+    aggregator.exchange(step_call(CLIENTS, 1))
+    assert len(told) == len(set(told))
+
+
+def test_a_client_that_cannot_be_counted_is_not_asked_again(aggregator, worker):
+    first = worker("w1")
+    aggregator.wait_for(set(CLIENTS), 30)
+
+    def full(clients):
+        raise StorageError("no room")
+
+    def before(client, exchange):
+        if client == "bo":
+            first.stop.set()
+
+    first.before = before
+    until_joined = threading.Timer(1.0, lambda: second.append(worker("w2")))
+    second = []
+    until_joined.start()
+    with pytest.raises(StorageError, match="no room"):
+        aggregator.exchange(dataclasses.replace(start_call(CLIENTS), told_again=full))
+    until_joined.join()
+    assert second[0].sessions == [] or second[0].session.computed == 0
 
 
 def test_a_worker_that_lost_the_conversation_says_so_and_is_told_again(aggregator, worker):

@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from run_processes import EXPERIMENT
 from s3_support import S3Server
 
 from fedloom.data.manifest import read_manifest
+from fedloom.federation.folder import RunFolder
 from fedloom.kubeflow import catalog
 from fedloom.storage import open_store
 
@@ -263,7 +264,7 @@ def test_evaluate_refuses_other_data(made: Chain, tmp_path: Path, capsys: pytest
     other = artifact(dsl.Dataset, tmp_path / "other")
     shutil.copytree(made.shards.path, other.path)
     path = Path(other.path) / "partition.json"
-    path.write_text(path.read_text().replace('"dataset":"fashion-mnist"', '"dataset":"mnist"'))
+    path.write_text(replace(read_manifest(Path(other.path)), dataset="mnist").to_json())
     with pytest.raises(SystemExit) as ended:
         evaluated(tmp_path, made.model, other)
     assert ended.value.code == 3
@@ -277,9 +278,9 @@ def test_report_and_compare(made: Chain, tmp_path: Path) -> None:
     assert Path(page.path).read_bytes() == (Path(made.model.path) / "report.html").read_bytes()
     second = artifact(dsl.Model, tmp_path / "model", label="second")
     shutil.copytree(made.model.path, second.path)
+    folder = RunFolder(Path(second.path))
     for name in ("experiment.yaml", "summary.json"):
-        path = Path(second.path) / name
-        path.write_text(path.read_text().replace("seed: 5", "seed: 6").replace('"seed": 5', '"seed": 6'))
+        folder.write(name, folder.text(name).replace("seed: 5", "seed: 6").replace('"seed": 5', '"seed": 6'))
     files = artifact(dsl.Artifact, tmp_path / "files")
     body("compare")([made.model, second], page, table, files)
     assert "± 0.0" in Path(table.path).read_text()  # one line for both seeds

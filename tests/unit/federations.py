@@ -26,6 +26,7 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.federation.loop import Loop, Schedule, vocabulary
 from fedloom.federation.randomness import generator
+from fedloom.federation.releases import Releases
 from fedloom.federation.roster import FixedRoster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
@@ -234,10 +235,11 @@ def federation(
     after: Callable[[int], None] | None = None,
     control: Control | None = None,
     repeated: RunFolder | None = None,
+    private: bool = False,
 ) -> Federation:
     """The real loop over the in-process carrier, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
 
-    ``repeated``: a run whose journal is replayed.
+    ``repeated``: a run whose journal is replayed. ``private``: what the method promises is counted.
     """
     made = RunFolder(folder)
     made.make()
@@ -300,5 +302,6 @@ def federation(
         after,
         monitor=None if control is None else control.monitor,
         control=control,
+        releases=Releases(made, algorithm.privacy(settings)) if private else None,
     )
     return Federation(loop, predictors)

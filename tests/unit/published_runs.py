@@ -18,8 +18,8 @@ def run_folder(path: Path, round: int, *, keep: int = 2) -> RunFolder:
     folder = RunFolder(path)
     folder.make("name: x\n")
     folder.write("partition.json", "the same always")
-    folder.write("journal.jsonl", "".join(f'{{"round": {t}}}\n' for t in range(1, round + 1)))
-    folder.write("metrics.jsonl", f"after {round}\n")
+    folder.rewrite("journal.jsonl", [{"round": t} for t in range(1, round + 1)])
+    folder.rewrite("metrics.jsonl", [{"after": round}])
     for file in folder.checkpoints.iterdir():
         file.unlink()
     for t in range(max(0, round - keep + 1), round + 1):

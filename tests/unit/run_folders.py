@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom import digests
 from fedloom.algorithms.base import available, find
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
@@ -25,6 +26,7 @@ from fedloom.evaluation.summary import (
     summary,
 )
 from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
+from fedloom.federation.folder import RunFolder
 from fedloom.words import as_csv
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -214,9 +216,7 @@ def write_run(
         "experiment.yaml": experiment,
         "environment.json": json.dumps(environment),
         "partition.json": partition.to_json(),
-        "metrics.jsonl": "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines),
         "clients.csv": as_csv(client_rows(evaluation, partition.clients)),
-        "journal.jsonl": "".join(json.dumps(line) + "\n" for line in journal),
         "confusion.json": json.dumps(confusion_document(evaluation, class_names)),
         "confusion.csv": confusion_table(evaluation),
         "calibration.json": json.dumps(calibration_document(evaluation)),
@@ -226,6 +226,29 @@ def write_run(
         files["descriptors.json"] = json.dumps(document, allow_nan=False)
     if uncertainty is not None:
         files["uncertainty.json"] = json.dumps(uncertainty, allow_nan=False)
+    run = RunFolder(folder)
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        run.write(name, text)
+    run.rewrite("metrics.jsonl", lines)
+    run.rewrite("journal.jsonl", journal)
     return folder
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file of a run as FedLoom does, with its digest."""
+    run = RunFolder(path.parent)
+    if path.suffix == ".jsonl":
+        *lines, cut_short = text.split("\n")
+        was_finished = run.json_or_none("digests.json") is not None and path.name in run.json("digests.json")["files"]
+        run.reopen_lines()
+        run.rewrite(path.name, ({k: v for k, v in json.loads(line).items() if k != "digest"} for line in lines))
+        if was_finished:
+            run.close_lines()
+        path.write_text(path.read_text() + cut_short)
+    elif path.suffix == ".json" and path.name != "partition.json":
+        run.write_json(path.name, {key: value for key, value in json.loads(text).items() if key != "digest"})
+    elif path.name == "partition.json":
+        value = {key: value for key, value in json.loads(text).items() if key != "digest"}
+        run.write(path.name, digests.sealed_compact(json.dumps(value, sort_keys=True, separators=(",", ":"))))
+    else:
+        run.write(path.name, text)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from run_folders import write_run
+from run_folders import put, write_run
 from scipy import stats
 from typer.testing import CliRunner
 
@@ -23,6 +23,7 @@ from fedloom.errors import ExperimentError
 from fedloom.reporting.compare import LOSS, Spread, compare
 from fedloom.reporting.compare_report import write_comparison
 from fedloom.reporting.compare_tables import as_latex, as_text, block_title, headings, rows_as_csv
+from fedloom.words import as_csv
 
 pytestmark = pytest.mark.xdist_group("losses")
 
@@ -87,19 +88,16 @@ def with_losses(run_folder: Path, values: Sequence[float], validation: float) ->
         rows = list(csv.DictReader(file))
     for row, value in zip(rows, values, strict=True):
         row["personal_loss_unmasked"] = f"{value:.6f}"
-    with (run_folder / "clients.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    put(run_folder / "clients.csv", as_csv(rows))
     path = run_folder / "summary.json"
     summary = json.loads(path.read_text())
     summary["seen"]["loss_mean"] = statistics.fmean(values)
     summary["wga"]["users"] = summary["seen"]
-    path.write_text(json.dumps(summary))
+    put(path, json.dumps(summary))
     path = run_folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[-1]["validation_loss"] = validation
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    put(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_rows_have_the_losses_of_their_runs(real: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from federations import Federation, clients, federation, task
 from safetensors.torch import save_file
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.scaffold import SCAFFOLD
 from fedloom.errors import DataError
 from fedloom.federation.checkpoint import VERSION, Checkpoint, Checkpoints
 from fedloom.federation.folder import RunFolder
@@ -114,18 +118,16 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) ->
 def test_a_file_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
     made(tmp_path).run()
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-2] + b"\xff}\n")
-    with pytest.raises(DataError, match=rf"{name}: damaged, found bytes that are no UTF-8"):
+    with pytest.raises(DataError, match=rf"{name}, line \d: damaged"):
         made(tmp_path).loop.resume()
 
 
-def test_a_line_that_is_no_object_is_skipped(tmp_path: Path) -> None:
-    f = made(tmp_path)
-    f.run()
-    lines = list(f.loop.folder.lines("metrics.jsonl"))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('"x"\n3\n')
-    made(tmp_path).loop.resume()
-    assert list(f.loop.folder.lines("metrics.jsonl")) == lines
+def test_a_line_that_fedloom_has_not_written_is_refused(tmp_path: Path) -> None:
+    made(tmp_path).run()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(before + '"x"\n3\n')
+    with pytest.raises(DataError, match=rf"metrics\.jsonl, line {before.count(chr(10)) + 1}: damaged"):
+        made(tmp_path).loop.resume()
 
 
 @pytest.mark.parametrize("about", ["{}", "[]", '{"version": 1, "algorithm": "fedavg"}'])
@@ -138,7 +140,7 @@ def test_a_checkpoint_that_says_too_little_of_itself_is_refused(tmp_path: Path, 
         made(tmp_path).loop.resume()
 
 
-@pytest.mark.parametrize("end", ["", "\n", '{"round": 7', "\n\n[]\n"])
+@pytest.mark.parametrize("end", ["", " ", '{"round": 7'])
 def test_lines_are_found_from_the_end(tmp_path: Path, end: str) -> None:
     made(tmp_path).run()
     folder = RunFolder(tmp_path)
@@ -156,15 +158,13 @@ def test_lines_are_found_from_the_end(tmp_path: Path, end: str) -> None:
     assert folder.evaluation_of(77) is None
 
 
-def test_a_long_history_is_not_read_when_a_run_goes_on(tmp_path: Path) -> None:
-    """What lies before the last durable line stays as it is, to the byte, whatever it is."""
+def test_history_stays_as_it_is_when_a_run_goes_on(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=2)
     f.run()
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\xff no line\n" + path.read_bytes())
     before = path.read_bytes()
-    with path.open("a") as file:
-        file.write('{"round": 3}\n')
+    f.loop.folder.append("metrics.jsonl", {**f.loop.folder.metrics()[-1], "round": 3})
+    assert path.read_bytes() != before
     made(tmp_path, rounds=2).loop.resume()
     assert path.read_bytes() == before
 
@@ -202,3 +202,64 @@ def test_a_checkpoint_of_another_format_is_left_to_the_version_that_wrote_it(
     assert tells(str(refused.value), "round-000002", f"format {other}", f"allowed: {VERSION}")
     assert "remove" not in f"{refused.value}{refused.value.hint}"  # the round before is of that format, too
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def scaffold(folder: Path, rounds: int) -> Federation:
+    """A run whose clients keep states, which the journal names."""
+    settings = SCAFFOLD.settings.model_validate({"local": {"steps": 2, "batch_size": 3, "lr": 0.05}})
+    data = clients((4, 9, 6))
+    problem = dataclasses.replace(task(), roster=tuple(client.id for client in data))
+    return federation(folder, SCAFFOLD, settings, problem, data, rounds=rounds, checkpoint_every_s=0.0)
+
+
+def ends(folder: Path) -> tuple[bytes, list[object]]:
+    """The last checkpoint of a run, and what its evaluations found."""
+    return (folder / "checkpoints/round-000003.safetensors").read_bytes(), [
+        {key: value for key, value in line.items() if key != "digest"}
+        for line in RunFolder(folder).lines("metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_with_a_flipped_bit_is_not_resumed_or_comes_to_the_same_end(tmp_path: Path, name: str, seed: int) -> None:
+    scaffold(tmp_path / "whole", 3).run()
+    scaffold(tmp_path / "half", 2).run()
+    content = (tmp_path / "half" / name).read_bytes()
+    rng = random.Random(seed)
+    line_ends = [at for at, byte in enumerate(content) if byte == ord("\n")]
+    for at in [*rng.sample(range(len(content)), 12), *line_ends]:
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << rng.randrange(8)
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(tmp_path / "half", tmp_path / "run")
+        (tmp_path / "run" / name).write_bytes(flipped)
+        again = scaffold(tmp_path / "run", 3)
+        if name == "metrics.jsonl" and at == line_ends[-1]:  # as if a crash had cut the line short
+            again.loop.resume()
+            again.run()
+            assert ends(tmp_path / "run") == ends(tmp_path / "whole")
+        else:
+            with pytest.raises(DataError, match=name) as raised:
+                again.loop.resume()
+            assert raised.value.hint
+            assert (tmp_path / "run" / name).read_bytes() == flipped
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_evaluations_that_are_gone_are_made_again_or_missed(tmp_path: Path, gone: int) -> None:
+    """The last one can have been lost in a kill; the others were there when the journal was written."""
+    scaffold(tmp_path / "whole", 3).run()
+    scaffold(tmp_path / "run", 2).run()
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 2
+    path.write_bytes(b"".join(lines[:-gone]))
+    again = scaffold(tmp_path / "run", 3)
+    if gone > 1:
+        with pytest.raises(DataError, match=r"metrics\.jsonl: damaged"):
+            again.loop.resume()
+    else:
+        again.loop.resume()
+        again.run()
+        assert ends(tmp_path / "run") == ends(tmp_path / "whole")

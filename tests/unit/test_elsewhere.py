@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from facts import tells
+from run_folders import put
 from typer.testing import CliRunner, Result
 
 import fedloom
@@ -111,7 +112,7 @@ def test_a_run_is_resumed_with_its_own_examples_alone(elsewhere: Path) -> None:
 
 def test_another_partition_than_the_runs_is_not_taken_for_it(elsewhere: Path) -> None:
     path = elsewhere / "r" / "partition.json"
-    path.write_text(path.read_text().replace('"seed":1', '"seed":2'))  # as of a FedLoom that assigned otherwise
+    put(path, path.read_text().replace('"seed":1', '"seed":2'))  # as of a FedLoom that assigned otherwise
     with pytest.raises(DataError) as error:
         evaluate(Path("../r"))
     assert tells(str(error.value), "partition", "data")

@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from fedloom import digests
 from fedloom.data import partition as partitioning
 from fedloom.data import sources
 from fedloom.data.federated import FederatedDataset, Manifest, normalize
@@ -331,7 +332,7 @@ def change_client(**values: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (change(version=1), ["version is 1, expected 2"]),
+        (change(version=1), ["version is 1, expected 3"]),
         (change(kind="sounds"), ["kind: ", "'pixels', 'features' or 'tokens'"]),
         (change(kind="features"), ["input_shape is [1, 6, 6], expected [features] for features"]),
         (change(kind="tokens", input_shape=[6]), ["no mean and no std for tokens"]),
@@ -354,8 +355,9 @@ def change_client(**values: Any) -> Callable[[dict[str, Any]], None]:
 def test_a_damaged_manifest_is_named(damage: Callable[[dict[str, Any]], None], words: list[str], folder: Path) -> None:
     path = folder / "partition.json"
     content = json.loads(path.read_text())
+    del content["digest"]
     damage(content)
-    path.write_text(json.dumps(content))
+    path.write_text(digests.sealed_compact(json.dumps(content)))
     with pytest.raises(DataError) as error:
         FederatedDataset.open(folder)
     for word in [*words, str(path), "is damaged", "fedloom partition EXPERIMENT"]:
@@ -365,8 +367,17 @@ def test_a_damaged_manifest_is_named(damage: Callable[[dict[str, Any]], None], w
 def test_a_manifest_of_an_older_fedloom_says_so(folder: Path) -> None:
     content = json.loads((folder / "partition.json").read_text()) | {"version": 1}
     del content["kind"]
-    with pytest.raises(DataError, match=r"version 1.*version 2"):
+    with pytest.raises(DataError, match=r"version 1.*version 3"):
         Manifest.from_json(json.dumps(content))
+
+
+def test_any_flipped_bit_of_a_manifest_is_found(folder: Path) -> None:
+    content = (folder / "partition.json").read_bytes()
+    for at in range(len(content)):
+        changed = bytearray(content)
+        changed[at] ^= 1 << at % 8
+        with pytest.raises(DataError, match="the manifest is "):
+            Manifest.from_json(bytes(changed))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00\xff"])

@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"errors", "logs", "plugins", "processes", "settings", "tracing", "words"}
+COMMON = {"digests", "errors", "home", "logs", "plugins", "processes", "settings", "tracing", "words"}
 """Modules that every room may know."""
 
 PARTS = {
@@ -23,8 +23,10 @@ PARTS = {
 }  # fmt: skip
 
 ARROWS: dict[str, set[str]] = {
+    "digests": set(),
     "errors": set(),
     "processes": set(),
+    "home": set(),
     "logs": set(),
     "settings": set(),
     "plugins": set(),

@@ -23,6 +23,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedloom import digests
 from fedloom.data.federated import OwnDataset
 from fedloom.data.own import Moments, Own, OwnClients, own_manifest, pooled, read_card
 from fedloom.data.pack import PackSettings, pack
@@ -482,21 +483,28 @@ def test_options_that_are_not_allowed(tmp_path: Path) -> None:
 def test_a_damaged_card_or_shard_is_refused_by_name(tmp_path: Path) -> None:
     pack(write_csv(tmp_path / "t.csv", *rows_of()), tmp_path / "out", settings(TABLE))
     path = tmp_path / "out" / "client.json"
-    card = json.loads(path.read_text())
+    whole = path.read_bytes()
+    card = {key: value for key, value in json.loads(whole).items() if key != "digest"}
+    for at in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        with pytest.raises(DataError, match=r"client\.json is damaged.*(\n.*)?"):
+            read_card(tmp_path / "out")
     for key, value in (
         ("version", 1), ("features", ["u"]),
         ("id", "../a"), ("kind", "sound"), ("train", 41), ("test", 0), ("sha256", "0"),
         ("moments", {"count": 40, "sum": [1, 2], "squares": [1, 2, 3]}),
         ("moments", {"count": 0, "sum": [1, 2, 3], "squares": [1, 2, 3]}),
     ):  # fmt: skip
-        path.write_text(json.dumps({**card, key: value}))
+        path.write_text(digests.sealed("client.json", json.dumps({**card, key: value})))
         with pytest.raises(DataError) as caught:
             read_card(tmp_path / "out")
         assert tells(str(caught.value), "client.json", "damaged", key, "fedloom data pack")
     path.write_text("{")
     with pytest.raises(DataError, match="damaged"):
         read_card(tmp_path / "out")
-    path.write_text(json.dumps(card))
+    path.write_bytes(whole)
     (tmp_path / "out" / "shard.safetensors").write_bytes(b"")
     clients = OwnClients.open([tmp_path / "out"])
     dataset = OwnDataset(clients, own_manifest(TABLE, clients.entries, 1, clients.measured(TABLE)))

@@ -188,7 +188,7 @@ def test_the_same_secret_never_hides_two_things_with_the_same_noise() -> None:
     x[0] += 1
     other = replace(data, train=Split(x, data.train.y))
     noise = {described(settings(Z), c, secret=secret).sub(described(quiet, c)).sum().item() for c in (data, other)}
-    noise |= {described(settings({**Z, "delta": 0.1}), data, secret=secret).sub(described(quiet, data)).sum().item()}
+    noise |= {described(settings({**Z, "delta": 0.01}), data, secret=secret).sub(described(quiet, data)).sum().item()}
     noise |= {described(settings(Z), replace(data, id="c1"), secret=secret).sub(described(quiet, data)).sum().item()}
     assert len(noise) == 4
 
@@ -250,7 +250,8 @@ def test_a_batch_of_the_data_is_refused(which: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("clip", 0), ("clip", math.inf), ("noise_multiplier", -1), ("delta", 0), ("delta", 1)]
+    ("key", "value"),
+    [("clip", 0), ("clip", math.inf), ("noise_multiplier", -1), ("delta", 0), ("delta", 0.011), ("delta", 1)],
 )
 def test_what_is_no_privacy_is_refused(key: str, value: float) -> None:
     with pytest.raises(ValidationError, match=key):

@@ -13,7 +13,7 @@ import pages_own_steps
 import pytest
 import results
 import summaries
-from run_folders import write_run
+from run_folders import put, write_run
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -56,7 +56,7 @@ def runs_of_a_search(folder: Path) -> None:
             write_run(path, seed=seed, n=10, unseen=2, rounds=(0, 50, 400 if rate == 0.1 else 100), experiment=text)
     left = folder / "search" / "lr=1,seed=2"
     (left / "summary.json").unlink()
-    (left / "journal.jsonl").write_text('{"round": 7, "outcome": "abandoned"}\n', encoding="utf-8")
+    put(left / "journal.jsonl", '{"round": 7, "outcome": "abandoned"}\n')
 
 
 def test_folding_keeps_the_last_and_the_chosen_evaluation_of_each_run(tmp_path: Path) -> None:

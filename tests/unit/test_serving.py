@@ -25,6 +25,8 @@ import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
 from run_processes import WAIT_S, started
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -32,6 +34,7 @@ from torch import Tensor
 from vowel_runs import on_vowels
 
 import fedloom
+from fedloom import digests
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
 from fedloom.algorithms.pefll import DescribeYourself, Descriptor, PersonalizedModel
@@ -46,8 +49,8 @@ from fedloom.federation.loop import vocabulary
 from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import serving as aggregator_serving
 from fedloom.runner.ledger import Ledger
-from fedloom.runner.personal import Asked, Speaking, _client_of, personal_model
-from fedloom.runner.personal_model import FORMATS
+from fedloom.runner.personal import Asked, Speaking, _client_of, check_delta, personal_model
+from fedloom.runner.personal_model import FORMATS, Promise
 from fedloom.runner.run_experiment import _models
 from fedloom.runner.serve import DurableRounds, serve
 from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier, together
@@ -596,16 +599,58 @@ def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, 
             assert (told.requests, told.epsilon) == (k, pytest.approx(1.0))
             assert told.total_epsilon == pytest.approx(gaussian_epsilon(z, 1e-5, k))
         before = file.read_bytes()
-        assert [json.loads(line)["version"] for line in before.splitlines()] == [1, 1, 1]
+        lines = [json.loads(line) for line in before.splitlines()]
+        assert [line["version"] for line in lines] == [2] * 4
+        assert (lines[0]["delta"], "epsilon" in lines[0]) == (1e-5, False)  # the ledger's own
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         for where in (at, str(run)):
-            with pytest.raises(ExperimentError, match=r"budget is 2, .*ε would be 2\.1.*the 3 before it"):
+            with pytest.raises(ExperimentError, match=r"budget is 2, .*ε would be 2\.1.*δ = 1e-05.*the 3 before it"):
                 fedloom.personalize(where, x, y, **how)
         assert file.read_bytes() == before
         assert handed_out(at) == 2
+        with pytest.raises(ExperimentError, match="budget is 2, "):  # at its own δ the total would be 1.46
+            fedloom.personalize(at, x, y, **{**how, "delta": 1e-2})
         more = fedloom.personalize(at, x, y, **{**how, "epsilon": 0.1, "delta": 1e-4}).card.privacy  # of another size
     assert more is not None
-    assert more.total_epsilon == pytest.approx(gaussian_epsilon(together([z, z, z, noise_multiplier(0.1, 1e-4)]), 1e-4))
+    assert (more.delta, more.total_delta) == (1e-4, 1e-5)
+    assert more.total_epsilon == pytest.approx(gaussian_epsilon(together([z, z, z, noise_multiplier(0.1, 1e-4)]), 1e-5))
+
+
+@given(st.lists(st.tuples(st.floats(0.05, 3), st.sampled_from([1e-8, 1e-5, 1e-2])), min_size=1, max_size=4))
+def test_a_larger_delta_of_one_request_never_lowers_the_total(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[tuple[float, float]]
+) -> None:
+    path, total = tmp_path_factory.mktemp("ledger") / "l", 0.0
+    for epsilon, delta in requests:
+        told = Ledger(path).spend(Promise(epsilon, delta, 1.0, noise_multiplier(epsilon, delta), 50))
+        assert told.total_delta == requests[0][1]
+        assert told.total_epsilon is not None
+        assert told.total_epsilon > total
+        total = told.total_epsilon
+    with pytest.raises(ExperimentError, match="budget is"):
+        Ledger(path, total).spend(Promise(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
+
+
+def test_any_flipped_bit_of_a_ledger_is_found(tmp_path: Path) -> None:
+    path, promise = tmp_path / "l", Promise(1.0, 1e-5, 1.0, 3.7, 50)
+    for _ in range(2):
+        Ledger(path).spend(promise, where="here")
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 1 << at % 8
+        path.write_bytes(changed)
+        with pytest.raises(DataError, match=r"l, line \d"):
+            Ledger(path).spend(promise, where="here")
+        assert path.read_bytes() == changed
+
+
+@pytest.mark.parametrize(("delta", "n"), [(None, 100_000), (1e-3, 1000), (0.0099, 102)])
+def test_a_delta_that_is_no_promise_for_so_many_examples_is_refused(delta: float | None, n: int) -> None:
+    with pytest.raises(ExperimentError, match="delta must be below 1/n"):
+        check_delta(Asked(epsilon=1.0, delta=delta), n)
+    check_delta(Asked(epsilon=1.0, delta=delta), n // 2)
+    check_delta(Asked(epsilon=math.inf, delta=delta), n)
 
 
 def handed_out(address: str) -> int:
@@ -628,7 +673,7 @@ def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tm
     assert not (tmp_path / "ledger").exists()
     for _ in "ab":  # a connection that broke
         speaking.speak(1, 0, found.opening)
-        assert len((tmp_path / "ledger").read_bytes().splitlines()) == 1
+        assert len((tmp_path / "ledger").read_bytes().splitlines()) == 2  # its δ, and the request
 
 
 @pytest.mark.parametrize(
@@ -640,16 +685,17 @@ def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tm
         ({"ledger": "l", "epsilon": None, "clip": None}, ExperimentError, r"epsilon must .*ledger.*\(got none\)"),
         ({"ledger": "l", "epsilon": math.inf}, ExperimentError, r"epsilon must .*ledger.*\(got inf\)"),
         ({"ledger": "nowhere/l"}, StorageError, "cannot be written: no such file or directory; nothing was told"),
-        ({"ledger": "torn"}, DataError, 'torn, line 2: found \'{"version": 1, "noise_mul\'; allowed: a JSON object'),
-        ({"ledger": "newer"}, DataError, "newer, line 1: found "),
+        ({"ledger": "torn"}, DataError, 'torn, line 2: \'{"version": 2, "noise_mul\' is not a line of a ledger'),
+        ({"ledger": "older"}, DataError, "older, line 1: it is of version 1"),
     ],
 )
 def test_what_is_no_ledger_or_budget_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "torn").write_text('{"version": 1, "noise_multiplier": 3.7}\n{"version": 1, "noise_mul')
-    (tmp_path / "newer").write_text('{"version": 2, "noise_multiplier": 3.7}\n')
+    first = digests.line_of({"version": 2, "delta": 1e-5}, digests.beginning("ledger"))
+    (tmp_path / "torn").write_bytes(first + b'{"version": 2, "noise_mul')
+    (tmp_path / "older").write_text('{"version": 1, "noise_multiplier": 3.7}\n')
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(error, match=said):
         fedloom.personalize(str(run), *examples(1), **{"epsilon": 1.0, "clip": 0.5, **how})
@@ -696,8 +742,8 @@ def test_a_run_that_was_trained_with_privacy_keeps_its_promise_to_newcomers(tmp_
         ({"epsilon": 0.0, "clip": 1.0}, r"epsilon must be above 0.*\(got 0\.0\)"),
         ({"epsilon": -1.0, "clip": 1.0}, r"epsilon must .*\(got -1\.0\)"),
         ({"epsilon": math.nan, "clip": 1.0}, r"epsilon must .*\(got nan\)"),
-        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.0}, r"delta must be between 0 and 1.*\(got 0\.0\)"),
-        ({"epsilon": 1.0, "clip": 1.0, "delta": 1.0}, r"delta must .*\(got 1\.0\)"),
+        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.0}, r"delta must be above 0 and at most 0\.01 \(got 0\)"),
+        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.9}, r"delta must .*at most 0\.01 \(got 0\.9\)"),
         ({"epsilon": 1.0, "clip": 0.0}, r"clip must .*above 0 \(got 0\.0\)"),
         ({"epsilon": 1.0, "clip": math.inf}, r"clip must .*\(got inf\)"),
         ({"epsilon": 1.0}, "clip must be given, because the run was trained without"),

@@ -10,6 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from test_reserve import vowels
 
+from fedloom import digests
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import SPLITS, Manifest
 from fedloom.data.overlap import overlap
@@ -89,8 +90,9 @@ def test_partitions_without_a_shift_are_named_as_before() -> None:
 def test_a_manifest_has_a_group_for_each_client(tmp_path: Path) -> None:
     text = vowels(tmp_path, 1, scheme="iid", clients=3, shift={"kind": "labels"}).manifest.to_json()
     assert Manifest.from_json(text).to_json() == text
+    body = digests.unsealed_compact(text.encode()).decode()
     with pytest.raises(DataError, match="2 shift_groups, expected 3"):
-        Manifest.from_json(text.replace('"shift_groups":[0,1,2]', '"shift_groups":[0,1]'))
+        Manifest.from_json(digests.sealed_compact(body.replace('"shift_groups":[0,1,2]', '"shift_groups":[0,1]')))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from fedloom.models.flat import vjp
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import predictors_of
 from fedloom.settings import Settings
-from fedloom.theory.privacy import on_grid
+from fedloom.theory.privacy import MAX_DELTA, on_grid
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class DescriptorPrivacy(Settings):
     noise_multiplier: float = Field(
         ge=0, description="z: noise of deviation z·2C/n on each coordinate, n being the client's training examples"
     )
-    delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of the (ε, δ) that summary.json tells")
+    delta: float = Field(default=1e-5, gt=0, le=MAX_DELTA, description="δ of the (ε, δ) that summary.json tells")
 
 
 class DescriptorSettings(Settings):

@@ -88,7 +88,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether it has come to its end and has a summary."""
-        return self._folder.read("summary.json") is not None
+        return self._folder.has("summary.json")
 
     @property
     def summary(self) -> dict[str, Any]:

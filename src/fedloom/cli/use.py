@@ -117,7 +117,12 @@ def personalize(
             metavar="E",
         ),
     ] = None,
-    delta: Annotated[float | None, typer.Option(help="With --epsilon, δ; 1e-5 if not given.", metavar="D")] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            help="With --epsilon, δ; 1e-5 if not given, below 1/n for n examples, and at most 0.01.", metavar="D"
+        ),
+    ] = None,
     clip: Annotated[
         float | None,
         typer.Option(
@@ -215,7 +220,7 @@ def _personalize_one(
         if promise.total_epsilon is not None:
             typer.echo(
                 f"all told, after {counted(promise.requests or 0, 'request')} in {private['ledger']}: "
-                f"({promise.total_epsilon:.3g}, {promise.delta:.3g})"
+                f"({promise.total_epsilon:.3g}, {promise.total_delta:.3g})"
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from fedloom.cluster.manifests import Manifest
 from fedloom.cluster.refusals import refusal
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
+from fedloom.home import expanded
 from fedloom.words import parsed_json
 
 log = logging.getLogger("fedloom.cluster")
@@ -334,7 +335,7 @@ def _configuration(configuration: Any) -> tuple[Any, str]:
             return configuration, (SERVICE_ACCOUNT / "namespace").read_text().strip()
         except (config.ConfigException, OSError) as error:
             raise RefusedError(f"{SERVICE_ACCOUNT}: no credentials of a pod: {error}") from error
-    path = os.environ.get("KUBECONFIG", str(Path("~/.kube/config").expanduser()))
+    path = os.environ.get("KUBECONFIG") or str(expanded("~/.kube/config", "KUBECONFIG or HOME"))
     if not any(Path(part).is_file() for part in path.split(os.pathsep)):
         raise RefusedError(
             f"found no Kubernetes cluster: no kubeconfig at {path}, and this is no pod with a service account's token",

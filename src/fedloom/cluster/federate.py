@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom import digests
 from fedloom.cluster import local
 from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_pod, rights_hint
 from fedloom.cluster.manifests import INSTANCE, RUN_ID, Federation, Manifest, identity, label, owners_of_pod
@@ -349,7 +350,7 @@ def _finished(run: Store, experiment: Experiment) -> bool:
 
     try:
         run.read(SUMMARY)
-        return run.read("experiment.yaml") == experiment.resolved_yaml().encode()
+        return _experiment_at(run) == experiment.resolved_yaml().encode()
     except Absent:
         return False
 
@@ -361,11 +362,19 @@ def _publish_experiment(run: Store, experiment: Experiment) -> None:
     try:
         run.create("experiment.yaml", text)
     except Taken:
-        if run.read("experiment.yaml") != text:
+        if _experiment_at(run) != text:
             raise ExperimentError(
                 f"{run.url}: found another experiment there, which ran with the same run id and task",
                 hint="use another run id or task",
             ) from None
+
+
+def _experiment_at(run: Store) -> bytes:
+    """The experiment of a run: as it was published for the aggregator, or with the finished run."""
+    try:
+        return digests.unsealed("experiment.yaml", run.read("experiment.yaml"))
+    except digests.Damaged as error:
+        raise DataError(f"{run.url}/experiment.yaml: damaged, {error}", hint="use another run id or task") from error
 
 
 def _collect(run: Store, out: Path, say: Say) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedloom.errors import StorageError
+from fedloom.home import expanded
 from fedloom.storage.folder import sync
 
 log = logging.getLogger("fedloom.data")
@@ -19,7 +20,7 @@ log = logging.getLogger("fedloom.data")
 
 def data_root(root: Path | str | None = None) -> Path:
     """Return the folder that holds all data: ``root``, else ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``."""
-    return Path(root or os.environ.get("FEDLOOM_DATA") or "~/.cache/fedloom").expanduser()
+    return expanded(root or os.environ.get("FEDLOOM_DATA") or "~/.cache/fedloom", "FEDLOOM_DATA or HOME")
 
 
 @contextmanager

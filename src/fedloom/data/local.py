@@ -33,6 +33,7 @@ from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
+from fedloom.home import expanded
 from fedloom.settings import Settings
 from fedloom.storage.folder import fill, read_file, sync, write_atomically
 from fedloom.words import counted, parsed_json
@@ -121,7 +122,10 @@ class Card:
             If it is damaged, or of another version.
         """
         try:
-            found = parsed_json(read_file(path))
+            content = read_file(path)
+            if not path.parent.name.endswith(_named_by(content)):
+                raise ValueError("its folder is not named by its content")
+            found = parsed_json(content)
             if found.pop("version") != VERSION:
                 raise DataError(f"{path}: of another version; allowed: {VERSION}", hint=f"remove {path.parent}")
             owners = found["owners"]
@@ -148,7 +152,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     DataError
         If anything is wrong with what is there: all mistakes, each kind counted. Then nothing is kept.
     """
-    path = Path(files.path).expanduser()
+    path = expanded(files.path)
     if (path / CARD).is_file():  # read before, and named as it is kept
         return _source(path.parent, path.name)
     reader = _reader(dataset, path)
@@ -220,7 +224,7 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     digest = hashlib.sha256(content).hexdigest()
     card = Card(examples.kind, shape, examples.classes, names, given, len(content), digest)
     text = card.to_json()
-    name = f"{dataset}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    name = f"{dataset}{_named_by(text.encode())}"
     folder = data_root(root) / "datasets" / name
     with locked(folder):
         if not folder.exists():
@@ -229,6 +233,11 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
                 fill(staging / CARD, text.encode())
                 sync(staging)
     return name
+
+
+def _named_by(content: bytes) -> str:
+    """How the name of a kept data set ends, by the content of its card."""
+    return f"-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def _source(home: Path, name: str) -> Source:

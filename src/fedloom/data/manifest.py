@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom import digests
 from fedloom.data.folders import naming_owner
 from fedloom.data.reserve import Reserved
 from fedloom.errors import DataError, as_storage_error
@@ -39,7 +40,7 @@ AXES: Mapping[Kind, tuple[str, ...]] = {
 CLIENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """An id names a file, so it must not be able to name one elsewhere."""
 
-VERSION = 2
+VERSION = 3
 FIX = "make it again: fedloom partition EXPERIMENT"
 SPLITS = ("train", "validation", "test")
 
@@ -195,7 +196,7 @@ class Manifest:
         return counts / counts.sum(1, keepdim=True).clamp(min=1)
 
     def to_json(self) -> str:
-        """Return the canonical JSON: sorted keys, no spaces."""
+        """Return the canonical JSON: sorted keys, no spaces, and the digest of all that at its end."""
         # Not dataclasses.asdict, which copies every count: seconds for a thousand clients.
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         known |= {"normalization": vars(self.normalization), "clients": [vars(client) for client in self.clients]}
@@ -205,7 +206,7 @@ class Manifest:
             known["reserved"] = vars(self.reserved)
         if self.shift_groups is None:
             del known["shift_groups"]
-        return json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return digests.sealed_compact(json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the manifest") -> Manifest:
@@ -221,15 +222,16 @@ class Manifest:
         DataError
             If it is not a manifest of this version, or contradicts itself.
         """
+        content = text.encode() if isinstance(text, str) else text
         try:
-            manifest = _ADAPTER.validate_json(text)
-        except ValidationError as error:
-            version = _version(text)
+            manifest = _ADAPTER.validate_json(digests.unsealed_compact(content))
+        except (digests.Damaged, ValidationError) as error:
+            version = _version(content)
             if version is not None and version != VERSION:
-                raise DataError(f"{where} is of version {version}; this FedLoom reads version {VERSION}") from error
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"]) or "the whole text"
-            raise DataError(f"{where} is damaged: {key}: {first['msg']}", hint=FIX) from error
+                raise DataError(
+                    f"{where} is of version {version}; this FedLoom reads version {VERSION}", hint=FIX
+                ) from error
+            raise DataError(f"{where} is damaged: {_why(error)}", hint=FIX) from error
         fault = _contradiction(manifest)
         try:
             manifest.fingerprint  # noqa: B018 - kept, and asked for by everyone
@@ -241,6 +243,15 @@ class Manifest:
 
 
 _ADAPTER = TypeAdapter(Manifest)
+
+
+def _why(error: digests.Damaged | ValidationError) -> str:
+    """What is wrong with a text, and where."""
+    if isinstance(error, digests.Damaged):
+        return str(error)
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "the whole text"
+    return f"{key}: {first['msg']}"
 
 
 def _version(text: str | bytes) -> int | None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
+from fedloom import digests
 from fedloom.data.manifest import (
     AXES,
     CLIENT_ID,
@@ -32,7 +33,7 @@ from fedloom.words import composed, counted
 
 CARD = "client.json"
 SHARD = "shard.safetensors"
-CARD_VERSION = 2
+CARD_VERSION = 3
 AGAIN = "pack it again: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT"
 OWN = "own"
 """What manifests and summaries call the data set of clients with data of their own."""
@@ -197,9 +198,9 @@ class ClientCard:
         )
 
     def to_json(self) -> str:
-        """Return the JSON that ``client.json`` holds: a key a line."""
+        """Return the JSON that ``client.json`` holds: a key a line, and its digest."""
         lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in asdict(self).items())
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return digests.sealed(CARD, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 _CARD = TypeAdapter(ClientCard)
@@ -221,7 +222,9 @@ def read_card(folder: Path) -> ClientCard:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=AGAIN) from error
     try:
-        card = _CARD.validate_json(text)
+        card = _CARD.validate_json(digests.unsealed(CARD, text))
+    except digests.Damaged as error:
+        raise DataError(f"{path} is damaged: {error}", hint=AGAIN) from error
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the whole text"

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ExperimentError
+from fedloom import digests
+from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.validation_errors import SET, KeyPath, dotted, shown
 from fedloom.experiment.yaml_reader import as_yaml, parse
 from fedloom.models.factories import is_permitted, permit_factory
@@ -65,6 +66,8 @@ def of_run(folder: Path) -> Experiment:
 
     Raises
     ------
+    DataError
+        If the file is not what its digest was made of.
     ExperimentError
         If the file cannot be read, or anything in it is not allowed.
     """
@@ -72,7 +75,11 @@ def of_run(folder: Path) -> Experiment:
     from fedloom.experiment.validation import validated
 
     path = folder / RECORDED
-    value, origins = _mapping(_read(path), str(path))
+    try:
+        text = digests.unsealed(RECORDED, _read(path).encode()).decode()
+    except digests.Damaged as error:
+        raise DataError(f"{path}: damaged: {error}", hint=digests.RESTORE) from error
+    value, origins = _mapping(text, str(path))
     factory, data = _factory(value), value.get("data")
     is_local = isinstance(data, dict) and data.get("dataset") in LOCAL
     combined = not is_local and (factory is None or is_permitted(factory))

@@ -32,6 +32,7 @@ from fedloom.data.sources import SOURCES, Source
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import shown
 from fedloom.experiment.yaml_reader import as_yaml_document
+from fedloom.home import expanded
 from fedloom.models.registry import ModelSettings
 from fedloom.settings import Settings
 from fedloom.storage.open import is_url, s3_place
@@ -322,7 +323,7 @@ class Experiment(Section):
     @property
     def runs(self) -> Path:
         """The folder in which the run's own folder is made."""
-        return Path("runs" if self.storage is None or is_url(self.storage) else self.storage).expanduser()
+        return expanded("runs" if self.storage is None or is_url(self.storage) else self.storage)
 
     def located(self) -> Experiment:
         """Return the experiment with absolute paths, as a run records it; relative ones start in the current folder."""

@@ -6,7 +6,7 @@ why both give the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +50,9 @@ class Call:
         In an opening of a method whose clients keep a state: which version of it, one per row.
     trace
         Of the exchange's span, where the run is traced (:func:`fedloom.tracing.here`).
+    told_again
+        Where the answers are private: called before clients are asked for another one, since the worker that was asked
+        first is gone.
     """
 
     key: ConversationKey
@@ -61,6 +64,7 @@ class Call:
     deadline_s: float | None = None
     states: tuple[Versions, ...] = ()
     trace: str = ""
+    told_again: Callable[[Sequence[str]], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fedloom.federation.bugs import BUG
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.federation.randomness import generator
+from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Metrics, Replies, stack
 from fedloom.words import REASON_CHARACTERS, counted, printable
@@ -47,6 +49,8 @@ class Rules:
     """Says of a client's answer, whose form is right, what makes no sense in its values; None if all does."""
     states: Callable[[Sequence[str]], tuple[Versions, ...]] | None = None
     """Of a method whose clients keep a state: which version each client starts from now."""
+    releases: Releases | None = None
+    """Where private answers are counted, before they are asked for."""
 
 
 class CarriedCohort:
@@ -122,6 +126,7 @@ class CarriedCohort:
                     deadline_s=self._rules.deadline_s,
                     states=self._states() if self._at == 0 else (),
                     trace=tracing.here(),
+                    told_again=self._count_private(answer),
                 )
                 received = self._carry(call, meanwhile)
             if self._rules.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
@@ -169,6 +174,15 @@ class CarriedCohort:
     def _states(self) -> tuple[Versions, ...]:
         states = self._rules.states
         return () if states is None else states([self.clients[row] for row in self._alive])
+
+    def _count_private(self, answer: type[Message]) -> Callable[[Sequence[str]], None] | None:
+        """Count what those still here are about to tell; return what counts them once more. None: it is not private."""
+        releases = self._rules.releases
+        if releases is None or answer.__name__ not in releases.covers:
+            return None
+        tell = partial(releases.tell, self.key, self._at)
+        tell([self.clients[row] for row in self._alive])
+        return tell
 
     def record(self, name: str, values: Tensor) -> None:
         """Keep one row per client for the evaluation."""

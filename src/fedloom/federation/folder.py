@@ -7,28 +7,46 @@ import fcntl
 import io
 import itertools
 import json
-import mmap
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from fedloom import digests
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.storage.folder import PARTIAL, open_file, read_file, staged, storing, sync, write_atomically
+from fedloom.federation.line_file import LineFile, Placed
+from fedloom.storage.folder import PARTIAL, read_file, storing, write_atomically
 from fedloom.words import parsed_json
 
 EXPERIMENT = "experiment.yaml"
 METRICS = "metrics.jsonl"
+DIGESTS = "digests.json"
+"""Digests of files that have no place for one, and, of a finished run, those of the last lines of files of lines."""
+ELSEWHERE = ("partition.json", "clients.csv", "confusion.csv")
+"""Files whose digests are in :data:`DIGESTS`: the partition is byte for byte that of the data root, and tables are read
+by other programs."""
+RELEASES = "releases.jsonl"
+"""Private answers of clients, of methods that promise privacy; it only grows, on a resume, too."""
+ENDED = (METRICS, RELEASES, "journal.jsonl")
+AGAIN = f"run again with {argument('resume')}: it makes the results of a finished run anew"
+HINTS = {
+    "summary.json": AGAIN,
+    "clients.csv": AGAIN,
+    "confusion.json": AGAIN,
+    "confusion.csv": AGAIN,
+    "calibration.json": AGAIN,
+    "control.json": "remove it; then the run continues",
+}
+"""What to do about a damaged file, where that is not :data:`digests.RESTORE`."""
 ABSENT = "is not there"
 """How the message about a file ends that a run does not have, or not yet."""
 MANY_ROUNDS = 2000
 """Of more evaluated rounds only some are read where all are asked for."""
 _ROUND = re.compile(rb'\{"round": (\d+),')
-PIECE = 1 << 20
 
 
 class Lines(list[dict[str, Any]]):
@@ -37,18 +55,6 @@ class Lines(list[dict[str, Any]]):
     def __init__(self, objects: Iterable[dict[str, Any]], unreadable: int) -> None:
         super().__init__(objects)
         self.unreadable = unreadable
-
-
-class Placed(NamedTuple):
-    """A line of a file of lines: where it begins and ends, in bytes, and its object; None if it is none.
-
-    ``whole`` says whether the line's end was written.
-    """
-
-    start: int
-    end: int
-    object: dict[str, Any] | None
-    whole: bool
 
 
 class RunFolder:
@@ -93,6 +99,10 @@ class RunFolder:
     def logs(self) -> Path:
         """Where each process writes its log."""
         return self.path / "logs"
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name, damaged or not."""
+        return (self.path / name).exists()
 
     def is_free(self) -> bool:
         """Whether there is no such folder, or nothing in it but the half-written experiment of a run killed there."""
@@ -149,23 +159,63 @@ class RunFolder:
             os.close(descriptor)
 
     def write(self, name: str, text: str) -> None:
-        """Write a whole file."""
-        write_atomically(self.path / name, text.encode())
+        """Write a whole file, with its digest; if it has no place for one, that goes into ``digests.json``."""
+        if name in ELSEWHERE:
+            known = self._known()
+            # The digest of before stays: whenever the process is killed, that of the file is there.
+            accepted = [digests.digest_of(text.encode()), *known.get(name, ())]
+            self._know({**known, name: list(dict.fromkeys(accepted))[:2]})
+            write_atomically(self.path / name, text.encode())
+        else:
+            write_atomically(self.path / name, digests.sealed(name, text).encode())
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a value as indented JSON."""
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write an object as indented JSON."""
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
+    def close_lines(self) -> None:
+        """Write down with which lines files of lines end, those of a finished run."""
+        self._know({**self._known(), **{name: [self.line_file(name).last_digest()] for name in ENDED}})
+
+    def last_digests(self, *names: str) -> dict[str, str]:
+        """Return the digest of the last line of each of these files of lines that is there."""
+        return {name: self.line_file(name).last_digest() for name in names if self.has(name)}
+
+    def reopen_lines(self) -> None:
+        """Let files of lines grow again, of a run that goes on."""
+        known = self._known()
+        if any(name in known for name in ENDED):
+            self._know({name: found for name, found in known.items() if name not in ENDED})
+
+    def _know(self, known: Mapping[str, Sequence[str]]) -> None:
+        self.write_json(DIGESTS, {"version": digests.VERSION, "files": known})
+
+    def _known(self) -> dict[str, list[str]]:
+        """The digests that files may have, by name; none if there is no such file."""
+        match self.json_or_none(DIGESTS):
+            case None:
+                return {}
+            case {"version": digests.VERSION, "files": dict() as files}:
+                return files
+        raise DataError(f"{self.path / DIGESTS}: written by another version of FedLoom", hint=digests.RESTORE)
+
     def read(self, name: str) -> str | None:
-        """Return the content of a file; None if it is not there."""
+        """Return the content of a file, compared with its digest; None if it is not there."""
+        path = self.path / name
         try:
-            return read_file(self.path / name).decode("utf-8").replace("\r\n", "\n")
+            content = read_file(path)
         except FileNotFoundError:
             return None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path / name}: damaged, found bytes that are no UTF-8 ({error.reason})") from error
         except OSError as error:
-            raise DataError(f"{self.path / name}: cannot be read ({error.strerror or error})") from error
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        try:
+            if name not in ELSEWHERE:
+                content = digests.unsealed(name, content)
+            elif digests.digest_of(content) not in self._known().get(name, ()):
+                raise digests.Damaged(f"its digest is not in {DIGESTS}")
+            return content.decode("utf-8").replace("\r\n", "\n")
+        except (digests.Damaged, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: damaged, {error}", hint=HINTS.get(name, digests.RESTORE)) from error
 
     def text(self, name: str) -> str:
         """Return the content of a file that must be there."""
@@ -188,8 +238,17 @@ class RunFolder:
         """Return the object of a JSON file; None if it is not there."""
         return None if self.read(name) is None else self.json(name)
 
+    def line_file(self, name: str) -> LineFile:
+        """Return a file of lines, which need not be there."""
+
+        def ending() -> str | None:
+            found = self._known().get(name)
+            return found[0] if found else None
+
+        return LineFile(self.path / name, ending if name in ENDED else lambda: None)
+
     def lines(self, name: str) -> Lines:
-        """Return the objects of a JSON-lines file; none if it is not there. Lines that are no object are counted."""
+        """Return the objects of a JSON-lines file; none if it is not there. A line cut short is counted."""
         found = [line.object for line in self.placed(name)]
         objects = [value for value in found if value is not None]
         return Lines(objects, len(found) - len(objects))
@@ -198,49 +257,15 @@ class RunFolder:
         """Give the objects of a JSON-lines file one after another, however many there are; none if it is not there."""
         return (line.object for line in self.placed(name) if line.object is not None)
 
-    def placed(self, name: str, skipped: Callable[[bytes], bool] = bytes.isspace, start: int = 0) -> Iterator[Placed]:
-        """Give the lines of a JSON-lines file but those ``skipped``, and where they are; none if it is not there.
-
-        They begin at the byte ``start``, where a line does.
-        """
-        path, end = self.path / name, start
-        try:
-            with open_file(path) as file:
-                file.seek(start)
-                for line in file:  # of bytes: lines end with \n alone
-                    start, end = end, end + len(line)
-                    if not skipped(line):
-                        yield Placed(start, end, as_object(line.decode()), line.endswith(b"\n"))
-        except FileNotFoundError:
-            return
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: damaged, found bytes that are no UTF-8 ({error.reason})") from error
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    def placed(
+        self, name: str, skipped: Callable[[bytes], bool] = lambda line: False, start: int = 0
+    ) -> Iterator[Placed]:
+        """Give the lines of a file, and where they are (:meth:`LineFile.forwards`)."""
+        return self.line_file(name).forwards(skipped, start)
 
     def backwards(self, name: str, beginning: str = "") -> Iterator[Placed]:
-        """Give the lines of a JSON-lines file as :meth:`placed` does, from the last to the first.
-
-        However long the file is, its end is read at once; lines that do not have the ``beginning`` are not parsed.
-        """
-        path, start = self.path / name, beginning.encode()
-        try:
-            with open_file(path) as file:
-                if not (end := os.fstat(file.fileno()).st_size):
-                    return
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                    while end:
-                        at = content.rfind(b"\n" + start, 0, end - 1) + 1
-                        stop = content.find(b"\n", at) + 1 or len(content)
-                        line, end = content[at:stop], at
-                        if line.startswith(start) and not line.isspace():
-                            yield Placed(at, stop, as_object(line.decode()), line.endswith(b"\n"))
-        except FileNotFoundError:
-            return
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: damaged, found bytes that are no UTF-8 ({error.reason})") from error
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        """Give the lines of a file, from the last to the first (:meth:`LineFile.backwards`)."""
+        return self.line_file(name).backwards(beginning)
 
     def last_evaluation(self, upto: int = sys.maxsize) -> tuple[dict[str, Any], int] | None:
         """Return the object of ``metrics.jsonl`` of the last round up to this one, and where its line ends; or None.
@@ -284,7 +309,7 @@ class RunFolder:
 
         def skipped(line: bytes) -> bool:
             of_round = _ROUND.match(line)
-            return line.isspace() or (of_round is not None and int(of_round[1]) % spacing > 0)
+            return of_round is not None and int(of_round[1]) % spacing > 0
 
         found = [line.object for line in self.placed(METRICS, skipped)]
         by_round = {line["round"]: line for line in found if line is not None and _is_evaluation(line)}
@@ -339,8 +364,7 @@ class RunFolder:
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append one object as a line."""
-        with storing(self.path / name), (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(json_line(line))
+        self.line_file(name).append(line)
 
     def sync(self, *names: str) -> None:
         """Wait until the disk has what was appended so far to these files, those of them that are there."""
@@ -356,36 +380,12 @@ class RunFolder:
                     os.close(descriptor)
 
     def cut(self, name: str, end: int) -> None:
-        """Keep the first bytes of a file of lines, all of them whole lines; the others go. A file too short stays."""
-        path = self.path / name
-        with storing(path):
-            if not path.exists() or path.stat().st_size <= end:
-                return
-        with staged(path) as partial:
-            with path.open("rb") as whole, partial.open("wb") as kept:
-                while piece := whole.read(min(end - kept.tell(), PIECE)):
-                    kept.write(piece)
-            sync(partial)
-            partial.replace(path)
-            sync(path.parent)
+        """Keep the first bytes of a file of lines, all of them whole lines (:meth:`LineFile.cut`)."""
+        self.line_file(name).cut(end)
 
     def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Replace a file of lines."""
-        self.write(name, "".join(map(json_line, lines)))
-
-
-def json_line(value: Mapping[str, Any]) -> str:
-    """An object as a line of a file of lines: in ASCII, so that nothing in it is taken for the end of the line."""
-    return json.dumps(value, allow_nan=False) + "\n"
-
-
-def as_object(line: str | bytes) -> dict[str, Any] | None:
-    """The object that a line is; None if it is none, as when a crash cut it short."""
-    try:
-        value = parsed_json(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+        self.line_file(name).rewrite(lines)
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:

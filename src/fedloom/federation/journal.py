@@ -13,13 +13,13 @@ import mmap
 import time
 from array import array
 from bisect import bisect
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedloom.errors import DataError, argument
-from fedloom.federation.folder import Placed, RunFolder, as_object
+from fedloom.federation.folder import METRICS, RELEASES, RunFolder
+from fedloom.federation.line_file import Placed, as_object
 from fedloom.federation.states import Version
 
 NAME = "journal.jsonl"
@@ -56,7 +56,8 @@ class Attempt:
 
     Of an open federation: ``joined`` and ``left`` say how the roster changed just before, ``experiment`` is the shared
     part of the experiment if it is another than before (JSON). ``paused`` says that an operator had the run wait just
-    before: ``by`` whom, and how many ``seconds``. Where they are empty, a line does not have them.
+    before: ``by`` whom, and how many ``seconds``. ``follows`` has, by file of lines, the digest of the line that it
+    ended with when this one was written. Where they are empty, a line does not have them.
     """
 
     round: int
@@ -76,6 +77,7 @@ class Attempt:
     left: list[str] = field(default_factory=list)
     experiment: str = ""
     paused: dict[str, Any] = field(default_factory=dict)
+    follows: dict[str, str] = field(default_factory=dict)
 
     @property
     def losses(self) -> dict[str, str]:
@@ -129,6 +131,8 @@ class Journal:
         Of an open federation: who is in the roster after the last line, as told when they joined; and who ever was.
     experiment
         Its experiment after the last line; empty in a closed run.
+    follows
+        By file of lines, the digest of the last line that the journal's last line knows.
     needed
         Rounds at which versions of clients' states are asked for, besides the last: those of checkpoints.
     """
@@ -145,12 +149,14 @@ class Journal:
         self.members: dict[str, Mapping[str, Any]] = {}
         self.ever: set[str] = set()
         self.experiment = ""
+        self.follows: dict[str, str] = {}
 
     def _note(self, attempt: Attempt) -> None:
         self.costs.add(attempt)
         fold(self.members, attempt.joined, attempt.left)
         self.ever.update(told["id"] for told in attempt.joined if not told["observer"])
         self.experiment = attempt.experiment or self.experiment
+        self.follows = attempt.follows
         if attempt.outcome != DONE:
             return
         if self.whole == self.counted_rounds and attempt.round == self.whole + 1:
@@ -190,6 +196,7 @@ class Journal:
     def append(self, attempt: Attempt) -> None:
         """Write an attempt down, as one of this life."""
         attempt.life = self.life
+        attempt.follows = self._folder.last_digests(METRICS, RELEASES)
         # Not asdict, which copies each of a hundred thousand ids.
         conversations = [
             {"clients": held.clients, "lost": [vars(loss) for loss in held.lost]} for held in attempt.conversations
@@ -220,7 +227,7 @@ class Journal:
         Raises
         ------
         DataError
-            If a line is not an attempt.
+            If a line is not an attempt, or is damaged.
         """
         journal = cls(folder)
         journal.needed = needed
@@ -228,7 +235,7 @@ class Journal:
         for attempt, line in _attempts(folder):
             journal.life = max(journal.life, attempt.life + 1)
             wanted = wanted and (upto is None or attempt.round <= upto)
-            if wanted and line.whole:
+            if wanted:
                 journal._note(attempt)
                 journal._end = line.end
                 if attempt.round <= evaluated:
@@ -240,21 +247,12 @@ class Journal:
         """All that is in the file, read anew."""
         return [attempt for attempt, _ in _attempts(self._folder)]
 
-    def asked(self, *, evaluations: bool) -> Counter[str]:
-        """How often each client was in a cohort, of attempts that failed, too; with or without evaluations."""
-        times: Counter[str] = Counter()
-        for attempt, _ in _attempts(self._folder):
-            if evaluations or attempt.outcome != EVALUATED:
-                for held in attempt.conversations:
-                    times.update(held.clients)
-        return times
-
     def counted(self) -> list[Attempt]:
         """The attempts that became rounds, read anew."""
         return [attempt for attempt in self.attempts if attempt.outcome == DONE]
 
 
-_SELDOM = ("joined", "left", "experiment", "paused")
+_SELDOM = ("joined", "left", "experiment", "paused", "follows")
 
 
 def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, Any]], left: Iterable[str]) -> None:
@@ -350,8 +348,8 @@ class Replay:
 
     def _read(self, start: int) -> Attempt:
         assert self._lines is not None
-        end = self._lines.find(b"\n", start)
-        return attempt_of(as_object(self._lines[start : None if end < 0 else end]) or {}, self._folder)
+        line = as_object(self._lines[start : self._lines.find(b"\n", start)]) or {}  # its digest has been compared
+        return attempt_of({key: value for key, value in line.items() if key != "digest"}, self._folder)
 
 
 def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
@@ -359,10 +357,6 @@ def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
     for line in folder.placed(NAME):
         if line.object is not None:
             yield attempt_of(line.object, folder), line
-        elif line.whole:
-            raise DataError(
-                f"{folder.path / NAME}: damaged, found a line at byte {line.start} that is not a JSON object"
-            )
 
 
 def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:

@@ -21,7 +21,7 @@ from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
-from fedloom.evaluation.summary import Communication, Evaluation, line_score, metrics_line, validation_score
+from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
 from fedloom.federation.activity import Monitor
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.carrier import Carrier
@@ -31,6 +31,8 @@ from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewRe
 from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
+from fedloom.federation.releases import Releases
+from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
 from fedloom.federation.validation import absurd, is_finite, learning_rates
@@ -100,6 +102,8 @@ class Loop:
         Is told what the loop does.
     control
         Who may have the rounds pause; None: nobody.
+    releases
+        Where private answers are counted.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Loop:
         experiment: str = "",
         monitor: Monitor | None = None,
         control: Control | None = None,
+        releases: Releases | None = None,
     ) -> None:
         self.schedule = schedule
         self._control = control
@@ -164,6 +169,7 @@ class Loop:
             stop,
             self._judge,
             self._states if client_half.stateful else None,
+            releases,
         )
         self._durable: tuple[int, Best | None] | None = None
         self._saved_at = time.monotonic()
@@ -225,47 +231,24 @@ class Loop:
         Raises
         ------
         DataError
-            If the checkpoint is damaged or does not fit, the journal lacks rounds before it, or the run has come to its
-            end and there is no checkpoint.
+            If the checkpoint does not fit, or as :meth:`Resumption.find` says.
         """
-        if not self.checkpoints.rounds():
-            if self.folder.read("summary.json") is not None:
-                raise DataError(
-                    f"{self.folder.path / 'checkpoints'}: found none, of a run that has come to its end",
-                    hint=f"restore them, or run anew, elsewhere with {argument('out')}",
-                )
-            # Stopped before the first checkpoint: nothing was durable.
+        found = Resumption.find(self.folder, self.checkpoints)
+        if found is None:  # nothing was durable
             self.journal = Journal.read(self.folder, upto=-1)
             self.journal.rewind()
             self.folder.rewrite("metrics.jsonl", [])
             return
-        checkpoint = self.checkpoints.load("last")
-        check_fits(checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
-        # Killed after this round had been evaluated and before a checkpoint said that it is the best: with its line
-        # gone it is evaluated again, and found to be the best again.
-        last = self.folder.last_evaluation(checkpoint.round)
-        if last is not None and last[0]["round"] == checkpoint.round:
-            score, best = line_score(last[0]), checkpoint.best
-            if score is not None and (best is None or score > best.score):
-                last = self.folder.last_evaluation(checkpoint.round - 1)
-        evaluated = -1 if last is None else last[0]["round"]
-        journal = Journal.read(self.folder, checkpoint.round, self.checkpoints.rounds(), evaluated)
-        if not journal.whole == journal.counted_rounds == checkpoint.round:
-            raise DataError(
-                f"{self.folder.path / 'journal.jsonl'}: found no round {journal.whole + 1}, needed: all up to round "
-                f"{checkpoint.round}, of which the last checkpoint is",
-                hint=f"remove the checkpoints after round {journal.whole} to go on from the one before",
-            )
-        self.server.load(checkpoint.state)
-        self.round, self.best = checkpoint.round, checkpoint.best
+        check_fits(found.checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
+        self.server.load(found.checkpoint.state)
+        self.round, self.best = found.checkpoint.round, found.checkpoint.best
         self._durable = (self.round, self.best)
-        self._evaluated = evaluated
-        self.journal = journal
-        self.roster.restore(journal.members)
+        self._evaluated = found.evaluated
+        self.journal = found.journal
+        self.roster.restore(self.journal.members)
         self._know()
-        self.journal.rewind()
-        self.folder.cut("metrics.jsonl", 0 if last is None else last[1])
-        self.monitor.resume(self.round, None if last is None else last[0], self.checkpoints.written_at(self.round))
+        found.rewind(self.folder)
+        self.monitor.resume(self.round, found.last, self.checkpoints.written_at(self.round))
 
     def advance(self) -> None:
         """Run to the last round and leave a checkpoint, of a run that another goes on with; raises as :meth:`run`."""

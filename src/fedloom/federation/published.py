@@ -13,6 +13,8 @@ Below the run's place in the store:
     publication copies what is new, however long the run is.
 ``states/``
     The clients' states, which the workers keep there.
+``releases/<life>-<n>.json``
+    Lines of ``releases.jsonl`` that no publication has yet: private answers are stored before they are asked for.
 everything else
     The finished run's folder, for people and programs to read. What has a ``summary.json`` is whole.
 
@@ -42,7 +44,7 @@ from typing import Any, BinaryIO
 from pydantic import TypeAdapter
 
 from fedloom.errors import DataError, StorageError, argument
-from fedloom.federation.folder import RunFolder
+from fedloom.federation.folder import RELEASES, RunFolder
 from fedloom.storage import Absent, Store, Taken
 from fedloom.storage.base import parts_of
 from fedloom.storage.folder import PARTIAL, copy_atomically, opened, storing
@@ -66,7 +68,7 @@ LINES = ".jsonl"
 SEGMENTS = (1 << 24, 1 << 21, 1 << 18)
 """Bytes of the segments of a file of lines, each 8 of the next; what is left at the end is smaller than the last."""
 
-OF_ITS_OWN = ("blobs", "published", "states")
+OF_ITS_OWN = ("blobs", "published", "releases", "states")
 """Folders in the store that are no part of the finished run's folder."""
 
 _RECORD = re.compile(r"published/(\d{8})\.json")
@@ -194,6 +196,7 @@ class Published:
         self._last: Record | None = None
         self._blobs: dict[str, str] = {}  # what is there, by sha256
         self._segments: dict[str, Grown] = {}
+        self._told: list[str] = []  # objects below releases/ whose lines this folder has
 
     @property
     def finished(self) -> bool:
@@ -242,6 +245,7 @@ class Published:
                 break
         if record is None:
             return False
+        self.gather_releases()
         self._last, self._blobs = record, _by_digest(record)
         log.info("resuming round %d of %s", record.round, self._store.url)
         return True
@@ -257,6 +261,7 @@ class Published:
             If the store refuses us.
         """
         number = 1 if self._last is None else self._last.number + 1
+        told = list(self._told)
         files = {}
         for name in self._needed():
             blobs = []
@@ -267,7 +272,30 @@ class Published:
                 blobs.append(self._blobs[digest])
             files[name] = blobs
         self._record(Record(number, round, self._incarnation, files))
+        self._store.remove(told)
+        del self._told[: len(told)]
         log.info("published round %d at %s", round, self._store.url)
+
+    def keep_release(self, line: Mapping[str, Any]) -> None:
+        """Store a line of ``releases.jsonl``, which the folder has, until it is published; any thread may call.
+
+        Raises
+        ------
+        StorageError, RefusedError
+            If the store fails, or refuses us.
+        """
+        name = _release(line)
+        self._store.write(name, json.dumps(line).encode())
+        self._told.append(name)
+
+    def gather_releases(self) -> None:
+        """Append to ``releases.jsonl`` what aggregators have stored that did not come to publish it."""
+        there = [entry.name for entry in self._store.entries("releases/") if entry.name not in self._told]
+        known = {_release(line) for line in self._folder.objects(RELEASES)} if there else set()
+        for name in there:
+            if name not in known:
+                self._folder.append(RELEASES, parsed_json(self._store.read(name)))
+            self._told.append(name)
 
     def finish(self) -> None:
         """Publish the finished run's folder under the names it has here.
@@ -458,6 +486,10 @@ def _digest_of(file: BinaryIO, begin: int, length: int) -> str:
 
 def _name(number: int) -> str:
     return f"published/{number:08d}.json"
+
+
+def _release(line: Mapping[str, Any]) -> str:
+    return f"releases/{line['life']}-{line['number']:08d}.json"
 
 
 def _digest(blob: str) -> str:

@@ -245,7 +245,9 @@ def federate(
             task_config=task_config,
             say=say,
         )
-    return {"label": task, **_metadata(json.loads((out / "summary.json").read_text(encoding="utf-8")))}
+    from fedloom.federation.folder import RunFolder
+
+    return {"label": task, **_metadata(RunFolder(out).json("summary.json"))}
 
 
 @step
@@ -305,15 +307,14 @@ def evaluate(
         communication=summary.Communication(**spent[-1]["communication"]),
         client_steps=spent[-1]["client_steps"],
     )
-    for name, text in {
-        "partition.json": manifest.to_json(),
-        "metrics.jsonl": json.dumps(line) + "\n",
-        "clients.csv": as_csv(summary.client_rows(evaluation, manifest.clients)),
-        "confusion.json": json.dumps(summary.confusion_document(evaluation, manifest.class_names)),
-        "confusion.csv": summary.confusion_table(evaluation),
-        "calibration.json": json.dumps(summary.calibration_document(evaluation)),
-    }.items():
-        (out / name).write_text(text, encoding="utf-8")
+    evaluated = RunFolder(out)
+    evaluated.reopen_lines()
+    evaluated.rewrite("metrics.jsonl", [line])
+    evaluated.write("partition.json", manifest.to_json())
+    evaluated.write("clients.csv", as_csv(summary.client_rows(evaluation, manifest.clients)))
+    evaluated.write("confusion.csv", summary.confusion_table(evaluation))
+    evaluated.write_json("confusion.json", summary.confusion_document(evaluation, manifest.class_names))
+    evaluated.write_json("calibration.json", summary.calibration_document(evaluation))
     rows = evaluation.confusion[:, evaluation.predictors.index("personal")].sum(0).tolist()  # counts, [C, C]
     confusion = {"class_names": list(manifest.class_names), "rows": rows} if manifest.classes else None
     return {**found.statistics, "confusion": confusion}

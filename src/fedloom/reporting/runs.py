@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 import statistics
@@ -207,7 +205,7 @@ def read_run(folder: Path) -> Run:
     files = RunFolder.open(folder)
     e = experiment_of(files)
     summary = files.json("summary.json")
-    partition = files.json("partition.json")
+    partition = files.manifest().fingerprint
     environment = files.json("environment.json")
     history = files.metrics()
     clients = files.clients()
@@ -234,7 +232,7 @@ def read_run(folder: Path) -> Run:
             masked=masked,
             by_loss=by_loss,
             settings={key: value for key, value in _flat(e).items() if not key.startswith(APART)},
-            partition=hashlib.sha256(_canonical(partition)).hexdigest(),  # = Manifest.fingerprint, of any version
+            partition=partition,
             environment=environment,
             payload_up=int(traffic["payload_up"]),
             payload_down=int(traffic["payload_down"]),
@@ -336,10 +334,6 @@ def _point(line: Mapping[str, Any], predictor: str, method: str, *, by_loss: boo
         line["validation_loss" if by_loss else "validation_pooled"],
         {name: None if g is None else float(g[key]) for name, g in _of(line, predictor, method).items()},
     )
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

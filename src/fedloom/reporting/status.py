@@ -150,10 +150,8 @@ class RunFiles:
             self._begin()
             self._inode = found.st_ino
         for line in self._folder.placed(NAME, start=self._end):
-            if not line.whole:
-                return  # it is being written
             if line.object is None:
-                raise DataError(f"{path}: damaged, found a line at byte {line.start} that is not a JSON object")
+                return  # it is being written
             self._take(attempt_of(line.object, self._folder))
             self._end = line.end
 

@@ -28,11 +28,12 @@ from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.control import Control
-from fedloom.federation.folder import RunFolder
+from fedloom.federation.folder import RELEASES, RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
 from fedloom.federation.randomness import generator
+from fedloom.federation.releases import Keep, Releases
 from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
@@ -409,11 +410,14 @@ def loop(
     measure_last: bool = True,
     monitor: Monitor | None = None,
     control: Control | None = None,
+    keep_release: Keep | None = None,
 ) -> Loop:
     """The round loop of an experiment; descriptors go to ``descriptors.json`` of the run's folder.
 
     Parameters
     ----------
+    keep_descriptors
+        False of a run that is only looked at: nothing is written to its folder.
     after
         Is called with each round that has become durable, while the next ones are trained.
     roster
@@ -424,8 +428,12 @@ def loop(
         Is told what the loop does.
     control
         Who may have the rounds pause; None: nobody.
+    keep_release
+        Of a run that is published: stores what a client is about to tell in private.
     """
     e = parts.experiment
+    promised = parts.algorithm.privacy(parts.settings)
+    counts = keep_descriptors and (promised is not None or folder.has(RELEASES))
     schedule = Schedule(
         rounds=e.federation.rounds if upto is None else upto,
         clients_per_round=e.federation.clients_per_round,
@@ -458,6 +466,7 @@ def loop(
         "" if roster.fixed else e.shared_json(),
         monitor,
         control,
+        Releases(folder, promised, keep_release) if counts else None,
     )
 
 

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import math
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from fedloom import digests
 from fedloom.errors import DataError, ExperimentError, StorageError, argument
 from fedloom.runner.personal_model import Promise
 from fedloom.storage.folder import PRIVATE_FILE
 from fedloom.theory.privacy import gaussian_epsilon, together
 from fedloom.words import parsed_json
 
-VERSION = 1
-"""Of a line of the file."""
+VERSION = 2
+KIND = "ledger"
+"""Of the file, as :mod:`fedloom.digests` names it."""
 
 
 class Ledger:
     """A file with one JSON object for each request that has told something of the data it stands for.
 
-    It counts every request that names it, whatever data, server and round the request was about: two sets of data may
-    share examples. Any number of processes may use it at once.
+    Its first line states the δ at which the total ε is taken: that of the first request, for all requests to come. So a
+    request with a larger δ of its own, and less noise, counts as more. It counts every request that names it, whatever
+    data, server and round the request was about: two sets of data may share examples. Any number of processes may use
+    it at once.
 
     Parameters
     ----------
     path
         The file; it is made, for its owner alone (0600), if it is not there. Its folder is.
     budget
-        The largest ε that all requests may come to, at the δ of the one at hand; None: any.
+        The largest ε that all requests may come to, at the ledger's δ; None: any.
     """
 
     def __init__(self, path: Path, budget: float | None = None) -> None:
@@ -50,7 +51,7 @@ class Ledger:
         ExperimentError
             If the total would exceed the budget; the file stays as it is.
         DataError
-            If the file is not a ledger.
+            If the file is not a ledger of this version, or is damaged.
         StorageError
             If it cannot be written.
         """
@@ -58,27 +59,34 @@ class Ledger:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
             with os.fdopen(descriptor, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                before = list(self._multipliers(file))
-                total = gaussian_epsilon(together([*before, promise.noise_multiplier]), promise.delta)
+                stated, before, last = self._read(file)
+                delta = promise.delta if stated is None else stated
+                total = gaussian_epsilon(together([*before, promise.noise_multiplier]), delta)
                 if self._budget is not None and total > self._budget:
-                    spent = gaussian_epsilon(together(before), promise.delta)
+                    spent = gaussian_epsilon(together(before), delta)
                     raise ExperimentError(
                         f"{argument('budget')} is {self._budget:g}, and with this request ε would be {total:.4g} at "
-                        f"δ = {promise.delta:g} ({spent:.4g} after the {len(before)} before it in {self._path}).",
+                        f"the ledger's δ = {delta:g} ({spent:.4g} after the {len(before)} before it in {self._path}).",
                         key="budget",
                         found=total,
                         hint=f"ask with a smaller {argument('epsilon')}, or accept a larger {argument('budget')}",
                     )
-                line = {
-                    "version": VERSION,
-                    "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                    **about,
-                    "epsilon": promise.epsilon,
-                    "delta": promise.delta,
-                    "noise_multiplier": promise.noise_multiplier,
-                    "examples": promise.examples,
-                }
-                file.write(json.dumps(line).encode() + b"\n")
+                lines: list[dict[str, Any]] = [{"version": VERSION, "delta": delta}] if stated is None else []
+                lines.append(
+                    {
+                        "version": VERSION,
+                        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                        **about,
+                        "epsilon": promise.epsilon,
+                        "delta": promise.delta,
+                        "noise_multiplier": promise.noise_multiplier,
+                        "examples": promise.examples,
+                    }
+                )
+                for line in lines:
+                    written = digests.line_of(line, last)
+                    last = digests.check_line(written, last)
+                    file.write(written)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -88,21 +96,31 @@ class Ledger:
                 "told",
                 hint="give a file in a folder that is there, on a disk with room",
             ) from error
-        return replace(promise, requests=len(before) + 1, total_epsilon=total)
+        return replace(promise, requests=len(before) + 1, total_epsilon=total, total_delta=delta)
 
-    def _multipliers(self, file: BinaryIO) -> Iterator[float]:
-        """z of each request before."""
+    def _read(self, file: BinaryIO) -> tuple[float | None, list[float], str]:
+        """The ledger's δ, None if it is empty; z of each request before; and the digest of the last line."""
+        delta, multipliers, last = None, [], digests.beginning(KIND)
         for number, line in enumerate(file, 1):
             try:
                 said = parsed_json(line)
-                version, z = said["version"], float(said["noise_multiplier"])
+                if said["version"] != VERSION:
+                    raise self._refused(number, f"it is of version {said['version']}, and this FedLoom's is {VERSION}")
+                last = digests.check_line(line, last)
+                if delta is None:
+                    delta = float(said["delta"])
+                else:
+                    multipliers.append(float(said["noise_multiplier"]))
+            except digests.Damaged as error:
+                raise self._refused(number, str(error)) from None
             except (ValueError, TypeError, KeyError):
-                version, z = None, 0.0
-            if version != VERSION or not 0 < z < math.inf or not line.endswith(b"\n"):
                 shown = line[:80].decode(errors="replace").strip()
-                raise DataError(
-                    f"{self._path}, line {number}: found {shown!r}; allowed: a JSON object of a ledger, version "
-                    f"{VERSION}, with a noise_multiplier above 0",
-                    hint=f"give another file with {argument('ledger')}, or put this one right",
-                )
-            yield z
+                raise self._refused(number, f"{shown!r} is not a line of a ledger") from None
+        return delta, multipliers, last
+
+    def _refused(self, number: int, why: str) -> DataError:
+        return DataError(
+            f"{self._path}, line {number}: {why}",
+            hint="delete a last line that is torn (it told nothing), restore the file from a copy, or begin another "
+            f"with {argument('ledger')}, and a {argument('budget')} that is smaller by what this one has spent",
+        )

@@ -43,7 +43,7 @@ from fedloom.runner.personal_model import PersonalModel, Promise, card_of
 from fedloom.runner.serve import DurableRounds, run_folder
 from fedloom.runner.trained import CheckpointEvaluation, check_checkpoint, found_of, restore
 from fedloom.storage import is_url
-from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier
+from fedloom.theory.privacy import MAX_DELTA, gaussian_epsilon, noise_multiplier
 from fedloom.transport.newcomer import Answered, Models
 from fedloom.transport.spoken import PRECISIONS
 from fedloom.trust.options import ClientOptions, Credentials
@@ -252,6 +252,7 @@ def _client_of(about: About, asked: Asked) -> _Client:
     data = _data(asked, problem, e)
     parts = assemble.for_newcomers(assemble.make_parts(e, data.manifest), problem.clients)
     _check_labels(asked, parts)
+    check_delta(asked, data.manifest.clients[0].train)
     return _Client(private(asked, dataclasses.replace(parts, algorithm=algorithm)), about, data)
 
 
@@ -285,15 +286,36 @@ def check_privacy(asked: Asked) -> None:
             key="epsilon",
             found=asked.epsilon,
         )
-    if asked.delta is not None and not 0 < asked.delta < 1:
+    if asked.delta is not None and not 0 < asked.delta <= MAX_DELTA:
         raise ExperimentError(
-            f"{argument('delta')} must be between 0 and 1, both excluded (got {asked.delta}).",
+            f"{argument('delta')} must be above 0 and at most {MAX_DELTA:g} (got {asked.delta:g}).",
             key="delta",
             found=asked.delta,
         )
     if asked.clip is not None and not (0 < asked.clip < math.inf):
         raise ExperimentError(
             f"{argument('clip')} must be a finite number above 0 (got {asked.clip}).", key="clip", found=asked.clip
+        )
+
+
+def check_delta(asked: Asked, examples: int) -> None:
+    """Refuse a δ that is no promise for so many examples.
+
+    Who publishes one of n examples, chosen at random, is (0, 1/n)-differentially private.
+
+    Raises
+    ------
+    ExperimentError
+        If δ is not below 1/n.
+    """
+    delta = DELTA if asked.delta is None else asked.delta
+    if asked.epsilon is not None and math.isfinite(asked.epsilon) and delta * examples >= 1:
+        raise ExperimentError(
+            f"{argument('delta')} must be below 1/n for n = {examples} training examples, {1 / examples:.3g} (got "
+            f"{delta:g}): with a larger one a whole example could be told",
+            key="delta",
+            found=delta,
+            hint=f"ask with {argument('delta')} {10 ** -math.ceil(math.log10(examples) + 1):g} or less",
         )
 
 
@@ -594,6 +616,7 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
         about = known.about
         data = _data(asked, Problem.from_json(about.problem), trained.experiment)
         _check_labels(asked, trained)
+        check_delta(asked, data.manifest.clients[0].train)
         parts = private(asked, dataclasses.replace(trained, manifest=data.manifest))
         client = _Client(parts, about, data)
         ledger = client.ledger(asked)

@@ -40,9 +40,9 @@ class Promise:
         Data between which nobody can tell: as many examples, one of them another.
     clip, noise_multiplier, examples
         C, z and n: the noise of each coordinate has deviation z·2C/n.
-    requests, total_epsilon
-        How many requests the client's ledger counts, this one among them, and their ε together, at this δ; None
-        without a ledger.
+    requests, total_epsilon, total_delta
+        How many requests the client's ledger counts, this one among them, their ε together, and the ledger's δ, at
+        which that is; None without a ledger.
     """
 
     epsilon: float
@@ -54,6 +54,7 @@ class Promise:
     neighbours: str = "replace one"
     requests: int | None = None
     total_epsilon: float | None = None
+    total_delta: float | None = None
 
 
 @dataclass(frozen=True)

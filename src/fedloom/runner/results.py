@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import QuorumError, argument
+from fedloom.digests import RESTORE
+from fedloom.errors import DataError, QuorumError, argument
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.summary import (
     LATE,
@@ -20,13 +21,14 @@ from fedloom.evaluation.summary import (
 )
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.folder import RunFolder
+from fedloom.federation.folder import METRICS, RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Extra, Loop
+from fedloom.federation.releases import told
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
 from fedloom.reporting.inputs import checked
-from fedloom.theory.privacy import gaussian_epsilon
+from fedloom.theory.privacy import gaussian_epsilon, together
 from fedloom.words import as_csv, counted
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     folder = run.folder
     last, _ = folder.last_evaluation(run.round) or ({}, 0)
     best = None if run.best is None else folder.evaluation_of(run.best.round)
+    if run.best is not None and best is None:
+        raise DataError(f"{folder.path / METRICS}: damaged, it lacks round {run.best.round}, the best", hint=RESTORE)
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     extra[e.algorithm.name] |= _privacy(parts, run)
     steps = run.client_steps()
@@ -148,29 +152,28 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
         after_steps=run.after_steps,
         extra=extra,
     )
+    folder.close_lines()
     folder.write_json("summary.json", result)
     return result
 
 
 def _privacy(parts: Parts, run: Loop) -> dict[str, Any]:
-    """What is promised of some of the clients' messages: to who answered most often, and to one that has just come.
+    """Return what is promised of some of the clients' messages: to the one that told most, and to one that comes now.
 
-    Every evaluation asks all clients; those of a closed federation are in ``metrics.jsonl`` alone. ``noise`` says where
-    the noise is from: the run's ``seed``, a simulation, or a ``secret`` of each worker.
+    Counted is what was asked for, of clients that have left, too (:mod:`fedloom.federation.releases`). ``noise`` says
+    where the noise is from: the run's ``seed``, a simulation, or a ``secret`` of each worker.
     """
     promised = parts.algorithm.privacy(parts.settings)
     if promised is None:
         return {}
-    fixed = run.roster.fixed
     simulated = not isinstance(parts.experiment.data, OwnData) or isinstance(run.carrier, InProcess)
-    times = run.journal.asked(evaluations=not fixed)
-    evaluations = sum(1 for _ in run.folder.placed("metrics.jsonl")) if fixed else 0
-    most = max((times[entry.id] for entry in run.manifest.clients), default=0) + evaluations
+    found = told(run.folder, repeatable=simulated)
+    least = min(map(_multiplier, found.times.values()), default=math.inf) if found.is_known else 0.0
     answers = [cls.__name__ for cls in answer_shapes(parts.algorithm.messages, run.server.sizes)]
 
-    def epsilon(releases: int) -> float | None:
-        found = gaussian_epsilon(promised.noise_multiplier, promised.delta, releases)
-        return None if math.isinf(found) else found
+    def epsilon(multiplier: float) -> float | None:
+        spent = gaussian_epsilon(multiplier, promised.delta)
+        return None if math.isinf(spent) else spent
 
     about = {
         "mechanism": "gaussian",
@@ -180,12 +183,20 @@ def _privacy(parts: Parts, run: Loop) -> dict[str, Any]:
         "clip": promised.clip,
         "noise_multiplier": promised.noise_multiplier,
         "delta": promised.delta,
-        "releases_most": most,
-        "epsilon_most": epsilon(most),
-        "epsilon_new_client": epsilon(1),
+        "releases_most": max((sum(times.values()) for times in found.times.values()), default=0),
+        "epsilon_most": epsilon(least),
+        "epsilon_new_client": epsilon(promised.noise_multiplier),
         "noise": "seed" if simulated else "secret",
     }
     return {"privacy": about}
+
+
+def _multiplier(times: Mapping[float, int]) -> float:
+    """The multiplier of one answer that tells as much as so many do together, by their own."""
+    if not all(times):
+        return 0.0
+    each = [z / math.sqrt(count) for z, count in times.items()]
+    return each[0] if len(each) == 1 else together(each)
 
 
 def _new_client(parts: Parts, run: Loop) -> dict[str, Any]:

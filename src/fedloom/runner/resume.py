@@ -112,7 +112,7 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
         If its last checkpoint is damaged.
     """
     rounds, checkpoints = e.federation.rounds, Checkpoints(folder.checkpoints)
-    if rounds is None or folder.read("summary.json") is None or max(checkpoints.rounds(), default=None) != rounds:
+    if rounds is None or not folder.has("summary.json") or max(checkpoints.rounds(), default=None) != rounds:
         return None
     try:
         read_run(folder.path)

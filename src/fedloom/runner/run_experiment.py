@@ -269,6 +269,7 @@ def run_experiment(
                         measure_last=leg.measured,
                         monitor=monitor,
                         control=control,
+                        keep_release=None if published is None else published.keep_release,
                     )
                     if resume or number:
                         loop.resume()
@@ -284,6 +285,8 @@ def run_experiment(
                     final = loop.run()
                 finally:
                     gc.unfreeze()  # else nothing of this run is freed before the process ends, which may run many
+            if published is not None:  # another aggregator may still have asked clients, after this one took over
+                published.gather_releases()
             _remove(folder, "report.html")  # beside a summary, a report is of the same end
             if not loop.roster.fixed:
                 folder.write("partition.json", loop.manifest.to_json())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.errors import ExperimentError
+from fedloom.home import expanded
 from fedloom.storage.base import Store, parts_of
 from fedloom.storage.folder import FolderStore
 
@@ -50,7 +51,7 @@ def open_store(
     """
     place = s3_place(url)
     if place is None:
-        return FolderStore(Path(url).expanduser())
+        return FolderStore(expanded(url))
     try:
         from fedloom.storage.s3 import connect
     except ModuleNotFoundError as error:

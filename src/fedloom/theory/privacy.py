@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+MAX_DELTA = 1e-2
+"""Largest δ that is accepted: δ bounds the probability that ε does not hold."""
+
 
 def gaussian_delta(epsilon: float, multiplier: float) -> float:
     """The smallest δ of noise with this multiplier z at ε ≥ 0 (Balle and Wang, Theorem 8).

@@ -15,6 +15,7 @@ from itertools import islice, pairwise
 
 import torch
 
+from fedloom.errors import FedloomError
 from fedloom.federation.activity import Awaited
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
 from fedloom.federation.client_side import TRAIN
@@ -416,6 +417,12 @@ class Dispatcher:
         link.allowance += ALLOWED_PER_ROW * len(rows)
         new = sorted(set(rows).difference(asked))
         if new:
+            if call.told_again is not None and (told := conversation.ask(new)):
+                try:
+                    call.told_again([exchange.client[row] for row in told])
+                except FedloomError as error:  # what is not counted is not asked
+                    exchange.inbox.put(error)
+                    return
             self._put(link, call, new, replay=False, remaining_s=exchange.remaining_s())
         if asked:
             again = wire.Again(conversation=key_to_wire(call.key), exchange=call.exchange, rows=asked)

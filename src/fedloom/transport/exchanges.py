@@ -236,6 +236,7 @@ class OpenConversation:
         self.current: Exchange | None = None
         self.rows: frozenset[int] = frozenset()  # of the whole cohort
         self.holders: dict[int, str] = {}  # the worker that each row stays with
+        self._asked: set[tuple[int, int]] = set()  # exchange, row
 
     def post(self, exchange: Exchange) -> None:
         """Start the next exchange.
@@ -253,6 +254,13 @@ class OpenConversation:
         self.calls.append(exchange.call)
         self.rows = self.rows.union(exchange.call.rows)
         self.current = exchange
+
+    def ask(self, rows: Iterable[int]) -> list[int]:
+        """Note that these rows are asked for the answer of the current exchange; return those that were before."""
+        asked = {(len(self.calls) - 1, row) for row in rows}
+        again = sorted(row for _, row in asked & self._asked)
+        self._asked |= asked
+        return again
 
     def moves_to(self, link: Link, rows: list[int]) -> dict[int, list[int]]:
         """Note that a worker goes on with these rows; return the last exchange that it has, -1 for none -> rows."""

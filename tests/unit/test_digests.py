@@ -1,0 +1,209 @@
+"""Digests of a run's files: what was changed since it was written is found, wherever the change is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom import digests
+from fedloom.errors import DataError
+from fedloom.federation.folder import DIGESTS, RunFolder
+from fedloom.reporting.runs import experiment_of
+
+LINES = [{"round": t, "text": "é\n"} for t in range(4)]
+WHOLE = {
+    "summary.json": '{\n  "seen": {"clients": 3},\n  "name": "é"\n}\n',
+    "experiment.yaml": "name: x\nseed: 1\n",
+    "partition.json": '{"clients":[]}',
+    "clients.csv": "id,seen\nc0,true\n",
+    "confusion.csv": "id,class,predicted,examples\nc0,0,1,3\n",
+}
+
+
+def flips(content: bytes) -> list[bytes]:
+    """A content with one bit changed, for every bit of it."""
+    changed = []
+    for at, bit in itertools.product(range(len(content)), range(8)):
+        one = bytearray(content)
+        one[at] ^= 1 << bit
+        changed.append(bytes(one))
+    return changed
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path)
+    for line in LINES:
+        made.append("metrics.jsonl", line)
+    for name, text in WHOLE.items():
+        made.write(name, text)
+    return made
+
+
+def test_content_is_given_back_without_its_digest(folder: RunFolder) -> None:
+    assert list(folder.lines("metrics.jsonl")) == LINES
+    assert [line.object for line in folder.backwards("metrics.jsonl")] == LINES[::-1]
+    for name, text in WHOLE.items():
+        if name.endswith(".json"):
+            assert folder.json(name) == json.loads(text)
+        else:
+            assert folder.text(name) == text
+
+
+def test_other_programs_read_the_files(folder: RunFolder) -> None:
+    text = (folder.path / "metrics.jsonl").read_text()
+    assert [list(json.loads(line))[-1] for line in text.splitlines()] == ["digest"] * len(LINES)
+    assert list(json.loads((folder.path / "summary.json").read_text())) == ["seen", "name", "digest"]
+    assert (folder.path / "partition.json").read_text() == WHOLE["partition.json"]
+    assert (folder.path / "clients.csv").read_text() == WHOLE["clients.csv"]
+
+
+def test_any_flipped_bit_of_a_file_of_lines_is_found(folder: RunFolder) -> None:
+    """But that which takes the end of the last line away: that line was perhaps never written."""
+    path = folder.path / "metrics.jsonl"
+    whole = path.read_bytes()
+    for changed in flips(whole):
+        path.write_bytes(changed)
+        if changed.endswith(b"\n"):
+            with pytest.raises(DataError, match=r"metrics\.jsonl, line \d+: damaged"):
+                folder.lines("metrics.jsonl")
+        else:
+            found = folder.lines("metrics.jsonl")
+            assert (list(found), found.unreadable) == (LINES[:-1], 1)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: lines[1:],
+        lambda lines: [lines[0], *lines[2:]],
+        lambda lines: [lines[1], lines[0], *lines[2:]],
+        lambda lines: [*lines[:2], lines[1], *lines[2:]],
+        lambda lines: [*lines[:2], b"\n", *lines[2:]],
+    ],
+)
+def test_lines_that_are_gone_moved_or_twice_there_are_found(
+    folder: RunFolder, change: Callable[[list[bytes]], list[bytes]], finished: bool
+) -> None:
+    if finished:
+        folder.close_lines()
+    path = folder.path / "metrics.jsonl"
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(DataError, match=r"metrics\.jsonl.*: damaged"):
+        folder.lines("metrics.jsonl")
+
+
+@pytest.mark.parametrize("gone", [1, 2, 4])
+def test_last_lines_of_a_finished_run_that_are_gone_are_found(folder: RunFolder, gone: int) -> None:
+    folder.close_lines()
+    path = folder.path / "metrics.jsonl"
+    whole = path.read_bytes().splitlines(keepends=True)
+    for kept in (b"".join(whole[:-gone]), b"".join(whole)[:-1], None):
+        path.unlink() if kept is None else path.write_bytes(kept)
+        for read in (folder.lines, lambda name: list(folder.backwards(name))):
+            with pytest.raises(DataError, match="damaged"):
+                read("metrics.jsonl")
+    folder.reopen_lines()
+    assert list(folder.lines("metrics.jsonl")) == []
+
+
+def test_a_line_is_found_damaged_from_the_end_as_well(folder: RunFolder) -> None:
+    path = folder.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"round": 2', b'"round": 3'))
+    reader = folder.backwards("metrics.jsonl")
+    assert next(reader).object == LINES[3]
+    with pytest.raises(DataError, match="line 3: damaged"):
+        next(reader)
+
+
+def test_one_file_of_lines_is_not_taken_for_another(folder: RunFolder) -> None:
+    shutil.copy(folder.path / "metrics.jsonl", folder.path / "journal.jsonl")
+    with pytest.raises(DataError, match=r"journal\.jsonl, line 1: damaged"):
+        folder.lines("journal.jsonl")
+
+
+def test_nothing_is_appended_to_what_has_no_end(folder: RunFolder) -> None:
+    path = folder.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="line 4: damaged"):
+        folder.append("metrics.jsonl", {"round": 4})
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_any_flipped_bit_of_a_whole_file_is_found(folder: RunFolder, name: str) -> None:
+    """In YAML a first line that is no comment any more breaks the file for its reader."""
+    path = folder.path / name
+    whole = path.read_bytes()
+    for changed in flips(whole):
+        path.write_bytes(changed)
+        if name.endswith(".yaml") and changed[0] != whole[0]:
+            with pytest.raises(DataError, match=name):
+                experiment_of(folder)
+        else:
+            with pytest.raises(DataError, match=rf"{name}: damaged"):
+                folder.text(name)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("cut", [0, 1, 7])
+def test_a_file_that_was_cut_is_found(folder: RunFolder, name: str, cut: int) -> None:
+    if name == "experiment.yaml" and cut == 0:
+        pytest.skip("an empty file is no experiment: its reader says so")
+    path = folder.path / name
+    path.write_bytes(path.read_bytes()[:-cut] if cut else b"")
+    with pytest.raises(DataError, match=rf"{name}: damaged"):
+        folder.text(name)
+
+
+def test_an_experiment_that_was_edited_is_read_once_its_first_line_is_removed(folder: RunFolder) -> None:
+    path = folder.path / "experiment.yaml"
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(f"{first}\n{rest.replace('1', '2')}")
+    with pytest.raises(DataError, match="remove the first line"):
+        folder.text("experiment.yaml")
+    path.write_text(rest.replace("1", "2"))
+    assert folder.text("experiment.yaml") == "name: x\nseed: 2\n"
+
+
+@pytest.mark.parametrize("name", ["partition.json", "clients.csv", "confusion.csv"])
+def test_digests_that_are_gone_are_missed(folder: RunFolder, name: str) -> None:
+    (folder.path / DIGESTS).unlink()
+    with pytest.raises(DataError, match=rf"{name}: damaged"):
+        folder.text(name)
+
+
+@pytest.mark.parametrize("name", ["partition.json", "clients.csv", "confusion.csv"])
+def test_killed_between_the_digest_and_the_file_both_hold(folder: RunFolder, name: str) -> None:
+    before = (folder.path / name).read_bytes()
+    folder.write(name, "another")
+    assert folder.text(name) == "another"
+    (folder.path / name).write_bytes(before)
+    assert folder.text(name) == WHOLE[name]
+
+
+@given(st.lists(st.dictionaries(st.text(), st.integers() | st.text()), max_size=4), st.randoms(use_true_random=False))
+def test_a_chain_of_any_objects(values: list[dict[str, Any]], rng: random.Random) -> None:
+    before, lines = digests.beginning("x"), []
+    for value in values:
+        lines.append(digests.line_of(value, before))
+        before = digests.check_line(lines[-1], before)
+        assert {k: v for k, v in json.loads(lines[-1]).items() if k != "digest"} == {
+            k: v for k, v in value.items() if k != "digest"
+        }
+    order = list(range(len(lines)))
+    rng.shuffle(order)
+    first = next((at for at, i in enumerate(order) if at != i), None)
+    if first is not None:
+        before = (digests.said_by(lines[first - 1]) or "") if first else digests.beginning("x")
+        with pytest.raises(digests.Damaged):
+            digests.check_line(lines[order[first]], before)

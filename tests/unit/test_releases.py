@@ -1,0 +1,203 @@
+"""Private answers are counted before they are asked for, and stay counted whatever runs again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federations import Federation, clients, federation, task
+from published_runs import aggregator, run_folder
+
+from fedloom.algorithms.base import Privacy
+from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
+from fedloom.errors import DataError, QuorumError, StorageError
+from fedloom.federation.carrier import Call, ConversationKey, Lost
+from fedloom.federation.folder import RELEASES, RunFolder
+from fedloom.federation.journal import Journal
+from fedloom.federation.releases import Releases, told
+from fedloom.runner.results import _multiplier
+from fedloom.storage import open_store
+from fedloom.theory.privacy import together
+
+PRIVACY = {"clip": 0.7, "noise_multiplier": 2.5}
+PROMISED = Privacy(("Descriptor",), 0.7, 2.5, 1e-5)
+KEY = ConversationKey(3, 1, 0, "train")
+
+
+def made(folder: Path, *, seed: int = 7, cohort: int = 1, **more: Any) -> Federation:
+    """A federation whose descriptors are private; another seed draws other cohorts."""
+    how = {"size": 4, "train": "all", "evaluate": "all", "privacy": PRIVACY}
+    tree = {"local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": how}
+    settings = PeFLLSettings.model_validate(tree)
+    data = clients((4, 9, 6))
+    return federation(folder, PEFLL, settings, task(), data, seed=seed, cohort=cohort, rounds=3, private=True, **more)
+
+
+def counts(folder: Path, *, repeatable: bool = False) -> dict[str, int]:
+    return {c: sum(times.values()) for c, times in told(RunFolder(folder), repeatable=repeatable).times.items()}
+
+
+def asked_in(folder: Path) -> Counter[str]:
+    """How often each client was asked, as the journal of rounds says."""
+    held = [held.clients for attempt in Journal(RunFolder(folder)).attempts for held in attempt.conversations]
+    return Counter(name for names in held for name in names)
+
+
+def test_a_round_that_is_repeated_with_another_cohort_counts_for_both(tmp_path: Path) -> None:
+    """Killed between the telling and a checkpoint."""
+    f = made(tmp_path)
+    f.loop._checkpoint()
+    f.loop.checkpoints.wait()
+    for _ in range(2):
+        f.loop._train_round()
+    first = asked_in(tmp_path)
+    again = made(tmp_path, seed=1)
+    again.loop.resume()
+    assert asked_in(tmp_path) == Counter()
+    for _ in range(2):
+        again.loop._train_round()
+    second = asked_in(tmp_path)
+    assert first != second
+    assert counts(tmp_path) == first + second
+
+
+def test_killed_once_a_client_was_asked_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the journal has a line of the attempt; the disk has the count first."""
+    f = made(tmp_path)
+
+    def killed(call: Call) -> None:
+        assert counts(tmp_path) == dict.fromkeys(call.clients, 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f.loop.carrier, "exchange", killed)
+    with pytest.raises(KeyboardInterrupt):
+        f.loop._train_round()
+    assert not (tmp_path / "journal.jsonl").exists()
+    assert sum(counts(tmp_path).values()) == 1
+    again = made(tmp_path)
+    again.loop._train_round()
+    assert sum(counts(tmp_path).values()) == 2
+
+
+def test_an_attempt_that_failed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    f = made(tmp_path, cohort=2)
+    monkeypatch.setattr(f.loop.carrier, "exchange", lambda call: [Lost("silent")] * len(call.rows))
+    with pytest.raises(QuorumError):
+        f.loop._train_round()
+    assert counts(tmp_path) == dict(asked_in(tmp_path))
+    assert sum(counts(tmp_path).values()) == 2
+
+
+def test_nobody_is_asked_when_it_cannot_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    f = made(tmp_path)
+    asked: list[Call] = []
+    monkeypatch.setattr(f.loop.carrier, "exchange", asked.append)
+    monkeypatch.setattr(RunFolder, "sync", lambda *_: (_ for _ in ()).throw(StorageError("no room")))
+    with pytest.raises(StorageError, match="no room"):
+        f.loop._train_round()
+    assert asked == []
+
+
+def test_what_a_simulation_repeats_is_told_once(tmp_path: Path) -> None:
+    made(tmp_path / "whole", checkpoint_every_s=0.0).run()
+    f = made(tmp_path / "run")
+    f.loop._checkpoint()
+    f.loop.checkpoints.wait()
+    f.loop._train_round()
+    again = made(tmp_path / "run", checkpoint_every_s=0.0)
+    again.loop.resume()
+    again.run()
+    assert counts(tmp_path / "run", repeatable=True) == counts(tmp_path / "whole", repeatable=True)
+    assert sum(counts(tmp_path / "run").values()) > sum(counts(tmp_path / "whole").values())
+
+
+def test_evaluations_and_only_private_exchanges_count(tmp_path: Path) -> None:
+    f = made(tmp_path, cohort=3)
+    f.run()
+    evaluations = len(RunFolder(tmp_path).lines("metrics.jsonl"))
+    assert evaluations == 2
+    assert counts(tmp_path) == dict.fromkeys(f.loop.manifest.roster, 3 + evaluations)
+
+
+def test_going_back_to_an_earlier_checkpoint_takes_nothing_back(tmp_path: Path) -> None:
+    made(tmp_path, checkpoint_every_s=0.0).run()
+    before = counts(tmp_path)
+    last = max((tmp_path / "checkpoints").iterdir())
+    last.unlink()
+    again = made(tmp_path, checkpoint_every_s=0.0)
+    again.loop.resume()
+    assert counts(tmp_path) == before
+    again.run()
+    assert sum(counts(tmp_path).values()) > sum(before.values())
+
+
+def test_lines_that_are_gone_are_missed(tmp_path: Path) -> None:
+    made(tmp_path, checkpoint_every_s=0.0).run()
+    path = tmp_path / RELEASES
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    with pytest.raises(DataError, match=RELEASES):
+        made(tmp_path).loop.resume()
+
+
+def test_of_a_line_that_was_cut_short_nothing_was_told(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    Releases(folder, PROMISED).tell(KEY, 0, ["a", "b", "a"])
+    whole = (tmp_path / RELEASES).read_bytes()
+    (tmp_path / RELEASES).write_bytes(whole + whole[:30])
+    Releases(folder, PROMISED).tell(KEY, 0, ["a"])
+    assert counts(tmp_path) == {"a": 3, "b": 1}
+    assert counts(tmp_path, repeatable=True) == {"a": 2, "b": 1}
+
+
+def test_each_answer_counts_with_the_noise_that_it_had(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for z in (2.5, 1.0):
+        Releases(folder, Privacy(("Descriptor",), 0.7, z, 1e-5)).tell(KEY, 0, ["a", "a"])
+    found = told(folder, repeatable=False)
+    assert found.is_known
+    assert found.times == {"a": {2.5: 2, 1.0: 2}}
+    assert _multiplier(found.times["a"]) == pytest.approx(together([2.5, 2.5, 1.0, 1.0]))
+    assert _multiplier({2.5: 4}) == 2.5 / 2
+    assert _multiplier({2.5: 1, 0.0: 1}) == 0.0
+
+
+@pytest.mark.parametrize("promises", [(None, PROMISED), (PROMISED, None, PROMISED)])
+def test_rounds_without_noise_are_not_forgotten(tmp_path: Path, promises: tuple[Privacy | None, ...]) -> None:
+    """An open federation may change its settings as it goes on."""
+    folder = RunFolder(tmp_path)
+    for i, promised in enumerate(promises):
+        if promised is not None or folder.has(RELEASES):
+            releases = Releases(folder, promised)
+            if promised is not None:
+                releases.tell(KEY, 0, ["a"])
+        folder.append("journal.jsonl", {"round": i + 1})
+    assert not told(folder, repeatable=False).is_known
+
+
+def test_another_aggregator_counts_what_was_not_published(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    one = RunFolder(tmp_path / "a")
+    one.make()
+    a = aggregator(tmp_path / "a", store, "a")
+    releases = Releases(one, PROMISED, a.keep_release)
+    releases.tell(KEY, 0, ["c0"])
+    run_folder(tmp_path / "a", 4)
+    assert len(list(store.entries("releases/"))) == 2  # that the count begins, too
+    a.publish(4)
+    assert list(store.entries("releases/")) == []
+    releases.tell(KEY, 0, ["c0", "c1"])  # and the machine is lost
+    b = aggregator(tmp_path / "b", store, "b")
+    assert b.take_up()
+    assert counts(tmp_path / "b") == {"c0": 2, "c1": 1}
+    b.gather_releases()
+    assert counts(tmp_path / "b") == {"c0": 2, "c1": 1}
+    releases.tell(KEY, 0, ["c2"])  # by an aggregator that does not know yet that it has been replaced
+    b.publish(5)
+    b.gather_releases()
+    assert counts(tmp_path / "b") == {"c0": 2, "c1": 1, "c2": 1}
+    b.publish(6)
+    assert list(store.entries("releases/")) == []
+    assert aggregator(tmp_path / "c", store, "c").take_up()
+    assert counts(tmp_path / "c") == {"c0": 2, "c1": 1, "c2": 1}
