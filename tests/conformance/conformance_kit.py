@@ -294,7 +294,7 @@ class Faulty:
         before: Callable[[Call], None] = lambda call: None,
     ) -> None:
         self.calls: list[Call] = []
-        self.refusals = carrier.refusals
+        self.refusals, self.silence = carrier.refusals, carrier.silence
         self._carrier = carrier
         self._lose = lose
         self._before = before
