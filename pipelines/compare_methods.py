@@ -36,13 +36,13 @@ def compare_methods(
 
     Args:
         experiment: Text of an experiment file.
-            methods: Changes that each method makes: texts `key=value; key=value`; an empty text changes nothing.
+        methods: Changes that each method makes: texts `key=value; key=value`; an empty text changes nothing.
         seeds: `1,2,3` or `1-3`; empty for the experiment's own.
-            overrides: Texts `key=value` that replace values of the file, for all methods.
+        overrides: Texts `key=value` that replace values of the file, for all methods.
         backend: kubernetes (client pods) or local (processes of one pod).
         cluster: Settings of the client pods of each federation as JSON (docs/cluster.md).
         storage_secret: Secret with the credentials of the experiment's storage.
-            source: Folder or s3://bucket/prefix to copy the data set from; empty to download it from its publisher.
+        source: Folder or s3://bucket/prefix to copy the data set from; empty to download it from its publisher.
     """
     run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     leave_nothing = cleanup(run_id=run_id, backend=backend, cluster=cluster).set_caching_options(False)

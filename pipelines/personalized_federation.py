@@ -35,9 +35,9 @@ def personalized_federation(
         overrides: Texts `key=value` that replace values of the file.
         backend: kubernetes (client pods) or local (processes of one pod).
         cluster: Settings of the client pods as JSON (docs/cluster.md).
-            checkpoint: Checkpoint to evaluate: last, best or a round.
+        checkpoint: Checkpoint to evaluate: last, best or a round.
         storage_secret: Secret with the credentials of the experiment's storage.
-            source: Folder or s3://bucket/prefix to copy the data set from; empty to download it from its publisher.
+        source: Folder or s3://bucket/prefix to copy the data set from; empty to download it from its publisher.
     """
     run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     leave_nothing = cleanup(run_id=run_id, backend=backend, cluster=cluster).set_caching_options(False)

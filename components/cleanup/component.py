@@ -11,8 +11,8 @@ def cleanup(run_id: str, backend: str, cluster: str) -> None:
 
     Args:
         run_id: Id of the pipeline run.
-            backend: The `backend` given to `federate`.
-            cluster: The `cluster` given to `federate`.
+        backend: The `backend` given to `federate`.
+        cluster: The `cluster` given to `federate`.
     """
     from fedloom.kubeflow import steps
 

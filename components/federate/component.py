@@ -30,16 +30,16 @@ def federate(
     """Train a model for every client.
 
     Args:
-            experiment: Complete experiment as JSON, from `plan` or `grid`.
-            shards: The partition.
-            model: Output: the complete run, with checkpoints, metrics, summary, journal and logs.
-            metrics: Accuracies of the last round; the file is summary.json.
-            run_id: Id of the pipeline run.
-            task: Name of the federation within the pipeline run.
-            backend: kubernetes (client pods) or local (processes of this pod or machine).
-            cluster: Settings of the client pods as JSON (docs/cluster.md).
-            storage_secret: Secret with the credentials of the experiment's storage, unless the settings name one.
-            task_config: Filled in by Kubeflow: resources, tolerations, node selector and affinity set on the task.
+        experiment: Complete experiment as JSON, from `plan` or `grid`.
+        shards: The partition.
+        model: Output: the complete run, with checkpoints, metrics, summary, journal and logs.
+        metrics: Accuracies of the last round; the file is summary.json.
+        run_id: Id of the pipeline run.
+        task: Name of the federation within the pipeline run.
+        backend: kubernetes (client pods) or local (processes of this pod or machine).
+        cluster: Settings of the client pods as JSON (docs/cluster.md).
+        storage_secret: Secret with the credentials of the experiment's storage, unless the settings name one.
+        task_config: Filled in by Kubeflow: resources, tolerations, node selector and affinity set on the task.
     """
     from pathlib import Path
 

@@ -10,12 +10,12 @@ def grid(experiment: str, methods: list[str], seeds: str) -> list[dict[str, str]
     """List the runs of a comparison.
 
     Args:
-            experiment: Complete experiment as JSON, from `plan`.
-            methods: Changes that each method makes: texts `key=value; key=value`; an empty text changes nothing.
-            seeds: `1,2,3` or `1-3`; empty for the experiment's own.
+        experiment: Complete experiment as JSON, from `plan`.
+        methods: Changes that each method makes: texts `key=value; key=value`; an empty text changes nothing.
+        seeds: `1,2,3` or `1-3`; empty for the experiment's own.
 
-        Returns:
-            One mapping per run, with the keys label, experiment and data.
+    Returns:
+        One mapping per run, with the keys label, experiment and data.
     """
     from fedloom.kubeflow import steps
 

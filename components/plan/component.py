@@ -15,13 +15,13 @@ def plan(experiment: str, overrides: list[str]) -> NamedTuple(  # type: ignore[v
 
     Args:
         experiment: Text of an experiment file, YAML or JSON.
-            overrides: Texts `key=value`, as for `fedloom run --set`.
+        overrides: Texts `key=value`, as for `fedloom run --set`.
 
-        Returns:
-            experiment: The complete experiment as JSON.
-            data: The settings that determine its partition, as JSON.
-            dataset: Name of the data set.
-            root: Folder for data sets on this machine; empty for the default.
+    Returns:
+        experiment: The complete experiment as JSON.
+        data: The settings that determine its partition, as JSON.
+        dataset: Name of the data set.
+        root: Folder for data sets on this machine; empty for the default.
     """
     from fedloom.kubeflow import steps
 

@@ -70,13 +70,13 @@ class FedloomError(Exception):
     Parameters
     ----------
     message
-            A sentence that says what is wrong. It names arguments through :func:`argument`.
-        hint
-            The command or change that fixes the error.
-        key
-            The argument (``out``) or dotted experiment key (``federation.rounds``) that the error is about.
-        found, allowed
-            The value found and the allowed values, for programs: numbers, texts, or lists of them.
+        A sentence that says what is wrong. It names arguments through :func:`argument`.
+    hint
+        The command or change that fixes the error.
+    key
+        The argument (``out``) or dotted experiment key (``federation.rounds``) that the error is about.
+    found, allowed
+        The value found and the allowed values, for programs: numbers, texts, or lists of them.
     """
 
     exit_code: ExitCode

@@ -92,7 +92,7 @@ def fields_of(cls: type[Message]) -> tuple[MessageField, ...]:
     Raises
     ------
     TypeError
-            If a field was declared with neither ``rows`` nor ``broadcast``.
+        If a field was declared with neither ``rows`` nor ``broadcast``.
     """
     found = []
     for field in dataclasses.fields(cls):
@@ -234,7 +234,7 @@ class Replies(Generic[M]):
         return sizes / sizes.sum().clamp(min=1)
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the weighted sum over clients in cohort order, ``[c, ...] -> [...]``; default: mean of those present."""
+        """Return the weighted sum over clients in cohort order, ``[c, ...] -> [...]``; by default their mean."""
         weights = self.mean_weights if weights is None else weights
         total = torch.zeros_like(x[0])
         for row, weight in zip(x, weights.tolist(), strict=True):
