@@ -29,7 +29,7 @@ class EmbeddingNetwork(FlatNetwork):
     def describe(
         self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None, clip: float | None = None
     ) -> Tensor:
-        """Return the descriptor v(B; η_v) = 1/|B| Σ φ(x, y), ``[l]``; with ``clip``, of :func:`clipped` float64 rows."""
+        """Return the descriptor v(B; η_v) = 1/|B| Σ φ(x, y), [l]; with ``clip``, of :func:`clipped` rows (float64)."""
         embedded = self.forward(parameters, x, y)
         return (embedded if clip is None else clipped(embedded, clip)).mean(0)
 
