@@ -64,7 +64,7 @@ class MessageField:
     name, quantity
         Its name and its meaning.
     per_client
-        Whether the field has one row per client.
+        True if the field has one row per client.
     shape
         Shape of one row, in numbers and names of sizes; empty if clients never send the field.
     """

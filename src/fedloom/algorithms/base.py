@@ -39,7 +39,7 @@ class Task:
     input_shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (tokens,)
     clients: int  # seen and unseen (the papers' n); 0 in an open federation
     dtype: torch.dtype = torch.float32
-    kind: Kind = "pixels"  # kind of input
+    kind: Kind = "pixels"  # of the inputs
     roster: tuple[str, ...] = ()  # ids of the seen clients, in manifest order; () in an open federation
     same_clients: bool = True  # False for another partition, whose clients reuse ids of the roster
 

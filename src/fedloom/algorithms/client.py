@@ -190,7 +190,7 @@ class Local:
         self._layout = model.layout
 
     def _masked(self, model: FlatModel) -> FlatModel:
-        """Mask the labels absent from the only client; of several clients each masks its own in :meth:`_loss`."""
+        """Mask the labels absent from a single client; several clients mask their own in :meth:`_loss`."""
         return model if self._absent is None or self.stacked else masked(model, self._absent[0])
 
     # Parameters

@@ -291,7 +291,7 @@ def shared_model(
     linear_head
         Reject a model whose head is parametrized (weight or spectral normalization).
     needs_features
-        Reject a model whose last layer has no features as inputs.
+        Reject a model that does not end in a linear layer on features.
     own_loss
         Train with the model's loss. If False, reject a model that defines its own loss.
     by_batch
