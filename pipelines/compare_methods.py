@@ -1,4 +1,4 @@
-"""Methods and seeds: one federation each, then the comparison."""
+"""Pipeline that runs one federation per method and seed, then compares them."""
 
 from kfp import dsl
 
@@ -24,7 +24,7 @@ AT_ONCE = 4
 )
 def compare_methods(
     experiment: str,
-    methods: list[str] = [""],  # noqa: B006 (Kubeflow takes the defaults from here, and never changes them)
+    methods: list[str] = [""],  # noqa: B006 (Kubeflow reads the defaults and never modifies them)
     seeds: str = "1-3",
     overrides: list[str] = [],  # noqa: B006
     backend: str = "kubernetes",
@@ -36,13 +36,13 @@ def compare_methods(
 
     Args:
         experiment: Text of an experiment file.
-        methods: What each method changes in it: texts `key=value; key=value`; an empty text changes nothing.
+        methods: Changes that each method makes: texts `key=value; key=value`; an empty text changes nothing.
         seeds: `1,2,3` or `1-3`; empty for the experiment's own.
-        overrides: Texts `key=value` that replace values of the file for all methods.
+        overrides: Texts `key=value` that replace values of the file, for all methods.
         backend: kubernetes (client pods) or local (processes of one pod).
         cluster: Settings of the client pods of each federation as JSON (docs/cluster.md).
         storage_secret: Secret with the credentials of the experiment's storage.
-        source: Folder or s3://bucket/prefix to take the data set from; empty for where it is published.
+        source: Folder or s3://bucket/prefix to copy the data set from; empty to download it from its publisher.
     """
     run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     leave_nothing = cleanup(run_id=run_id, backend=backend, cluster=cluster).set_caching_options(False)

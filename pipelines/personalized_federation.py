@@ -1,4 +1,4 @@
-"""One experiment: partition, federation, evaluation, report."""
+"""Pipeline for one experiment: partition, federation, evaluation, report."""
 
 from kfp import dsl
 
@@ -21,7 +21,7 @@ report = component("report")
 )
 def personalized_federation(
     experiment: str,
-    overrides: list[str] = [],  # noqa: B006 (Kubeflow takes the default from here, and never changes it)
+    overrides: list[str] = [],  # noqa: B006 (Kubeflow reads the default and never modifies it)
     backend: str = "kubernetes",
     cluster: str = "",
     checkpoint: str = "last",
@@ -35,9 +35,9 @@ def personalized_federation(
         overrides: Texts `key=value` that replace values of the file.
         backend: kubernetes (client pods) or local (processes of one pod).
         cluster: Settings of the client pods as JSON (docs/cluster.md).
-        checkpoint: What is evaluated: last, best or a round.
+        checkpoint: Checkpoint to evaluate: last, best or a round.
         storage_secret: Secret with the credentials of the experiment's storage.
-        source: Folder or s3://bucket/prefix to take the data set from; empty for where it is published.
+        source: Folder or s3://bucket/prefix to copy the data set from; empty to download it from its publisher.
     """
     run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     leave_nothing = cleanup(run_id=run_id, backend=backend, cluster=cluster).set_caching_options(False)
@@ -57,5 +57,5 @@ def personalized_federation(
         with_storage(federated, storage_secret).set_caching_options(False)
         model = federated.outputs["model"]
         evaluated = sized(evaluate(model=model, shards=shards, checkpoint=checkpoint), DAY, cpu="1", memory="4Gi")
-        with_storage(evaluated, storage_secret)  # clients' states stay in the store
+        with_storage(evaluated, storage_secret)  # client states remain in the store
         sized(report(run=model, metrics=evaluated.outputs["metrics"]), HOUR)

@@ -1,4 +1,4 @@
-"""A trained model, and clients that it has never seen: Algorithm 1 alone."""
+"""Pipeline that gives unseen clients models from a trained run, by Algorithm 1 alone."""
 
 from kfp import dsl
 from kfp.dsl import Model
@@ -21,7 +21,7 @@ report = component("report")
 def unseen_clients(
     experiment: str,
     model: str,
-    overrides: list[str] = [],  # noqa: B006 (Kubeflow takes the default from here, and never changes it)
+    overrides: list[str] = [],  # noqa: B006 (Kubeflow reads the default and never modifies it)
     checkpoint: str = "last",
     storage_secret: str = "fedloom-storage",
     source: str = "",
@@ -31,14 +31,14 @@ def unseen_clients(
     """Give clients that took no part in training their own models.
 
     Args:
-        experiment: Text of an experiment file: its `data` and `seed` say who the new clients are.
-        model: URI of the model artifact of an earlier pipeline run, or a run's folder where the artifacts lie.
+        experiment: Text of an experiment file whose `data` and `seed` define the new clients.
+        model: URI of the model artifact of an earlier pipeline run, or of a run's folder in the artifact store.
         overrides: Texts `key=value` that replace values of the file, such as `seed=2`.
         checkpoint: last, best or a round.
-        storage_secret: Secret with the credentials of the model's storage, and of `source`.
-        source: Folder or s3://bucket/prefix to take the data set from; empty for where it is published.
-        serve: HOST:PORT of a server that hands out models of this run (`fedloom serve`); empty: they are made here.
-        serve_secret: Secret with what it is asked with: ca.crt; tls.crt and tls.key, or token.
+        storage_secret: Secret with the credentials of the model's storage and of `source`.
+        source: Folder or s3://bucket/prefix to copy the data set from; empty to download it from its publisher.
+        serve: HOST:PORT of a server that provides models of this run (`fedloom serve`); empty to compute them here.
+        serve_secret: Secret with the server credentials: ca.crt; tls.crt and tls.key, or token.
     """
     trained = dsl.importer(artifact_uri=model, artifact_class=Model, reimport=False).output
     planned = sized(plan(experiment=experiment, overrides=overrides), 10 * MINUTE).outputs

@@ -1,4 +1,4 @@
-"""Leave nothing on the cluster."""
+"""Component that removes a pipeline run's federations from the cluster."""
 
 from kfp import dsl
 
@@ -7,12 +7,12 @@ from fedloom.kubeflow.image import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def cleanup(run_id: str, backend: str, cluster: str) -> None:
-    """Remove what federations of a pipeline run have left on the cluster; for an exit handler.
+    """Remove everything that a pipeline run's federations left on the cluster; for an exit handler.
 
     Args:
         run_id: Id of the pipeline run.
-        backend: As of `federate`.
-        cluster: As of `federate`.
+        backend: The `backend` given to `federate`.
+        cluster: The `cluster` given to `federate`.
     """
     from fedloom.kubeflow import steps
 

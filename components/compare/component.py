@@ -1,4 +1,4 @@
-"""Set runs side by side."""
+"""Component that compares runs."""
 
 from typing import List  # noqa: UP035 (Kubeflow reads this annotation, and knows no other)
 
@@ -10,13 +10,13 @@ from fedloom.kubeflow.image import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def compare(models: Input[List[Model]], page: Output[HTML], table: Output[Markdown], files: Output[Artifact]) -> None:  # noqa: UP006
-    """Compare what clients get; runs that differ in the seed alone are one line, mean and standard deviation.
+    """Compare the clients' results across runs; runs that differ only in seed become one row, mean and deviation.
 
     Args:
-        models: Runs, from `federate`.
-        page: The comparison, self-contained.
-        table: What each client would get.
-        files: The same as CSV, LaTeX and SVG.
+        models: Runs from `federate`.
+        page: The comparison as a self-contained page.
+        table: The result that each client would get.
+        files: The comparison as CSV, LaTeX and SVG.
     """
     from pathlib import Path
 

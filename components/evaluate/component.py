@@ -1,4 +1,4 @@
-"""Measure a trained model on every client of a partition, seen or new."""
+"""Component that evaluates a trained model on every client of a partition, seen or new."""
 
 from kfp import dsl
 from kfp.dsl import Artifact, ClassificationMetrics, Dataset, Input, Metrics, Model, Output
@@ -16,16 +16,16 @@ def evaluate(
     checkpoint: str = "last",
     serve: str = "",
 ) -> None:
-    """Give every client its own model and measure it; clients of another partition get theirs by Algorithm 1 alone.
+    """Give every client its own model and evaluate it; clients of another partition get theirs by Algorithm 1 alone.
 
     Args:
-        model: The run, from `federate`.
-        shards: The partition it was trained on, or another of the same data set, whose clients are all new.
-        evaluation: Will hold what a report needs, as a run's folder does.
-        metrics: Accuracies; the file is what `fedloom evaluate --out` writes.
-        confusion: Which class was taken for which, over all clients.
+        model: The run from `federate`.
+        shards: The partition the run was trained on, or another of the same data set, whose clients are all new.
+        evaluation: Output in the layout of a run's folder, with everything a report needs.
+        metrics: Accuracies; the file is the one that `fedloom evaluate --out` writes.
+        confusion: Confusion matrix over all clients.
         checkpoint: last, best or a round.
-        serve: HOST:PORT of a server that hands out models of this run, to be asked for them; empty: they are made here.
+        serve: HOST:PORT of a server that provides models of this run; empty to compute them here.
     """
     import json
     from pathlib import Path

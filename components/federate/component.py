@@ -1,4 +1,4 @@
-"""Hold a federation: on client pods, or in processes of this machine."""
+"""Component that runs a federation, on client pods or in local processes."""
 
 from kfp import dsl
 from kfp.dsl import Dataset, Input, Metrics, Model, Output
@@ -11,7 +11,7 @@ FOR_CLIENT_PODS = [
     dsl.TaskConfigField.KUBERNETES_NODE_SELECTOR,
     dsl.TaskConfigField.KUBERNETES_AFFINITY,
 ]
-"""What is set on the task is meant for the client pods; the pod of the task itself only starts and watches them."""
+"""Task settings that apply to the client pods; the task's own pod only starts and watches them."""
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False, task_config_passthroughs=FOR_CLIENT_PODS)
@@ -30,16 +30,16 @@ def federate(
     """Train a model for every client.
 
     Args:
-        experiment: Whole experiment as JSON, from `plan` or `grid`.
+        experiment: Complete experiment as JSON, from `plan` or `grid`.
         shards: The partition.
-        model: Will hold the whole run: checkpoints, metrics, summary, journal, logs.
+        model: Output: the complete run, with checkpoints, metrics, summary, journal and logs.
         metrics: Accuracies of the last round; the file is summary.json.
         run_id: Id of the pipeline run.
-        task: Names the federation within the pipeline run.
+        task: Name of the federation within the pipeline run.
         backend: kubernetes (client pods) or local (processes of this pod or machine).
         cluster: Settings of the client pods as JSON (docs/cluster.md).
         storage_secret: Secret with the credentials of the experiment's storage, unless the settings name one.
-        task_config: Filled in by Kubeflow: resources, tolerations and places that were set on the task.
+        task_config: Filled in by Kubeflow: resources, tolerations, node selector and affinity set on the task.
     """
     from pathlib import Path
 

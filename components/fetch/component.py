@@ -1,4 +1,4 @@
-"""Fetch a data set, whole and checked."""
+"""Component that fetches a complete data set and verifies its checksums."""
 
 from kfp import dsl
 from kfp.dsl import Dataset, Output
@@ -8,13 +8,13 @@ from fedloom.kubeflow.image import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def fetch(dataset: str, files: Output[Dataset], root: str = "", source: str = "") -> None:
-    """Fetch a data set, compare it with its checksums, and keep its files as an artifact.
+    """Fetch a data set, verify its checksums, and keep its files as an artifact.
 
     Args:
         dataset: Name of the data set, such as fashion-mnist.
-        files: Will hold its files.
-        root: Folder for data sets on this machine; empty for the usual one.
-        source: Folder or s3://bucket/prefix to take the files from; empty for where the data set is published.
+        files: Output: the files of the data set.
+        root: Folder for data sets on this machine; empty for the default.
+        source: Folder or s3://bucket/prefix to copy the files from; empty to download from the data set's publisher.
     """
     from pathlib import Path
 

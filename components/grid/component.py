@@ -1,4 +1,4 @@
-"""The runs of a comparison: every method with every seed."""
+"""Component that lists the runs of a comparison: every method with every seed."""
 
 from kfp import dsl
 
@@ -10,12 +10,12 @@ def grid(experiment: str, methods: list[str], seeds: str) -> list[dict[str, str]
     """List the runs of a comparison.
 
     Args:
-        experiment: Whole experiment as JSON, from `plan`.
-        methods: What each method changes: texts `key=value; key=value`; an empty text changes nothing.
+        experiment: Complete experiment as JSON, from `plan`.
+        methods: Changes that each method makes: texts `key=value; key=value`; an empty text changes nothing.
         seeds: `1,2,3` or `1-3`; empty for the experiment's own.
 
     Returns:
-        One mapping for each run, with the keys label, experiment and data.
+        One mapping per run, with the keys label, experiment and data.
     """
     from fedloom.kubeflow import steps
 

@@ -1,4 +1,4 @@
-"""Deal a data set out to clients."""
+"""Component that partitions a data set into clients."""
 
 from kfp import dsl
 from kfp.dsl import Dataset, Input, Output
@@ -8,12 +8,12 @@ from fedloom.kubeflow.image import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def partition(data: str, files: Input[Dataset], shards: Output[Dataset]) -> None:
-    """Deal a data set out to clients: a manifest, and one file for each client.
+    """Partition a data set into clients: a manifest, and one file per client.
 
     Args:
-        data: What decides the partition, as JSON, from `plan` or `grid`.
-        files: The data set, from `fetch`.
-        shards: Will hold the manifest and the clients' files; the metadata name its fingerprint.
+        data: The settings that determine the partition, as JSON, from `plan` or `grid`.
+        files: The data set from `fetch`.
+        shards: Output: the manifest and the clients' files; its metadata hold the fingerprint.
     """
     from pathlib import Path
 

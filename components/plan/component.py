@@ -1,4 +1,4 @@
-"""Check an experiment and fill in its defaults, before anything is fetched or started."""
+"""Component that checks an experiment and fills in its defaults, before anything is fetched or started."""
 
 from typing import NamedTuple
 
@@ -15,13 +15,13 @@ def plan(experiment: str, overrides: list[str]) -> NamedTuple(  # type: ignore[v
 
     Args:
         experiment: Text of an experiment file, YAML or JSON.
-        overrides: Texts `key=value`, as of `fedloom run --set`.
+        overrides: Texts `key=value`, as for `fedloom run --set`.
 
     Returns:
-        experiment: The whole experiment as JSON.
-        data: What decides its partition, as JSON.
+        experiment: The complete experiment as JSON.
+        data: The settings that determine its partition, as JSON.
         dataset: Name of the data set.
-        root: Folder for data sets on this machine; empty for the usual one.
+        root: Folder for data sets on this machine; empty for the default.
     """
     from fedloom.kubeflow import steps
 

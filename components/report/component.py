@@ -1,4 +1,4 @@
-"""Put what was found on a page and in a table."""
+"""Component that writes a report: a page and a table."""
 
 from kfp import dsl
 from kfp.dsl import HTML, Artifact, Input, Markdown, Metrics, Output
@@ -12,9 +12,9 @@ def report(run: Input[Artifact], metrics: Input[Metrics], page: Output[HTML], ta
 
     Args:
         run: The run from `federate`, or the evaluation from `evaluate`.
-        metrics: From `evaluate`.
-        page: The report, self-contained.
-        table: Accuracies by group of clients.
+        metrics: Metrics from `evaluate`.
+        page: The report as a self-contained page.
+        table: Accuracies by client group.
     """
     from pathlib import Path
 

@@ -1,9 +1,9 @@
 """FedLoom: personalized federated learning on one machine, on Kubernetes, under Kubeflow.
 
-``run`` runs an experiment and returns it as a :class:`Run`; ``sweep`` runs many, ``load`` opens one that was run,
-``compare`` puts some side by side, ``personalize`` gets a model for a client that a run does not know, and ``fetch``
-fetches a data set (docs/python.md).
-Nothing heavy is imported before it is used.
+``run`` runs an experiment and returns it as a :class:`Run`. ``sweep`` runs many. ``load`` opens a finished run,
+``compare`` compares several, ``personalize`` gets a model for a client outside the run, and ``fetch`` downloads a
+data set (docs/python.md).
+Heavy dependencies are imported on first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
     from fedloom.runner.personal_model import PersonalModel
 
-# PyTorch reads this when it allocates first: tensors of 2 MiB and more in huge pages, with far fewer page faults.
+# PyTorch reads this at its first allocation: tensors of 2 MiB and more go into huge pages, with far fewer page faults.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 __version__ = "0.1.0"
@@ -54,7 +54,7 @@ _LATER = {
     "Federated": "fedloom.api.federated",
     "PersonalModel": "fedloom.runner.personal_model",
 }
-"""Where the names are that are imported when they are used first."""
+"""Public names that are imported on first use -> their module."""
 
 
 def __getattr__(name: str) -> Any:
@@ -70,22 +70,22 @@ def __dir__() -> list[str]:
 
 
 def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> PersonalModel:
-    """Get a model for a client that took no part in a run, from its server or its folder (docs/serving.md).
+    """Get a model for a client that took no part in a run, from the run's server or folder (docs/serving.md).
 
     Parameters
     ----------
     where
-        ``HOST:PORT`` of `fedloom serve` or of an aggregator; a run's folder; or the URL where a run is published.
+        Address ``HOST:PORT`` of `fedloom serve` or of an aggregator, a run's folder, or the URL of a published run.
     x, y
-        Examples ``[n, *input_shape]`` and labels ``[n]``, raw: pixels from 0 to 255, features and tokens as they are;
-        labels as names of the run's classes, or as their positions from 0 (integers are names where the classes are
-        integers). Without ``y`` where the method needs no labels.
+        Raw examples ``[n, *input_shape]`` and labels ``[n]``: pixels from 0 to 255, features and tokens unchanged.
+        Labels are names of the run's classes, or class positions from 0 (integers are names where the classes are
+        integers). Omit ``y`` where the method needs no labels.
     how
         Keyword arguments, as follows.
     data
-        Instead of ``x`` and ``y``, a folder that `fedloom data pack` made.
+        Folder made by `fedloom data pack`, instead of ``x`` and ``y``.
     client
-        The client's id, which seeds its random numbers: the same data and id give the same model.
+        Client id, which seeds the random numbers: the same data and id give the same model.
     checkpoint
         ``last``, a round, or, from a run, ``best``.
     predictor
@@ -93,31 +93,30 @@ def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> Persona
     precision
         ``float32``, or ``bfloat16``, which is rounded and half as large.
     epsilon, delta, clip
-        (ε, δ)-differential privacy of what is told of the data, with each example's embedding shortened to norm C
-        (docs/serving.md); without ``epsilon`` as the run was trained.
+        (ε, δ)-differential privacy of what is disclosed of the data, with each example's embedding clipped to
+        norm C (docs/serving.md). Without ``epsilon``, the run's training setting applies.
     ledger, budget
-        A file that counts what requests have spent of the data's privacy, and the largest ε that they may come to
-        together; one that would exceed it is refused before anything is told.
+        File that records the privacy spent, and the largest total ε allowed. A request that would exceed
+        the budget is refused before anything is disclosed.
     tls_ca, tls_certificate, tls_key, token_file, token, insecure
-        Credentials for a server; by default those of the environment (docs/security.md).
+        Credentials for a server; defaults come from the environment (docs/security.md).
     timeout_s
-        Seconds within which a server must answer; a busy server is asked again until then.
-
+        Seconds to wait for a server's answer; a busy server is retried until then.
     Returns
     -------
     PersonalModel
-        A PyTorch module: raw inputs in, probabilities out.
+        PyTorch module: raw inputs in, probabilities out.
 
     Raises
     ------
     DataError
-        If the data are of another kind than the run's, or there is no such run or round.
+        If the data do not match the run's kind, or the run or round does not exist.
     ExperimentError
         If an argument is not allowed.
     RefusedError
         If the server refuses the credentials.
     QuorumError
-        If no model came in time.
+        If no model arrives in time.
 
     Examples
     --------
@@ -132,7 +131,7 @@ def personalize(where: str, x: Any = None, y: Any = None, **how: Any) -> Persona
 
 
 async def personalize_async(where: str, x: Any = None, y: Any = None, **how: Any) -> PersonalModel:
-    """As :func:`personalize`, as a coroutine."""
+    """Get a model as :func:`personalize` does, as a coroutine."""
     from fedloom.runner.personal import asked_for, personal_model_async
 
     return await personal_model_async(where, *asked_for(where, x, y, **how))

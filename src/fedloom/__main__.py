@@ -1,4 +1,4 @@
-"""``python -m fedloom``."""
+"""Entry point of ``python -m fedloom``."""
 
 from fedloom.cli.main import main
 

@@ -1,9 +1,9 @@
-"""Digests inside the files of a run: what was changed since it was written is found when it is read.
+"""Digests inside the files of a run, which reveal on reading that a file was changed.
 
-A JSON object ends with the key ``digest``, every line of a file of lines ends with that key, and YAML begins with a
-comment that holds it. A digest is that of the bytes around it, so that programs which do not know it (jq, pandas) read
-the file as before. On a line it covers the digest of the line before, too: a line that was changed, removed, put in or
-moved does not follow from its predecessor. A line that a crash cut short has no end, and so no digest.
+In a JSON object and on every line of a JSON Lines file, ``digest`` is the last key. YAML begins with a comment that
+holds the digest. A digest covers the bytes around it, so programs that do not know it (jq, pandas) read the file as
+before. On a line it also covers the previous line's digest: a line that was changed, removed, inserted or moved breaks
+the chain. A line cut short by a crash has no end, and therefore no digest.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ RESTORE = (
     "restore the file from a copy, or from where the run is published; or start a new run with another "
     f"{argument('out')}"
 )
-"""What to do about a damaged file."""
+"""Advice for a damaged file."""
 
 VERSION = 1
-"""Part of what the first digest of a file of lines covers."""
+"""Format version, covered by the first digest of a JSON Lines file."""
 DIGITS = 16
 
 _OF_LINE = re.compile(rb'"digest": "([0-9a-f]{16})"\}\n\Z')
 _OF_OBJECT = re.compile(rb'"digest": "([0-9a-f]{16})"\n\}\n\Z')
 _OF_COMPACT = re.compile(rb',"digest":"([0-9a-f]{16})"\}\Z')
 TAIL = len('"digest": ""}\n') + DIGITS
-"""Bytes at the end of a line that hold its digest."""
+"""Bytes at the end of a line that hold its digest, including the line end."""
 _COMMENT = "# digest {} of the lines below, by FedLoom. Remove this line after editing them.\n"
 _OF_YAML = re.compile(_COMMENT.format("([0-9a-f]{16})").replace(".", r"\."))
 
 
 class Damaged(ValueError):
-    """Content that is not what its digest was made of."""
+    """Content that does not match its digest."""
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return the digest of some bytes, one part after another: the first 64 bits of their sha256, in hex."""
+    """Return the digest of the concatenated parts: the first 64 bits of their SHA-256, in hex."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -51,32 +51,32 @@ def digest_of(*parts: bytes) -> str:
 
 
 def beginning(kind: str) -> str:
-    """Return what stands for the digest of the line before the first, in a file of this kind."""
+    """Return the digest that precedes the first line of a file of this kind."""
     return digest_of(f"fedloom {VERSION} {kind}".encode())
 
 
 def line_of(value: Mapping[str, Any], before: str) -> bytes:
-    """Return an object as the line that follows the line with the digest ``before``.
+    """Return an object as the line that follows the line with digest ``before``.
 
-    It is in ASCII, so that nothing in it is taken for the end of the line.
+    The line is ASCII, so nothing in it can be mistaken for a line end.
     """
     body = json.dumps(value, allow_nan=False).encode()[:-1] + (b", " if value else b"")
     return b'%s"digest": "%s"}\n' % (body, digest_of(before.encode(), body).encode())
 
 
 def said_by(line: bytes) -> str | None:
-    """Return the digest at the end of a line, unchecked; None without one."""
+    """Return the digest at the end of a line, unchecked; None if it has none."""
     found = _OF_LINE.search(line[-TAIL:])
     return None if found is None else found[1].decode()
 
 
 def check_line(line: bytes, before: str) -> str:
-    """Return the digest of a line that ends, compared with its content and its predecessor.
+    """Check a complete line against its content and its predecessor, and return its digest.
 
     Raises
     ------
     Damaged
-        If it has none, or another.
+        If the line has no digest, or a wrong one.
     """
     said = said_by(line)
     if said is None:
@@ -90,12 +90,12 @@ def check_line(line: bytes, before: str) -> str:
 
 
 def sealed(name: str, text: str) -> str:
-    """Return the content of a file of this name with its digest, where its format has a place for one.
+    """Return the content of a file of this name with its digest, if its format has a place for one.
 
     Parameters
     ----------
     text
-        A JSON object, if the name ends in ``.json``; YAML, if in ``.yaml``; else it is returned as it is.
+        A JSON object if the name ends in ``.json``, YAML if in ``.yaml``. Any other text is returned unchanged.
     """
     if name.endswith(".yaml"):
         return _COMMENT.format(digest_of(text.encode())) + text
@@ -107,14 +107,14 @@ def sealed(name: str, text: str) -> str:
 
 
 def unsealed(name: str, content: bytes) -> bytes:
-    """Return the content of a file without its digest, which is compared.
+    """Check the digest of a file's content and return the content without it.
 
-    YAML whose first line is no comment has been edited, and is taken as it is.
+    YAML whose first line is not a comment has been edited, and is returned unchanged.
 
     Raises
     ------
     Damaged
-        If it is not what was written.
+        If the content is not what was written.
     """
     if name.endswith(".yaml"):
         return _without_comment(content)
@@ -130,18 +130,18 @@ def unsealed(name: str, content: bytes) -> bytes:
 
 
 def sealed_compact(text: str) -> str:
-    """Return a JSON object without spaces, which is not empty, with its digest as the last key."""
+    """Return a nonempty JSON object without spaces, with its digest as the last key."""
     body = text.removesuffix("}")
     return f'{body},"digest":"{digest_of(body.encode())}"}}'
 
 
 def unsealed_compact(content: bytes) -> bytes:
-    """Return such an object without its digest, which is compared.
+    """Check the digest of such an object and return the object without it.
 
     Raises
     ------
     Damaged
-        If it is not what was written.
+        If the content is not what was written.
     """
     found = _OF_COMPACT.search(content)
     if found is None:

@@ -1,24 +1,24 @@
-"""Failure classes and exit codes: the one table that every command, component and pod shares (docs/exit-codes.md).
+"""Error classes and exit codes, shared by every command, component and pod (docs/exit-codes.md).
 
 =====================  ====  ===================================================================
 class                  exit  raised when
 =====================  ====  ===================================================================
-``FedloomError``             the base class, which is never raised itself
+``FedloomError``             never: it is the base class
 ``ExperimentError``    2     an experiment file, argument or combination cannot run
-``DataError``          3     data are missing, corrupt, or not what their manifest says
+``DataError``          3     data are missing, corrupt or contradict their manifest
 ``RefusedError``       4     one side refused the other: protocol, version, authentication
 ``QuorumError``        5     a round failed in all its attempts
 ``StorageError``       6     artifacts cannot be written or read
-``WorkerLostError``    7     a process was lost more often than it is restarted; resumable
-``AbandonedError``     8     the other side is gone
+``WorkerLostError``    7     a process was lost more often than restarts allow; resumable
+``AbandonedError``     8     the peer is gone
 ``InterruptedRun``     130   the user or the system asked the run to stop; resumable
 =====================  ====  ===================================================================
 
-Any other exception is a bug: it keeps its traceback, and the process ends with 1.
+Any other exception is a bug: it keeps its traceback, and the process exits with 1.
 
-An error is data, which each front end puts into its own words: the command line speaks of options, Python of
-arguments, an experiment file of keys. A message therefore never spells an option; ``argument("out")`` stands for its
-name. Between processes an error travels as JSON (:meth:`FedloomError.as_json`).
+Each front end phrases errors in its own terms: the command line speaks of options, Python of arguments, an experiment
+file of keys. A message therefore never spells an option; ``argument("out")`` stands for its name. Errors travel between
+processes as JSON (:meth:`FedloomError.as_json`).
 """
 
 import copy
@@ -40,16 +40,16 @@ OPTIONS: Mapping[str, str] = {
     "set": "--set ",
     "timeout_s": "--timeout",
 }
-"""Arguments whose option has another name; others are ``--name-with-dashes``."""
+"""Arguments whose option has a different name; all others are ``--name-with-dashes``."""
 
 IN_PYTHON: Mapping[str, str] = {"no_report": "report=False", "resume": "resume=True", "set": ""}
-"""Arguments that Python users write in another way: with a value, or as keys of the experiment (``set``)."""
+"""Arguments that Python users write differently: with a value, or as keys of the experiment (``set``)."""
 
 _as_options = False
 
 
 class ExitCode(IntEnum):
-    """What a FedLoom process exits with. On Kubernetes 2, 3, 4 and 8 are never retried."""
+    """Exit code of a FedLoom process. Kubernetes never retries 2, 3, 4 and 8."""
 
     OK = 0
     EXPERIMENT = 2
@@ -63,20 +63,20 @@ class ExitCode(IntEnum):
 
 
 class FedloomError(Exception):
-    """A failure with a class of its own.
+    """Base of all FedLoom errors; each subclass has its own exit code.
 
     Subclasses fix ``exit_code``; a bare ``FedloomError`` is never raised.
 
     Parameters
     ----------
     message
-        A sentence that says what is wrong. Names of arguments in it are those of :func:`argument`.
+        A sentence that says what is wrong. It names arguments through :func:`argument`.
     hint
-        The command or change that fixes it.
+        The command or change that fixes the error.
     key
-        The argument (``out``), or the dotted key of the experiment (``federation.rounds``), that the error is about.
+        The argument (``out``) or dotted experiment key (``federation.rounds``) that the error is about.
     found, allowed
-        The value that was found, and those that are allowed, for programs: numbers, texts, or lists of them.
+        The value found and the allowed values, for programs: numbers, texts, or lists of them.
     """
 
     exit_code: ExitCode
@@ -95,36 +95,36 @@ class FedloomError(Exception):
         self.key = key
         self.found = found
         self.allowed = allowed
-        self._as_options = _as_options  # it is told by the front end in whose call it was raised
+        self._as_options = _as_options  # spelled for the front end whose call raised it
 
     def __str__(self) -> str:
-        """Return the message, and the hint on a line of its own, in the words of the front end."""
+        """Return the message, with the hint on its own line, as the front end spells them."""
         return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
 
     @property
     def hint(self) -> str | None:
-        """The command or change that fixes it, in the words of the front end."""
+        """The command or change that fixes the error, as the front end spells it."""
         return None if self._hint is None else _spelled(self._hint, as_options=self._as_options)
 
     @property
     def message(self) -> str:
-        """The message without the hint, in the words of the front end."""
+        """The message without the hint, as the front end spells it."""
         return _spelled(super().__str__(), as_options=self._as_options)
 
     def within(self, place: str) -> Self:
-        """Return the same error, of a process or task that is named first."""
+        """Return a copy whose message begins with the process or task that it comes from."""
         found = copy.copy(self)
         found.args = (f"{place}: {self.args[0]}",)
         return found
 
     def with_hint(self, hint: str | None) -> Self:
-        """Return the same error with a hint, unless it has one."""
+        """Return a copy with this hint, unless the error already has one."""
         found = copy.copy(self)
         found._hint = self._hint or hint
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return what :func:`from_json` makes an equal error of, in another process; values are as text if need be."""
+        """Return a JSON object for :func:`from_json` in another process; values JSON cannot hold become text."""
         return {
             "class": type(self).__name__,
             "message": super().__str__(),
@@ -135,9 +135,9 @@ class FedloomError(Exception):
         }
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows (IPython asks for it): the sentence, and the line outside FedLoom that led to it.
+        """Return the lines that a notebook shows: the message and the user's line that led to it. Called by IPython.
 
-        ``traceback.print_exception(sys.last_value)`` has the rest.
+        ``traceback.print_exception(sys.last_value)`` prints the full traceback.
         """
         package = f"{Path(__file__).parent}/"
         frames = traceback.extract_tb(self.__traceback__)
@@ -153,58 +153,58 @@ class ExperimentError(FedloomError):
 
 
 class DataError(FedloomError):
-    """Data that is missing, corrupt or not what its manifest says."""
+    """Data that are missing, corrupt or contradict their manifest."""
 
     exit_code = ExitCode.DATA
 
 
 class RefusedError(FedloomError):
-    """One side refused the other: protocol, version, authentication."""
+    """Refusal between two sides: protocol, version, authentication."""
 
     exit_code = ExitCode.REFUSED
 
 
 class QuorumError(FedloomError):
-    """A round failed in all its attempts: too few replies, or an update that is not finite."""
+    """Round that failed in all its attempts: too few replies, or an update that is not finite."""
 
     exit_code = ExitCode.QUORUM
 
 
 class StorageError(FedloomError):
-    """Something could not be written or read where artifacts live."""
+    """Failure to write or read artifacts."""
 
     exit_code = ExitCode.STORAGE
 
 
 class WorkerLostError(FedloomError):
-    """A worker was lost more often than it is restarted; the run can be resumed."""
+    """Worker lost more often than restarts allow; the run can be resumed."""
 
     exit_code = ExitCode.WORKER_LOST
 
 
 class AbandonedError(FedloomError):
-    """A worker gave up because its aggregator is gone, or an aggregator because nobody watches it."""
+    """Loss of the peer: a worker's aggregator is gone, or nobody watches the aggregator."""
 
     exit_code = ExitCode.ABANDONED
 
 
 class InterruptedRun(FedloomError):
-    """The user or the system asked the run to stop; it can be resumed."""
+    """Request of the user or the system to stop the run, which can be resumed."""
 
     exit_code = ExitCode.INTERRUPTED
 
 
 FAILURES: Mapping[int, type[FedloomError]] = {int(kind.exit_code): kind for kind in FedloomError.__subclasses__()}
-"""Exit code -> the class that a process ends with it for."""
+"""Exit code -> error class."""
 
 
 def from_json(value: Mapping[str, Any]) -> FedloomError:
-    """Return the error that another process described with :meth:`FedloomError.as_json`.
+    """Return the error that another process encoded with :meth:`FedloomError.as_json`.
 
     Raises
     ------
     KeyError
-        If it is not such a description.
+        If the value does not encode an error.
     """
     kinds = {kind.__name__: kind for kind in FAILURES.values()}
     fields = {name: value[name] for name in ("hint", "key", "found", "allowed")}
@@ -212,21 +212,21 @@ def from_json(value: Mapping[str, Any]) -> FedloomError:
 
 
 def argument(name: str) -> str:
-    """Return what stands for the name of an argument in the message of an error.
+    """Return the placeholder for an argument's name in an error message.
 
     Each front end spells it in its own way: ``tls_ca`` in Python, ``--tls-ca`` on the command line.
 
     Parameters
     ----------
     name
-        As Python has it.
+        The argument's name in Python.
     """
     return f"\x02{name}\x03"
 
 
 @contextmanager
 def arguments_as_options() -> Iterator[None]:
-    """Let errors that are raised in the block spell arguments as options: the front end is a command line."""
+    """Spell arguments as command-line options in errors raised within the block."""
     global _as_options
     before, _as_options = _as_options, True
     try:
@@ -236,7 +236,7 @@ def arguments_as_options() -> Iterator[None]:
 
 
 def spelled(text: str) -> str:
-    """Return a text that is no error, such as a line of the log, with its arguments as this front end spells them."""
+    """Return a text other than an error, such as a log line, with arguments as this front end spells them."""
     return _spelled(text, as_options=_as_options)
 
 
@@ -258,11 +258,11 @@ STORAGE_FAILURES = {
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
     errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.ENXIO, errno.EPERM, errno.EROFS, errno.ESTALE,
 }  # fmt: skip
-"""What the operating system says when a file cannot be written or read; other errors are bugs and keep their trace."""
+"""Error numbers of files that cannot be written or read; any other OSError is a bug and keeps its traceback."""
 
 
 def as_storage_error(error: OSError) -> StorageError:
-    """Name the file and what the operating system said of it; the cause is kept."""
+    """Return a storage error that names the file and the system's reason, and keeps the cause."""
     where = f"{error.filename}: " if error.filename else ""
     failure = StorageError(f"{where}{(error.strerror or str(error)).lower()}")
     failure.__cause__ = error
@@ -270,11 +270,11 @@ def as_storage_error(error: OSError) -> StorageError:
 
 
 LIBRARIES = {*sys.stdlib_module_names, "numpy", "pydantic", "scipy", "torch"}
-"""Packages in whose code no user looks for a bug of theirs."""
+"""Packages whose frames are skipped when looking for the line to blame."""
 
 
 def raised_at(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the line where a bug is looked for: the innermost of the user's own code, else that of FedLoom's.
+    """Return the line to blame for a bug: the innermost in the user's own code, else the innermost in FedLoom's.
 
     Libraries raise far below the line that called them wrongly.
     """

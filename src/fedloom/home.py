@@ -1,4 +1,4 @@
-"""Paths that begin with ``~``, on machines whose user need not have a home folder (a container with any user id)."""
+"""Expansion of a leading ``~``, also for users without a home folder (a container with an arbitrary user id)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fedloom.errors import ExperimentError
 
 
 def expanded(path: str | Path, variable: str = "HOME") -> Path:
-    """Return a path with the home folder in place of a leading ``~``.
+    """Return a path with a leading ``~`` replaced by the home folder.
 
     Parameters
     ----------
     variable
-        The environment variable that makes the path another one.
+        Environment variable that sets this path, for the error's hint.
 
     Raises
     ------
     ExperimentError
-        If nobody knows that folder.
+        If the home folder is unknown.
     """
     try:
         return Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""What a line of a log is made of, and who may say what it is about."""
+"""Format of log lines, and the context attached to them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from typing import Any
 
 FIELDS = ("run", "phase", "round", "attempt", "client", "worker", "exchange")
-"""What a line may be about: given with the record (``extra``), or by :func:`lines_about`."""
+"""Context fields of a line, from the record (``extra``) or from :func:`lines_about`."""
 
 _about: Callable[[], Mapping[str, Any]] = dict
 
 
 @contextmanager
 def lines_about(about: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Every line of this process that is written as JSON in the block is about what this returns, too.
+    """Add context to every JSON log line of this process within the block.
 
     Parameters
     ----------
     about
-        Is called by any thread that logs, with each line; returns some of :data:`FIELDS`.
+        Called with each line, from any thread that logs; returns some of :data:`FIELDS`.
     """
     global _about
     before, _about = _about, about
@@ -32,12 +32,12 @@ def lines_about(about: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
 
 
 class JsonLines(logging.Formatter):
-    """A log record as one JSON object."""
+    """Formatter that writes a log record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """``time``, ``level``, ``logger``, ``message``, those of :data:`FIELDS` that are known, ``data`` and ``trace``.
+        """Return ``time``, ``level``, ``logger``, ``message``, known :data:`FIELDS`, ``data`` and ``trace`` as JSON.
 
-        ``data`` is what a record was given as such: numbers of a round or an evaluation.
+        ``data`` holds the numbers of a round or an evaluation, if the record carries them.
         """
         line: dict[str, Any] = {
             "time": round(record.created, 3),
@@ -52,9 +52,9 @@ class JsonLines(logging.Formatter):
             line["data"] = record.data
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line)  # in ASCII: nothing in it ends the line, or speaks to a terminal
+        return json.dumps(line)  # ASCII: no line ends or terminal escapes
 
 
 def structured() -> bool:
-    """Whether this process shows its log as JSON lines (``fedloom --log-format json``)."""
+    """Return whether this process logs JSON lines (``fedloom --log-format json``)."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)

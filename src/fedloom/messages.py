@@ -1,14 +1,14 @@
-"""The quantities that aggregator and clients exchange, as typed dataclasses of tensors.
+"""Messages between aggregator and clients, as typed dataclasses of tensors.
 
-A *quantity* is what a tensor means; the wire contract fixes the list. A *message* is a frozen dataclass, a subclass of
-:class:`Message`, whose fields are ``rows`` (one row per client, ``[c, ...]``) or ``broadcast`` (once to each worker)::
+A *quantity* is the meaning of a tensor; the wire contract fixes the list. A *message* is a frozen dataclass, a subclass
+of :class:`Message`, whose fields are ``rows`` (one row per client, ``[c, ...]``) or ``broadcast`` (once per worker)::
 
     class ModelUpdate(Message):
         delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
         steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1]
 
-Any such class can be sent; the transport needs nothing else to encode it. What a client may answer says the shape
-of its rows, by numbers and by names that the server half knows (``ServerHalf.sizes``).
+The transport encodes any such class without further declarations. A message that clients send declares the shape of
+its rows, in numbers and in names that the server half knows (``ServerHalf.sizes``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class Quantity(StrEnum):
-    """What a tensor on the wire means. The values are the names in ``protos/fedloom/v1``."""
+    """Meaning of a tensor on the wire. The values are the names in ``protos/fedloom/v1``."""
 
     DESCRIPTOR = "descriptor"
     DESCRIPTOR_UPDATE = "descriptor_update"
@@ -42,31 +42,31 @@ class Quantity(StrEnum):
 
 
 COUNT_LIMIT = 1e9
-"""Largest count of one client in one answer, such as its SGD steps; a count is a whole number, and none is negative."""
+"""Largest count that one client may report in one answer, such as SGD steps; counts are whole and nonnegative."""
 
 LOSS_LIMIT = 1e40
-"""Largest loss of one client, either way: more than float32 can hold, and sums of them stay finite."""
+"""Largest absolute loss of one client: more than float32 can hold, and small enough that sums stay finite."""
 
 VALUE_LIMIT = 1e12
-"""Largest value of a model, a descriptor or a gradient, either way: sums of squares stay finite in float32."""
+"""Largest absolute value in a model, descriptor or gradient: sums of squares stay finite in float32."""
 
 
 Shapes: TypeAlias = Mapping[type["Message"], Mapping[str, tuple[int, ...]]]
-"""For each message that a client may answer with: the trailing shape of each field (without the row axis)."""
+"""For each message that a client may send, the trailing shape of each field (without the row axis)."""
 
 
 @dataclass(frozen=True)
 class MessageField:
-    """One field of a message class.
+    """Field of a message class.
 
     Attributes
     ----------
     name, quantity
-        What it is called, and what it means.
+        Its name and its meaning.
     per_client
-        Whether it has one row per client.
+        True if the field has one row per client.
     shape
-        Of one row, in numbers and names of sizes; empty if a client never answers with it.
+        Shape of one row, in numbers and names of sizes; empty if clients never send the field.
     """
 
     name: str
@@ -76,12 +76,12 @@ class MessageField:
 
 
 def rows(quantity: Quantity, *shape: int | str) -> Any:
-    """Declare a field with one row per client: ``[c, *shape]`` where a client answers with it, else ``[c, ...]``."""
+    """Declare a field with one row per client: ``[c, *shape]`` if clients send it, else ``[c, ...]``."""
     return dataclasses.field(metadata={"quantity": quantity, "per_client": True, "shape": shape})
 
 
 def broadcast(quantity: Quantity) -> Any:
-    """Declare a field that every client of the cohort gets whole, of any shape."""
+    """Declare a field of any shape that every client of the cohort receives whole."""
     return dataclasses.field(metadata={"quantity": quantity, "per_client": False, "shape": ()})
 
 
@@ -92,7 +92,7 @@ def fields_of(cls: type[Message]) -> tuple[MessageField, ...]:
     Raises
     ------
     TypeError
-        If a field was declared neither with ``rows`` nor with ``broadcast``.
+        If a field was declared with neither ``rows`` nor ``broadcast``.
     """
     found = []
     for field in dataclasses.fields(cls):
@@ -103,19 +103,19 @@ def fields_of(cls: type[Message]) -> tuple[MessageField, ...]:
 
 
 def answer_shapes(messages: Sequence[type[Message]], sizes: Mapping[str, int]) -> Shapes:
-    """Look up what clients may answer: the messages of which every field says the shape of its rows.
+    """Return the row shapes of the messages that clients may send: those whose fields all declare one.
 
     Parameters
     ----------
     messages
-        Of a method, both directions.
+        Messages of a method, in both directions.
     sizes
-        The numbers behind the names in shapes, such as d.
+        Values of the names in shapes, such as d.
 
     Raises
     ------
     TypeError
-        If a shape names a size that is not among them.
+        If a shape names an unknown size.
     """
 
     def number(cls: type[Message], field: MessageField, size: int | str) -> int:
@@ -133,9 +133,9 @@ def answer_shapes(messages: Sequence[type[Message]], sizes: Mapping[str, int]) -
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(rows, broadcast))
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Base of all messages, which are frozen dataclasses without saying so.
+    """Base of all messages; subclasses become frozen dataclasses automatically.
 
-    Tensors are dense, on the CPU when they travel, and never changed in place.
+    Tensors are dense, on the CPU when they travel, and never modified in place.
     """
 
     def __init_subclass__(cls) -> None:
@@ -152,7 +152,7 @@ class Message:
         return {field.name: getattr(self, field.name) for field in self.fields()}
 
     def select(self, index: Sequence[int]) -> Self:
-        """Return the message for some of its rows: row fields indexed, broadcasts as they are."""
+        """Return the message for a subset of its rows: row fields indexed, broadcasts unchanged."""
         if not any(field.per_client for field in self.fields()):
             return self
         span = _as_slice(index)
@@ -165,7 +165,7 @@ class Message:
         return type(self)(**picked)
 
     def client_bytes(self) -> int:
-        """Bytes of tensor data that one client gets or sends: its row of each row field, each broadcast whole."""
+        """Return the bytes of tensor data per client: its row of each row field, and each broadcast whole."""
         total = 0
         for field in self.fields():
             tensor: Tensor = getattr(self, field.name)
@@ -178,7 +178,7 @@ M = TypeVar("M", bound=Message, covariant=True)
 
 
 class Metrics(Message):
-    """What a client measured of its predictors; see ``evaluation.measure`` for the axes."""
+    """A client's measurements of its predictors; see ``evaluation.measure`` for the axes."""
 
     counts: Tensor = rows(Quantity.METRICS)  # [c, predictors, splits, readings, 3] float64
     confusion: Tensor = rows(Quantity.METRICS)  # [c, predictors, C, C] int64
@@ -187,18 +187,18 @@ class Metrics(Message):
 
 
 class Replies(Generic[M]):
-    """The answers of a cohort to one exchange, stacked one row per client in cohort order.
+    """Answers of a cohort to one exchange, stacked with one row per client in cohort order.
 
-    The fields of the reply are attributes: ``replies.delta_theta`` is ``[c, d]``. The row of a client that did not
-    answer is zero and ``present`` is False for it; average with :meth:`mean` or with the weights, never with
-    ``.mean(0)``, so that absence is counted right.
+    The fields of the reply are attributes: ``replies.delta_theta`` is ``[c, d]``. For a client that did not answer, the
+    row is zero and ``present`` is False. To exclude absent clients correctly, average with :meth:`mean` or with the
+    weights, never with ``.mean(0)``.
 
     Parameters
     ----------
     message
-        The stacked replies, all ``c`` rows; ``None`` when nobody answered.
+        Stacked replies, all ``c`` rows; ``None`` if no client answered.
     present
-        ``[c]`` bool: who answered *this* exchange.
+        ``[c]`` bool: clients that answered this exchange.
     sizes
         ``[c]`` training examples of each client, from the manifest.
     """
@@ -214,27 +214,27 @@ class Replies(Generic[M]):
             raise AttributeError(name)
         value = getattr(self.message, name)
         if not isinstance(value, Tensor):
-            raise AttributeError(name)  # noqa: TRY004 - what __getattr__ must raise
+            raise AttributeError(name)  # noqa: TRY004 - __getattr__ must raise this class
         return value
 
     def __len__(self) -> int:
-        """Number of rows, present or not."""
+        """Return the number of rows, present or not."""
         return int(self.present.shape[0])
 
     @property
     def mean_weights(self) -> Tensor:
-        """``[c]`` float64: 1/|P| for those present, else 0."""
+        """``[c]`` float64: 1/|P| for present clients, else 0."""
         present = self.present.double()
         return present / present.sum().clamp(min=1)
 
     @property
     def weights(self) -> Tensor:
-        """``[c]`` float64: n_i / Σ n_j over those present, else 0 (McMahan et al. 2017, Algorithm 1)."""
+        """``[c]`` float64: n_i / Σ n_j over present clients, else 0 (McMahan et al. 2017, Algorithm 1)."""
         sizes = self.present.double() * self.sizes.double()
         return sizes / sizes.sum().clamp(min=1)
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Weighted sum over clients in cohort order, ``[c, ...] -> [...]``; uniform over those present by default."""
+        """Return the weighted sum over clients in cohort order, ``[c, ...] -> [...]``; by default their mean."""
         weights = self.mean_weights if weights is None else weights
         total = torch.zeros_like(x[0])
         for row, weight in zip(x, weights.tolist(), strict=True):
@@ -243,12 +243,12 @@ class Replies(Generic[M]):
         return total
 
     def total(self, x: Tensor) -> float:
-        """Sum of one number per client over those present, ``[c] or [c, 1] -> float``."""
+        """Return the sum of one number per client over present clients, ``[c] or [c, 1] -> float``."""
         return float((x.double().reshape(len(self)) * self.present).sum())
 
 
 def stack(cls: type[M], answers: Sequence[M | None]) -> M | None:
-    """Stack one-row answers into one message; the row of a missing answer is zero. ``None`` if all are missing."""
+    """Stack one-row answers into one message, with zero rows for missing ones; ``None`` if all are missing."""
     given = next((answer for answer in answers if answer is not None), None)
     if given is None:
         return None
@@ -261,7 +261,7 @@ def stack(cls: type[M], answers: Sequence[M | None]) -> M | None:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the first axis: a view if the parts lie one after another in one block, as the wire's do."""
+    """Concatenate along the first axis, as a view if the parts are adjacent in one block, as on the wire."""
     first = parts[0]
     block = first.untyped_storage().data_ptr()
     for i, part in enumerate(parts):
@@ -277,6 +277,6 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _as_slice(index: Sequence[int]) -> slice | None:
-    """A contiguous ascending index as a slice, so that selecting it makes a view."""
+    """Return a contiguous ascending index as a slice, which selects a view; None for any other index."""
     first = index[0] if len(index) else 0
     return slice(first, first + len(index)) if list(index) == list(range(first, first + len(index))) else None

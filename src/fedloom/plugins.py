@@ -1,4 +1,4 @@
-"""What other packages add to FedLoom: objects they name by entry point (docs/extending.md)."""
+"""Plugins: objects that other packages register with FedLoom through entry points (docs/extending.md)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def entries(group: str) -> tuple[EntryPoint, ...]:
-    """What installed packages register in a group, by name.
+    """Return the entry points that installed packages register in a group, sorted by name.
 
-    Finding it means reading every installed package's files, for tens of milliseconds: done once a search path.
+    The result is cached per search path: reading the metadata of every installed package takes tens of milliseconds.
     """
     return _entries(group, tuple(sys.path))
 
@@ -26,35 +26,35 @@ def _entries(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def plugins(group: str, kind: type[T]) -> list[T]:
-    """Load everything that installed packages register in a group, by name.
+    """Load everything that installed packages register in a group, sorted by name.
 
     Parameters
     ----------
     group
         ``fedloom.sources`` or ``fedloom.models``.
     kind
-        What each must be.
+        Required class of each object.
 
     Raises
     ------
     ExperimentError
-        If one cannot be loaded, or is something else.
+        If an object cannot be loaded, or is of another class.
     """
     return [load(point, kind) for point in entries(group)]
 
 
 def load(point: EntryPoint, kind: type[T]) -> T:
-    """Load one thing that an installed package registers.
+    """Load the object behind an entry point.
 
     Parameters
     ----------
     kind
-        What it must be.
+        Required class of the object.
 
     Raises
     ------
     ExperimentError
-        If it cannot be loaded, or is something else: the package, the name and why.
+        If it cannot be loaded, or is of another class: package, name and reason.
     """
     where = f"{point.group}: {point.name} = {point.value}" + (f" (package {point.dist.name})" if point.dist else "")
     try:

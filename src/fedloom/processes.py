@@ -1,8 +1,8 @@
-"""Processes of FedLoom that FedLoom starts: their command line, and the JSON that they tell their parent.
+"""Child processes of FedLoom: their command line, and the JSON that they report to their parent.
 
-A child appends JSON lines to a file that its parent names in an environment variable: notices for a person, and the
-error with which it ends. Its exit code alone says nothing about the cause: Python itself ends with 2 when it cannot
-start, and code of the user's may call ``sys.exit(4)``.
+A child appends JSON lines to a file that its parent names in an environment variable: notices for the user, and the
+error with which the child ends. The exit code alone does not give the cause: Python itself exits with 2 when it cannot
+start, and user code may call ``sys.exit(4)``.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from fedloom.errors import FedloomError, from_json
 
 TELL_PARENT = "FEDLOOM_TELL_PARENT"
-"""Environment variable of a child: the file in which its parent reads what it tells."""
+"""Environment variable of a child: the file for its reports to the parent."""
 
 _told: Path | None = None
 
 
 def python(*words: str) -> list[str]:
-    """Return a command of this interpreter that imports nothing from the current folder (``PYTHONPATH`` counts)."""
+    """Return a command of this interpreter that does not import from the current folder (``PYTHONPATH`` counts)."""
     return [sys.executable, "-P", *words]
 
 
 def command(*words: str) -> list[str]:
-    """Return the command line of ``fedloom`` in a process of its own."""
+    """Return the command line that runs ``fedloom`` in its own process."""
     return python("-m", "fedloom", *words)
 
 
 def folder_of_factory(name: str) -> str | None:
-    """Return the folder from which this process imports a factory, if its children would not look there.
+    """Return the folder from which this process imports a factory, if its children would not search it.
 
-    That is the folder of the user's script or notebook, which Python puts into ``sys.path`` of that process alone.
+    This is the folder of the user's script or notebook, which Python adds to ``sys.path`` of this process only.
     """
     module = sys.modules.get(name.partition(":")[0].partition(".")[0])
     file = getattr(module, "__file__", None)
@@ -54,11 +54,11 @@ def environment(base: Mapping[str, str], told: Path, factory: str | None = None)
     Parameters
     ----------
     base
-        What it has besides.
+        Its other variables.
     told
-        A new file for what it tells.
+        New file for its reports.
     factory
-        Makes the clients' model, where that is a module of the user's own: the child can import it, too.
+        Factory of the clients' model. The child can import it even if its module lies beside the user's script.
     """
     found = {**base, TELL_PARENT: str(told)}
     if factory is not None and (folder := folder_of_factory(factory)) is not None:
@@ -67,16 +67,16 @@ def environment(base: Mapping[str, str], told: Path, factory: str | None = None)
 
 
 class Told:
-    """What a child has told: read when it has ended.
+    """Reports of a child, read after it has ended.
 
     Attributes
     ----------
     failure
-        The error with which it ended, the first if several processes tell theirs; None if none was told.
+        Error with which it ended, the first if several processes report one; None if there was none.
     bug
-        The traceback of an exception that is no :class:`FedloomError`; None if there was none.
+        Traceback of an exception other than :class:`FedloomError`; None if there was none.
     notices
-        Lines that a person should see.
+        Lines to show the user.
     """
 
     def __init__(self, file: Path) -> None:
@@ -93,7 +93,7 @@ class Told:
                     self.bug = text
 
     def ended(self, code: int, said: str = "") -> str:
-        """Say how the child ended that told no failure, with the last line that it wrote to standard error."""
+        """Describe how a child that reported no failure ended, with the last line of its standard error."""
         if self.bug is not None:
             return f"failed because of a bug:\n{self.bug.rstrip()}"
         if code < 0:
@@ -103,19 +103,19 @@ class Told:
 
 
 def listen_to_parent() -> None:
-    """Take over the file that the parent reads, so that no process that this one starts writes to it."""
+    """Claim the file that the parent reads, so that processes started by this one do not write to it."""
     global _told
     name = os.environ.pop(TELL_PARENT, None)
     _told = None if name is None else Path(name)
 
 
 def tell_notice(text: str) -> None:
-    """Tell the parent, if it listens, a line that a person should see."""
+    """Report a line for the user to the parent, if it listens."""
     _tell({"notice": text})
 
 
 def tell_failure(error: BaseException) -> None:
-    """Tell the parent, if it listens, why this process is about to end."""
+    """Report to the parent, if it listens, why this process is about to end."""
     if isinstance(error, FedloomError):
         _tell({"failure": error.as_json()})
     else:
@@ -131,5 +131,5 @@ def _tell(line: Mapping[str, Any]) -> None:
 def _lines(file: Path) -> Sequence[Any]:
     if not file.exists():
         return []
-    *lines, _ = file.read_text(encoding="utf-8").split("\n")  # a process that was killed may leave half a line
+    *lines, _ = file.read_text(encoding="utf-8").split("\n")  # a killed process may leave a partial line
     return [json.loads(line) for line in lines]

@@ -1,9 +1,9 @@
-"""The base of all settings: what an experiment file may say about one part."""
+"""Base class of all settings: the keys that an experiment file may set for one part."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Frozen; an unknown key, or a value that is of the wrong type or not finite, is an error."""
+    """Frozen settings that reject unknown keys, values of the wrong type, and numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

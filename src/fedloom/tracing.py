@@ -1,8 +1,8 @@
-"""Traces of a run, by OpenTelemetry: off unless asked for (docs/metrics.md).
+"""Tracing of a run by OpenTelemetry, off by default (docs/metrics.md).
 
-A trace is a round or an evaluation. The aggregator's span of an exchange has as children what workers did for each
-client: a request carries the context of its exchange, as W3C writes it. While tracing is off nothing of OpenTelemetry
-is imported, a span is a look at a variable, and requests carry nothing.
+A trace is a round or an evaluation. The children of the aggregator's span of an exchange are the workers' spans for
+each client: a request carries the context of its exchange in W3C format. While tracing is off, nothing of
+OpenTelemetry is imported, a span costs one look at a variable, and requests carry no context.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
 ATTEMPT_S = 5.0
-"""How long a collector that does not answer is tried, where the environment says nothing."""
+"""Default seconds to try a collector that does not answer, unless the environment sets a timeout."""
 
 _provider: TracerProvider | None = None
 _tracer: Tracer | None = None
@@ -31,17 +31,17 @@ _OFF: AbstractContextManager[None] = nullcontext()
 def start(service: str) -> None:
     """Trace until :func:`stop`, to the collector that OpenTelemetry's environment variables name.
 
-    One that is slow or gone loses spans, and nothing else.
+    A slow or absent collector loses spans and has no other effect.
 
     Parameters
     ----------
     service
-        What the process is called, unless ``OTEL_SERVICE_NAME`` says it.
+        Name of the process, unless ``OTEL_SERVICE_NAME`` sets one.
 
     Raises
     ------
     ExperimentError
-        If what it takes is not installed, or the environment asks for another protocol than OTLP over gRPC.
+        If OpenTelemetry is not installed, or the environment asks for a protocol other than OTLP over gRPC.
     """
     global _provider, _tracer
     for name in PROTOCOLS:
@@ -66,7 +66,7 @@ def start(service: str) -> None:
 
 
 def stop() -> None:
-    """Send what has not been sent, and trace no more."""
+    """Send the remaining spans and stop tracing."""
     global _provider, _tracer
     if _provider is not None:
         _provider.shutdown()
@@ -74,14 +74,14 @@ def stop() -> None:
 
 
 def span(name: str, **attributes: str | int | float) -> AbstractContextManager[Span | None]:
-    """Time what is done within; a child of the span it is in. Gives None while tracing is off.
+    """Time a block as a child of the current span. Yields None while tracing is off.
 
     Parameters
     ----------
     name
-        One of few.
+        One of a small set of names.
     attributes
-        What else is known; each is called ``fedloom.KEY``.
+        Further attributes, each recorded as ``fedloom.KEY``.
     """
     if _tracer is None:
         return _OFF
@@ -91,7 +91,7 @@ def span(name: str, **attributes: str | int | float) -> AbstractContextManager[S
 
 
 def here() -> str:
-    """Return the context of the span we are in, as W3C's ``traceparent``; empty while tracing is off."""
+    """Return the context of the current span as W3C ``traceparent``; empty while tracing is off."""
     if _tracer is None:
         return ""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -102,7 +102,7 @@ def here() -> str:
 
 
 def within(parent: str) -> AbstractContextManager[None]:
-    """Make spans children of another process's, which said :func:`here`; what is no context is none."""
+    """Make spans children of another process's span, given its :func:`here`; an invalid context is ignored."""
     return _OFF if _tracer is None or not parent else _within(parent)
 
 

@@ -1,4 +1,4 @@
-"""How counts, tables and what others said are written, in every room alike."""
+"""Formatting of counts, tables and untrusted text, shared by the whole package."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DEEPEST = 50
-"""Levels of lists and objects at most in JSON that a peer sends."""
+"""Maximum nesting of lists and objects in JSON from a peer."""
 
 REASON_CHARACTERS = 300
-"""As much is kept of a reason that somebody else gave."""
+"""Maximum length of an untrusted reason, in characters."""
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """A count with its noun, ``1 model``, ``2,000 models``, ``3 classes``: in the plural unless it is one."""
+    """Return a count with its noun, in the plural unless it is one: ``1 model``, ``2,000 models``, ``3 classes``."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def printable(text: str, limit: int | None = None, keep: str = "") -> str:
-    r"""A text as it may stand in a log, on a terminal and in a file of lines, at most ``limit`` characters of it.
+    r"""Return at most ``limit`` characters of a text, made safe for logs, terminals and JSON Lines files.
 
-    Whatever does not print (control characters, line separators, terminal escapes, marks that turn the direction of
-    writing) is written as an escape, such as ``\x1b``; but for the characters in ``keep``.
+    Characters that do not print (control characters, line separators, terminal escapes, bidirectional marks) become
+    escapes such as ``\x1b``, except for those in ``keep``.
     """
     shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text[:limit])
     return "".join(shown)[:limit]
 
 
 def composed(text: str) -> str:
-    """Return a text in Unicode's composed form (NFC): macOS writes ``é`` as two characters, and others as one."""
+    """Return a text in Unicode's composed form (NFC): macOS writes ``é`` as two characters, other systems as one."""
     return unicodedata.normalize("NFC", text)
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Return a text, or its beginning, as part of a line."""
+    """Return a text as part of one line, truncated to ``most`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
@@ -49,12 +49,12 @@ def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:
     Parameters
     ----------
     deepest
-        Levels of lists and objects at most, in what a peer sent; None: as many as Python can read.
+        Maximum nesting of lists and objects, for input from a peer; None for no limit but Python's.
 
     Raises
     ------
     ValueError
-        If it is none, nested too deeply, or has a number that is not finite.
+        If the text is not JSON, is nested too deeply, or has a number that is not finite.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
@@ -82,7 +82,7 @@ def _finite(text: str) -> float:
 
 
 def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows with the same columns as CSV text with a header line; empty without rows."""
+    """Return rows with the same columns as CSV text with a header line; empty text if there are no rows."""
     if not rows:
         return ""
     text = io.StringIO()

@@ -1,8 +1,8 @@
 """AFL: a shared model for the worst mixture of the clients' distributions.
 
 M. Mohri, G. Sivek, A. T. Suresh, Agnostic federated learning, ICML 2019, arXiv 1902.00146, Figure 3 (Stochastic-AFL).
-min_w max_λ Σ λ_i f_i(w), λ on the simplex: w descends, λ ascends on the clients' losses, and the answer is the average
-of all w. The server is also that of other methods which weight clients by their losses.
+min_w max_λ Σ λ_i f_i(w), λ on the simplex: w descends, λ ascends on the clients' losses, and the result is the average
+of all w. Other methods that weight clients by their losses share the server.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fedloom.settings import Settings
 from fedloom.theory.simplex import project
 
 CLIENTS_BEFOREHAND = "name", "found a method whose server keeps a weight for each client", "comfedl, q-fedavg"
-"""Why clients cannot come and go."""
+"""Reason why the set of clients must be fixed."""
 
 
 class ClientWeights:
-    """λ ``[n]`` float64, one weight for each client of the roster; 1/n at the start."""
+    """Weights λ ``[n]`` float64, one per client of the roster, initially 1/n."""
 
     def __init__(self, task: Task) -> None:
         self.row = {client: i for i, client in enumerate(task.roster)}
         self.start = torch.full((len(self.row),), 1 / max(1, len(self.row)), dtype=torch.float64)
 
     def of(self, clients: Sequence[str], weights: Tensor) -> Tensor:
-        """n λ_i of some clients: exactly 1 where λ has not moved."""
+        """Return n λ_i of some clients: exactly 1 while λ has not moved."""
         return weights[[self.row[client] for client in clients]] / self.start[0]
 
     def ascend(self, weights: Tensor, rate: float, clients: Sequence[str], replies: Replies[Any]) -> Tensor:
-        """λ + rate · v, projected: v_i is n/m times the loss of each of m clients that answered, 0 for the others."""
+        """Return λ + rate · v, projected: v_i is n/m times the loss of each of the m clients that answered, else 0."""
         v, each = torch.zeros_like(weights), len(weights) / int(replies.present.sum())
         for client, loss, here in zip(clients, replies.loss[:, 0].tolist(), replies.present.tolist(), strict=True):
             v[self.row[client]] += each * loss if here else 0.0
@@ -46,12 +46,12 @@ class ClientWeights:
 
 
 def spread(weights: Tensor) -> base.Statistics:
-    """What a round says of λ; 1/Σ λ² clients of equal weight would be as concentrated."""
+    """Return statistics of λ; 1/Σ λ² is the number of equally weighted clients with the same concentration."""
     return {"weight_largest": float(weights.max()), "effective_clients": float(1 / weights.square().sum())}
 
 
 class WeightedServer(SharedModelServer):
-    """w moves by the mean of n λ_i Δw_i, and λ along the losses that come with it."""
+    """Server that moves w by the mean of n λ_i Δw_i, and λ along the reported losses."""
 
     def __init__(self, settings: Any, task: Task, generator: torch.Generator, **recipe: Any) -> None:
         super().__init__(settings, task, generator, **recipe)
@@ -59,7 +59,7 @@ class WeightedServer(SharedModelServer):
         self.state["weights"] = self.weights.start
 
     def train_round(self, round: Round) -> base.Statistics:
-        """One descent of w and one ascent of λ, both from the round's start."""
+        """Perform one descent of w and one ascent of λ, both from the round's start."""
         cohort, weights = round.sample(), self.state["weights"]
         updates = cohort.send(SharedModel(self.state["theta"]), self.update)
         chances = updates.mean_weights * self.weights.of(cohort.clients, weights)
@@ -70,14 +70,14 @@ class WeightedServer(SharedModelServer):
 
 
 class AFLServer(WeightedServer):
-    """Keeps the average of w beside it."""
+    """Server of AFL, which also keeps the average of w."""
 
     def __init__(self, settings: Any, task: Task, generator: torch.Generator, **recipe: Any) -> None:
         super().__init__(settings, task, generator, **recipe)
         self.state["average"] = self.state["theta"]
 
     def train_round(self, round: Round) -> base.Statistics:
-        """A round, and w in the average of those after every round so far."""
+        """Perform a round, and include its w in the average over all rounds so far."""
         statistics = super().train_round(round)
         average = self.state["average"]
         self.state["average"] = average + (self.state["theta"] - average) / round.number

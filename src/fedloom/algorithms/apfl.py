@@ -1,9 +1,9 @@
-"""APFL: each client mixes a model of its own with the shared one.
+"""APFL: each client mixes its own model with the shared one.
 
 Y. Deng, M. M. Kamani, M. Mahdavi, Adaptive personalized federated learning, 2020, arXiv 2003.13461, Algorithm 1. The
-shared w is trained by FedAvg. On the same batches a client trains its v_i through the mixture α_i v_i + (1 - α_i) w_i,
-v̄_i, and its α_i by the derivative of the mixture's loss (eq. 10). v_i and α_i are its state between rounds. Lines are
-those of docs/algorithms/apfl.md.
+shared w is trained by FedAvg. On the same batches a client trains its v_i through the mixture v̄_i = α_i v_i +
+(1 - α_i) w_i, and its α_i by the derivative of the mixture's loss (eq. 10). v_i and α_i are the client's state between
+rounds. Line numbers refer to docs/algorithms/apfl.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.models.flat import FlatModel
 
 
 def mixed_sgd(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) -> Trained:
-    """A client in Algorithm 1 (lines 3-9): w_i as FedAvg has it, and beside it v_i and α_i."""
+    """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and v_i and α_i beside it."""
     local, decay = Local(model, group, mask_absent=s.local.mask_absent), 2 * s.local.lambda_theta
     own, alpha = kept(group, theta, s)  # line 3
     w, v = local.parameters(theta), local.parameters(own)
@@ -36,7 +36,7 @@ def mixed_sgd(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) ->
             if decay:
                 gradients = list(torch._foreach_add(gradients, w_i, alpha=decay))
                 slope = list(torch._foreach_add(slope, list(both.values()), alpha=decay))
-            through = local.scaled(slope, alpha[:, 0])  # ∇ of f(v̄) to v
+            through = local.scaled(slope, alpha[:, 0])  # ∇ of f(v̄) with respect to v
             if s.adaptive and not losses:  # line 6: once a round, at its first batch
                 along = local.join(v) - local.join(w)
                 rise = (along * local.join(dict(zip(w, slope, strict=True)))).sum(1, keepdim=True)
@@ -52,7 +52,7 @@ def mixed_sgd(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) ->
 
 
 def mixture(local: Local, alpha: Tensor, v: Parameters, w: Parameters) -> Parameters:
-    """v̄ = α v + (1 - α) w, leaf by leaf; v itself at α = 1, w at 0."""
+    """Return v̄ = α v + (1 - α) w, leaf by leaf; v itself at α = 1, w at 0."""
     with torch.no_grad():
         found = {}
         for name, mine in v.items():
@@ -62,16 +62,16 @@ def mixture(local: Local, alpha: Tensor, v: Parameters, w: Parameters) -> Parame
 
 
 def kept(group: Group, theta: Tensor, s: APFLSettings) -> tuple[Tensor, Tensor]:
-    """v_i ``[g, d]`` and α_i ``[g, 1]``; the shared model and the first α for who has none."""
+    """Return v_i ``[g, d]`` and α_i ``[g, 1]``; for new clients, the shared model and the initial α."""
     return group.recall("v", theta), group.recall("alpha", torch.full_like(theta[:, :1], s.alpha))
 
 
 def own_mixture(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) -> dict[str, Tensor]:
-    """``personal`` is α_i v_i + (1 - α_i) w (line 11), of who has no v_i the shared model after steps of SGD."""
+    """Return ``personal`` = α_i v_i + (1 - α_i) w (line 11); for new clients, the shared model after SGD steps."""
     (v, alpha), new = kept(group, theta, s), group.new
     personal = alpha * v + (1 - alpha) * theta
     if new:
-        personal[new] = theta[new]  # to the bit
+        personal[new] = theta[new]  # bitwise equal
         if s.personalize_steps:
             sgd = s.local.lasting(steps=s.personalize_steps)
             personal[new] = train(model, group, theta[new], sgd, members=new, purpose="fine-tune").theta

@@ -1,8 +1,7 @@
-"""What an algorithm is made of: a server half, a client half, settings, and the registry that finds them.
+"""Building blocks of an algorithm: server half, client half, settings, and the registry of algorithms.
 
-The two halves talk by messages (``fedloom.messages``). The server half is plain sequential code over a
-:class:`Cohort`; the client half answers with coroutines over a :class:`Group`. Nothing here knows how a message
-travels.
+The halves communicate by messages (``fedloom.messages``). The server half is sequential code over a :class:`Cohort`;
+the client half consists of coroutines over a :class:`Group`. Neither depends on the transport.
 """
 
 from __future__ import annotations
@@ -28,43 +27,47 @@ from fedloom.plugins import entries, load
 from fedloom.settings import Settings
 
 Statistics: TypeAlias = dict[str, float]
-"""What a round reports: ``client_steps`` (local SGD steps of all clients) always, ``loss`` and others where known."""
+"""Statistics of a round: always ``client_steps`` (local SGD steps of all clients), ``loss`` and others if known."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What both halves know of the problem; the aggregator learns it from the manifest, never from data."""
+    """Facts about the problem known to both halves; the aggregator learns them from the manifest, never from data."""
 
-    model: FlatModel  # of the clients, as functions of a flat θ
+    model: FlatModel  # of the clients, as a function of a flat θ
     classes: int  # C
     input_shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (tokens,)
-    clients: int  # seen and unseen (the papers' n); 0 where they come and go
+    clients: int  # seen and unseen (the papers' n); 0 in an open federation
     dtype: torch.dtype = torch.float32
-    kind: Kind = "pixels"  # what an input is
-    roster: tuple[str, ...] = ()  # ids of the seen clients, in manifest order; () where they come and go
-    same_clients: bool = True  # False with another partition: there an id of the roster is another client's
+    kind: Kind = "pixels"  # of the inputs
+    roster: tuple[str, ...] = ()  # ids of the seen clients, in manifest order; () in an open federation
+    same_clients: bool = True  # False for another partition, whose clients reuse ids of the roster
 
 
 class Cohort(Protocol):
-    """The clients one conversation is held with, in manifest order (rows are by position; an id may repeat)."""
+    """Clients of one conversation, in manifest order (rows are by position; an id may repeat)."""
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Ids by row."""
+        """Client ids by row."""
 
     def send(
         self, message: Message, answer: type[Message] = Metrics, meanwhile: Callable[[], None] | None = None
     ) -> Replies[Any]:
         """Deliver a message to every client still in the conversation and return their replies.
 
-        ``answer`` is the class that they consist of; a client that says something else is lost. By default the clients
-        return their predictors, and what they measured comes back. ``meanwhile`` is work of the server that needs no
-        reply: it runs while the clients work, once, and before this returns.
+        Parameters
+        ----------
+        answer
+            Required class of the replies; a client that sends another class is lost. By default the clients return
+            their predictors, and the replies are their metrics.
+        meanwhile
+            Server work that needs no reply. It runs once, while the clients work, and ends before this returns.
 
         Raises
         ------
         TooFewReplies
-            If fewer than ``federation.min_replies`` clients answered: the attempt is over.
+            If fewer than ``federation.min_replies`` clients answered, which ends the attempt.
         """
 
     def record(self, name: str, values: Tensor) -> None:
@@ -72,11 +75,11 @@ class Cohort(Protocol):
 
 
 class Round(Protocol):
-    """One training round, or one evaluation."""
+    """Training round or evaluation."""
 
     @property
     def number(self) -> int:
-        """t = 1 ... T."""
+        """Round number t = 1 ... T."""
 
     def sample(
         self,
@@ -86,56 +89,58 @@ class Round(Protocol):
         replace: bool = False,
         always: Sequence[str] = (),
     ) -> Cohort:
-        """Draw a cohort from the roster (``federation.clients_per_round`` by default); ``always`` names clients that
-        are in it whatever is drawn."""
+        """Draw a cohort from the roster, of ``federation.clients_per_round`` by default.
+
+        The clients named in ``always`` are part of every draw.
+        """
 
     def everyone(self) -> Cohort:
-        """The whole roster as one cohort."""
+        """Return the whole roster as one cohort."""
 
     def generator(self, purpose: str) -> torch.Generator:
-        """The server's random numbers for this round and purpose."""
+        """Return the server's random generator for this round and purpose."""
 
 
 class ServerHalf(ABC):
-    """The server half.
+    """Server half of an algorithm.
 
-    ``state`` is all that lasts from round to round; what is not in it is gone on resume. A round that fails, or after
-    which a tensor of the state that it replaced is not finite, leaves the state as it was: the loop sees to that. A
-    method that changes tensors in place, for speed, checks its update before.
+    ``state`` holds everything that lasts between rounds; anything else is lost on resume. The loop restores the state
+    if a round fails, or if a tensor that the round replaced is not finite. A method that changes tensors in place for
+    speed must check its update first.
     """
 
     def __init__(self, settings: Any, task: Task) -> None:
         self.settings = settings
         self.task = task
         self.state: dict[str, Tensor] = {}  # CPU tensors by name
-        self.sizes = {"d": task.model.layout.size}  # the numbers behind names in the shapes of messages
+        self.sizes = {"d": task.model.layout.size}  # values of the names in message shapes
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state of these names, from a checkpoint, which may have them in another order."""
+        """Load the state from a checkpoint, whose entries may be in another order."""
         self.state = {name: state[name] for name in self.state}
 
-    def settle(self) -> None:  # noqa: B027 - most have nothing to do
-        """Finish what was put off; called before the state is read from outside."""
+    def settle(self) -> None:  # noqa: B027 - most methods defer nothing
+        """Finish deferred work; called before the state is read from outside."""
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """Bounds of what an honest client with so many train examples answers in training, by the field's name.
+        """Return bounds on the training answer of an honest client with this many train examples, by field name.
 
-        Of a count the largest, of anything else the largest ℓ2 norm of a row. Who is beyond is lost for the round; by
-        default what quantities allow is all that is asked for.
+        The bound of a count is its maximum; that of any other field is the maximum ℓ2 norm of a row. A client that
+        exceeds a bound is lost for the round. By default only the limits of the quantities apply.
         """
         del examples
         return {}
 
     @abstractmethod
     def train_round(self, round: Round) -> Statistics:
-        """One training step of the method."""
+        """Perform one training round of the method."""
 
     @abstractmethod
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Hold the conversation in which each client gets its predictors; changes no state.
+        """Run the conversation in which each client gets its predictors, without changing the state.
 
-        Returns the replies to the last message: the client half returns its predictors there, and what the
-        caller wanted of them (metrics, for an evaluation) is the reply.
+        Returns the replies to the last message. The client half returns its predictors there, and the reply is what the
+        caller computes from them (metrics, for an evaluation).
 
         Raises
         ------
@@ -145,27 +150,27 @@ class ServerHalf(ABC):
 
 
 Conversation: TypeAlias = Generator[Message, Any, Predictors | None]
-"""A client's side of a conversation: yields answers, is sent messages, may return predictors."""
+"""Client side of a conversation: a generator that yields answers, is sent messages, and may return predictors."""
 
 F = TypeVar("F", bound=Callable[..., Conversation | Predictors])
 
 
 class Group:
-    """The clients that one coroutine serves: exactly one on CPU, up to ``runtime.clients_at_once`` on a GPU.
+    """Clients that one coroutine serves: exactly one on a CPU, up to ``runtime.clients_at_once`` on a GPU.
 
     Parameters
     ----------
     clients
-        Their data, already on ``device``.
+        Data of the clients, already on ``device``.
     generator
         ``(client id, purpose) -> torch.Generator``, keyed with seed, purpose, client and round; always on the CPU.
     states
-        What each client kept in the last round that counted it; None for a client that no round has counted.
+        State that each client kept in the last round that counted it; None for a client that no round has counted.
     may_keep
         False in conversations that change no state.
     secret
-        32 random bytes that the aggregator does not know: the key of noise that has to hide something from it. None in
-        a simulation, where that noise, too, comes from ``generator``.
+        32 random bytes unknown to the aggregator: the key of noise that hides something from it. None in a simulation,
+        where that noise also comes from ``generator``.
     """
 
     def __init__(
@@ -182,23 +187,23 @@ class Group:
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
         self._may_keep = may_keep
         self._secret = secret
-        self.kept: dict[int, dict[str, Tensor]] = {}  # by position, what it keeps of this conversation
-        self.lost: dict[int, str] = {}  # by position, why it is lost
+        self.kept: dict[int, dict[str, Tensor]] = {}  # new state by position
+        self.lost: dict[int, str] = {}  # reason by position
 
     def __len__(self) -> int:
-        """g, the number of clients."""
+        """Return g, the number of clients."""
         return len(self.clients)
 
     def generator(self, i: int, purpose: str) -> torch.Generator:
-        """Random numbers of the i-th client for a purpose."""
+        """Return the random generator of the i-th client for a purpose."""
         return self._generator(self.clients[i].id, purpose)
 
     def noise(self, i: int, purpose: str, about: bytes, size: int) -> Tensor:
-        """Standard normal numbers ``[size]``, float64, that hide something of the i-th client from the server.
+        """Return standard normal numbers ``[size]``, float64, that hide something of the i-th client from the server.
 
-        With a secret they are a pseudorandom function (SHAKE-256) of it, the client, the purpose, and ``about``: all
-        that decides what they are added to. Asked the same again, a client so answers the same, which tells nothing
-        more; asked anything else, its noise is independent.
+        With a secret they are a pseudorandom function (SHAKE-256) of the secret, the client, the purpose, and
+        ``about``, which encodes everything that determines the value they protect. A repeated request therefore gets
+        the same noise and discloses nothing more; any other request gets independent noise.
         """
         if self._secret is None:
             return torch.randn(size, dtype=torch.float64, generator=self.generator(i, purpose))
@@ -211,19 +216,19 @@ class Group:
 
     @property
     def new(self) -> list[int]:
-        """Positions of the clients that have kept nothing yet."""
+        """Positions of the clients without a kept state."""
         return [i for i, state in enumerate(self._states) if state is None]
 
     def recall(self, name: str, default: Tensor) -> Tensor:
-        """What each client kept under a name in the last round that counted it, ``[g, ...]``.
+        """Return the rows that clients kept under a name in the last round that counted them, ``[g, ...]``.
 
-        A client that is new, or kept nothing of that name then (under other settings, which an open federation may
-        change), has its default.
+        A client gets its default if it is new, or kept nothing under that name (because of other settings, which an
+        open federation may change).
 
         Raises
         ------
         DataError
-            If what a client kept has not the shape of its default.
+            If a kept row differs in shape from its default.
         """
         old = []
         for client, state, row in zip(self.clients, self._states, default, strict=True):
@@ -237,10 +242,10 @@ class Group:
         return torch.stack(old)
 
     def keep(self, **named: Tensor) -> None:
-        """Keep rows ``[g, ...]``, one for each client, for later rounds.
+        """Keep rows ``[g, ...]``, one per client, for later rounds.
 
-        To be called before the answer that they belong to is yielded, so that a round that counts the client has its
-        state. A method that keeps any is ``stateful`` and keeps some in every training conversation.
+        Call it before yielding the answer that the rows belong to, so that a round that counts the client has its
+        state. A method that keeps rows must be ``stateful`` and keep some in every training conversation.
 
         Raises
         ------
@@ -253,21 +258,21 @@ class Group:
             self.kept[i] = {name: rows[i].detach().clone() for name, rows in named.items()}
 
     def lose(self, i: int, reason: str) -> None:
-        """Lose the i-th client: its answer is this reason. The others of the group go on."""
+        """Drop the i-th client, which answers with this reason; the rest of the group goes on."""
         self.lost.setdefault(i, reason)
 
 
 class ClientHalf:
-    """The client half: conversations, picked by the type of the message that opens them (:func:`conversation`).
+    """Client half of an algorithm: conversations, chosen by the type of their opening message (:func:`conversation`).
 
-    Each is a coroutine, or a plain function where the opening is all that is needed to have the predictors.
+    Each is a coroutine, or a plain function if the opening message suffices to make the predictors.
     """
 
     predictors: ClassVar[tuple[str, ...]] = ("personal",)
-    """Names of the predictors that ``personalize`` returns, in the order metrics are reported."""
+    """Names of the predictors that ``personalize`` returns, in reporting order."""
 
     stateful: ClassVar[bool] = False
-    """Whether clients keep a state from round to round (:meth:`Group.keep`)."""
+    """True if clients keep a state between rounds (:meth:`Group.keep`)."""
 
     def __init__(self, settings: Any, task: Task) -> None:
         self.settings = settings
@@ -276,12 +281,12 @@ class ClientHalf:
     @classmethod
     @cache
     def _openings(cls) -> dict[type[Message], str]:
-        """Message class -> name of the method that it opens, by the annotation of the parameter ``opening``."""
+        """Return message class -> name of the method that it opens, by the annotation of the parameter ``opening``."""
         marked = [name for name in dir(cls) if hasattr(getattr(cls, name), "is_conversation")]
         return {get_type_hints(getattr(cls, name))["opening"]: name for name in marked}
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """SGD steps that a client with so many train examples makes to get a predictor; 0 unless a method says more."""
+        """Return the SGD steps that a client with this many train examples makes for a predictor; 0 by default."""
         del predictor, examples
         return 0
 
@@ -291,7 +296,7 @@ class ClientHalf:
         Raises
         ------
         TypeError
-            If no coroutine is opened by this type of message.
+            If this type of message opens no conversation.
         """
         openings = self._openings()
         name = openings.get(type(opening))
@@ -308,25 +313,25 @@ def _finished(predictors: Predictors) -> Conversation:
 
 
 def conversation(method: F) -> F:
-    """Mark a method of a client half as one that a message opens: the annotation of ``opening`` says which."""
+    """Mark a method of a client half as a conversation, opened by the message type that annotates ``opening``."""
     method.is_conversation = True  # type: ignore[attr-defined]
     return method
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What the Gaussian mechanism promises of one message of a client (``fedloom.theory.privacy``).
+    """Guarantee of the Gaussian mechanism for one message of a client (``fedloom.theory.privacy``).
 
     Attributes
     ----------
     covers
-        The messages, by class; whatever else a client says is not covered.
+        Names of the covered message classes; a client's other messages are not protected.
     clip
-        C: the largest ℓ2 norm of what one example adds to a sum over n examples, of which the mean is sent.
+        C: the largest ℓ2 norm of one example's contribution to a sum over n examples, of which the mean is sent.
     noise_multiplier
-        z: noise of deviation z·2C/n on each coordinate, 2C/n being what replacing one example can change.
+        z: noise of standard deviation z·2C/n on each coordinate, 2C/n being the effect of replacing one example.
     delta
-        δ of the (ε, δ) that is told.
+        δ of the reported (ε, δ).
     """
 
     covers: tuple[str, ...]
@@ -337,41 +342,41 @@ class Privacy:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A method: what the registry (entry point ``fedloom.algorithms``) finds."""
+    """Method, as registered under the entry point ``fedloom.algorithms``."""
 
     name: str
-    version: int  # it and the name must match between aggregator and worker
-    settings: type[Settings]  # the keys under ``algorithm`` in an experiment file, without ``name``
-    server: Callable[[Any, Task, torch.Generator], ServerHalf]  # of settings; the generator initializes the state
+    version: int  # name and version must match between aggregator and worker
+    settings: type[Settings]  # keys under ``algorithm`` in an experiment file, without ``name``
+    server: Callable[[Any, Task, torch.Generator], ServerHalf]  # the generator initializes the state
     client: Callable[[Any, Task], ClientHalf]
     messages: tuple[type[Message], ...]  # of all conversations, both directions
-    trains: bool = True  # False for a method without rounds (``federation.rounds`` must then be 0)
-    labelled: Callable[[Any], bool] = lambda settings: True  # are labels used to personalize? Else no label mask
-    needs_classes: bool = True  # False if it needs nothing but the model's own loss, so that data may have no classes
-    # Does the server need each client's own update, so that sums over clients will not do? A loss is no update.
+    trains: bool = True  # False for a method without rounds (requires ``federation.rounds: 0``)
+    labelled: Callable[[Any], bool] = lambda settings: True  # personalizes with labels; otherwise no label mask
+    needs_classes: bool = True  # False if the model's own loss suffices, so that data need no classes
+    # True if the server needs each client's own update, so that sums over clients do not suffice. A loss is no update.
     needs_each_update: Callable[[Any], bool] = lambda settings: False
-    titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}  # how tables call its predictors
-    # (settings, model): raises ExperimentError, which starts with the key to change, where it cannot work with a model.
+    titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}  # predictor -> name in tables
+    # (settings, model): raises ExperimentError, beginning with the key to change, if the method cannot use the model.
     check_model: Callable[[Any, FlatModel], None] = lambda settings, model: None
-    # (settings, train examples, classes among them): what is wrong with a client that is to train; None: nothing.
+    # (settings, train examples, classes among them): reason why a client cannot train; None if it can.
     unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None
-    # (key, found, allowed): what to change where it must know all clients beforehand, so that they cannot come and go.
+    # (key, found, allowed): the change needed if the method requires a fixed set of clients; None if it does not.
     closed: Callable[[Any], tuple[str, str, str] | None] = lambda settings: None
-    # What of a client's messages is differentially private, as it is set; None: nothing.
+    # The differential privacy guarantee under these settings; None if there is none.
     privacy: Callable[[Any], Privacy | None] = lambda settings: None
-    # (settings, C or None for theirs, noise multiplier, δ): the settings by which a client that has just come tells
-    # nothing more than that. None: a method that has no such answer.
+    # (settings, C or None for theirs, noise multiplier, δ): settings under which a new client discloses nothing beyond
+    # the private message. None if the method has none.
     private: Callable[[Any, float | None, float, float], Any] | None = None
-    # (settings, k): the settings by which a new client makes k steps of its own. None: ``personalize_steps`` says it.
+    # (settings, k): settings under which a new client makes k local steps. None if ``personalize_steps`` sets them.
     stepping: Callable[[Any, int], Any] | None = None
 
     def after_steps(self, settings: Any, steps: int) -> Any:
-        """The settings by which a client that has just come makes so many steps on what it is handed.
+        """Return settings under which a new client makes this many local steps on the model that it receives.
 
         Raises
         ------
         ExperimentError
-            If a client of this method has no such steps.
+            If clients of this method make no such steps.
         """
         if self.stepping is not None:
             return self.stepping(settings, steps)
@@ -385,12 +390,12 @@ class Algorithm:
 
     @property
     def has_steps(self) -> bool:
-        """Whether :meth:`after_steps` has an answer."""
+        """True if :meth:`after_steps` supports the method."""
         return self.stepping is not None or "personalize_steps" in self.settings.model_fields
 
 
 def no_batch_norm(name: str) -> Callable[[Any, FlatModel], None]:
-    """A ``check_model`` for a method whose local steps are its own and measure no statistics of batches."""
+    """Return a ``check_model`` for a method whose own local steps do not track batch statistics."""
 
     def check_model(settings: Any, model: FlatModel) -> None:
         if model.needs_whole_batches:
@@ -402,17 +407,17 @@ def no_batch_norm(name: str) -> Callable[[Any, FlatModel], None]:
 
 
 def available() -> tuple[str, ...]:
-    """Names of the registered algorithms."""
+    """Return the names of the registered algorithms."""
     return tuple(point.name for point in entries("fedloom.algorithms"))
 
 
 def find(name: str) -> Algorithm:
-    """Look an algorithm up by name.
+    """Return the algorithm of this name.
 
     Raises
     ------
     ExperimentError
-        If no such algorithm is registered, or what is registered cannot be loaded or is something else.
+        If no such algorithm is registered, or the registered object cannot be loaded or is of another class.
     """
     for point in entries("fedloom.algorithms"):
         if point.name == name:

@@ -1,8 +1,8 @@
-"""Training on clients: the only place that knows one client on a CPU and a group of clients on a GPU apart.
+"""Training on clients, the only module that distinguishes one client on a CPU from a group of clients on a GPU.
 
 On a CPU a group is one client, and its model is a dict of leaves. On a GPU a group has up to
-``runtime.clients_at_once`` clients, and every leaf has a first axis for them. A function on lists of leaves that works
-element by element serves both.
+``runtime.clients_at_once`` clients, and every leaf has a first axis for them. Elementwise functions on lists of leaves
+serve both.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from fedloom.models.flat import FlatModel, masked
 from fedloom.settings import Settings
 
 TRACKING = 0.1
-"""How far a step moves running statistics towards those of its batch: torch's momentum of batch normalization."""
+"""Fraction by which a step moves running statistics towards the batch's: torch's batch-normalization momentum."""
 
 PIECE = 512
-"""Examples that are looked at together where a loss is that of all of a client's data."""
+"""Examples per piece when a loss covers all of a client's data."""
 
 _is_missing = partial(operator.is_, None)
 
 Parameters: TypeAlias = dict[str, Tensor]
-"""w of g clients: named leaves, ``[*shape]`` where g is 1, else ``[g, *shape]``."""
+"""Parameters w of g clients: named leaves, ``[*shape]`` if g is 1, else ``[g, *shape]``."""
 
 Correction: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], dict[str, list[Tensor]]], list[Tensor]]
-"""``(gradients, w, start, given) -> gradients``, element by element."""
+"""Elementwise ``(gradients, w, start, given) -> gradients``."""
 
 
 class LocalSGD(Settings):
-    """Mini-batch SGD on a client; exactly one of ``steps`` and ``epochs``."""
+    """Settings of mini-batch SGD on a client; exactly one of ``steps`` and ``epochs`` is set."""
 
     steps: int | None = Field(default=None, ge=1, description="local SGD steps k (exactly one of steps and epochs)")
     epochs: int | None = Field(default=None, ge=1, description="passes over the train split, short batches dropped")
@@ -70,15 +70,15 @@ class LocalSGD(Settings):
         return self
 
     def count(self, examples: int) -> int:
-        """Steps that a client with so many train examples makes in one visit."""
+        """Return the steps that a client with this many train examples makes in one visit."""
         if examples == 0:
             return 0
         return self.steps or (self.epochs or 0) * (examples // min(self.batch_size, examples))
 
     def limits(self, examples: int) -> dict[str, float]:
-        """Bounds of the ``steps`` and, where gradients are clipped, of ``delta_theta`` (:meth:`ServerHalf.limits`).
+        """Return bounds of ``steps`` and, if gradients are clipped, of ``delta_theta`` (:meth:`ServerHalf.limits`).
 
-        A step moves θ by lr times the momentum, whose norm is at most clip / (1 - momentum); rounding adds a little.
+        A step moves θ by lr times the momentum, whose norm is at most clip / (1 - momentum); a margin covers rounding.
         """
         steps = self.count(examples)
         if self.clip is None:
@@ -86,7 +86,7 @@ class LocalSGD(Settings):
         return {"steps": steps, "delta_theta": 1 + 1.1 * steps * self.lr * self.clip / (1 - self.momentum)}
 
     def lasting(self, *, steps: int | None = None, epochs: int | None = None) -> Self:
-        """The same for another number of steps or epochs."""
+        """Return these settings with another number of steps or epochs."""
         return self.model_copy(update={"steps": steps, "epochs": epochs})
 
 
@@ -94,7 +94,7 @@ class LocalSGD(Settings):
 
 
 def batches(n: int, size: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield index batches of ``min(size, n)``: fresh permutations per epoch, a shorter remainder dropped."""
+    """Yield index batches of ``min(size, n)`` from a fresh permutation per epoch, dropping a shorter remainder."""
     size = min(size, n)
     while steps > 0:
         order = torch.randperm(n, generator=generator)
@@ -103,16 +103,16 @@ def batches(n: int, size: int, steps: int, generator: torch.Generator) -> Iterat
 
 
 class NothingToTrainOn(DataError):
-    """A client's train split has no examples, or none with the labels that local training needs."""
+    """Train split without examples, or without the labels that local training needs."""
 
 
 def examples(client: ClientData, *, labelled: bool = False) -> Split:
-    """A client's train split.
+    """Return a client's train split.
 
     Raises
     ------
     NothingToTrainOn
-        If it is empty, or has no labels where it must be ``labelled``.
+        If it is empty, or has no labels although ``labelled`` is set.
     """
     if len(client.train) == 0:
         raise NothingToTrainOn(f"client {client.id}: its train split is empty, at least one example is needed")
@@ -123,12 +123,12 @@ def examples(client: ClientData, *, labelled: bool = False) -> Split:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples of g clients; all but ``active`` have a first axis g where there are several."""
+    """Examples of g clients; all fields but ``active`` have a first axis g if g > 1."""
 
     x: Tensor  # [b, ...]
     y: Tensor | None  # [b]
-    weight: Tensor  # [b], what each example counts in its client's loss
-    active: Tensor | None = None  # [g] bool: who makes a step on it; None if all do
+    weight: Tensor  # [b], weight of each example in its client's loss
+    active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
 
 
 # --- g clients --------------------------------------------------------------------------------------------------------
@@ -136,35 +136,35 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What local training led to."""
+    """Result of local training."""
 
     theta: Tensor  # [g, d]
     steps: Tensor  # [g, 1] float64, SGD steps made
     loss: Tensor  # [g, 1] float64, mean training loss over them, each before its update
     also: Mapping[str, Tensor] = field(
         default_factory=dict
-    )  # fields of the answer, by name, in place of the usual ones or beside
+    )  # fields of the answer by name, which add to the usual ones or replace them
 
 
 class Local:
-    """The losses f_i of g clients, each of its own model w_i, by the model's own loss, and their gradients.
+    """Losses f_i of g clients, each of its own model w_i under the model's loss, and their gradients.
 
-    Gradients, and losses that are derived, are those of the model in training; :meth:`measured` is the loss of the
-    model as it predicts.
+    Gradients, and losses to differentiate, use the model in training mode; :meth:`measured` is the loss of the model as
+    it predicts.
 
     Parameters
     ----------
     mask_absent
-        Set the logits of labels that are absent from a client's train split to -inf.
+        Set the logits of labels absent from a client's train split to -inf.
     members
         Positions of the g clients in the group; all of them by default.
 
     Raises
     ------
     NothingToTrainOn
-        If a client has no examples, or none with the labels that the model needs.
+        If a client has no examples, or lacks the labels that the model needs.
     ExperimentError
-        If there are several clients, whose batches are filled up to one length, and the model normalizes by the batch.
+        If there are several clients, whose batches are padded to one length, and the model normalizes by the batch.
     """
 
     def __init__(
@@ -190,13 +190,13 @@ class Local:
         self._layout = model.layout
 
     def _masked(self, model: FlatModel) -> FlatModel:
-        """Mask the labels that the one client lacks; of several clients each masks its own (:meth:`_loss`)."""
+        """Mask the labels absent from a single client; several clients mask their own in :meth:`_loss`."""
         return model if self._absent is None or self.stacked else masked(model, self._absent[0])
 
     # Parameters
 
     def parameters(self, theta: Tensor) -> Parameters:
-        """θ ``[g, d]`` as leaves of their own, to which gradients are taken."""
+        """Return θ ``[g, d]`` as separate leaves that require gradients."""
         if not self.stacked:
             return self._layout.leaves(theta[0], requires_grad=True)
         parts = torch.split(theta.detach(), self._layout.sizes, dim=1)
@@ -206,23 +206,23 @@ class Local:
         }
 
     def join(self, w: Mapping[str, Tensor]) -> Tensor:
-        """The inverse of :meth:`parameters`: ``[g, d]``."""
+        """Join leaves into ``[g, d]``, the inverse of :meth:`parameters`."""
         if not self.stacked:
             return self._layout.join(w).detach()[None]
         return torch.cat([w[name].reshape(len(self.members), -1) for name, _ in self._layout.entries], 1).detach()
 
     def each(self, values: Tensor, like: Tensor) -> Tensor:
-        """One number per client ``[g]``, shaped so that it multiplies a leaf."""
+        """Reshape one number per client ``[g]`` to broadcast against a leaf."""
         return values.view(-1, *[1] * (like.dim() - 1)) if self.stacked else values[0]
 
     def scaled(self, values: list[Tensor], by: Tensor) -> list[Tensor]:
-        """Leaves times one number per client ``[g]``."""
+        """Multiply leaves by one number per client ``[g]``."""
         if not self.stacked:
             return list(torch._foreach_mul(values, by[0]))
         return [self.each(by, value) * value for value in values]
 
     def clip(self, gradients: list[Tensor], largest: float) -> None:
-        """Scale each client's gradient, in place, to a norm over all leaves of at most ``largest``."""
+        """Scale each client's gradient in place so that its norm over all leaves is at most ``largest``."""
         if self.stacked:
             norm = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
         else:
@@ -237,10 +237,10 @@ class Local:
     def batches(
         self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None = None
     ) -> Iterator[Batch]:
-        """Mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
+        """Yield mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
 
-        A client with fewer examples uses them all. One that is done repeats its last batch, and is not active. The
-        weights of a batch add up to ``totals``, per client: to 1 by default, so that its loss is a mean.
+        A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive. The
+        weights of a batch sum to ``totals`` per client, by default 1, so that its loss is a mean.
         """
         generators = [self.group.generator(i, purpose) for i in self.members]
         drawn = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
@@ -257,7 +257,7 @@ class Local:
             yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
 
     def everything(self) -> list[Batch]:
-        """All train data of each client, in pieces whose weights add up to 1."""
+        """Return all train data of each client, in pieces whose weights sum to 1."""
         pieces = [torch.split(torch.arange(n), PIECE) for n in self.sizes]
         if not self.stacked:
             return [self._take(index, self._weight(len(index), 1 / self.sizes[0])) for index in pieces[0]]
@@ -268,7 +268,7 @@ class Local:
         return found
 
     def halves(self, batch: Batch) -> tuple[Batch, Batch, Tensor]:
-        """A batch in two, each with weights that add up to 1, and the first one's share of it, ``[g, 1]`` float64."""
+        """Return a batch in two parts, each with weights that sum to 1, and the first's share, ``[g, 1]`` float64."""
         counted = batch.weight > 0
         b = counted.sum(-1, keepdim=True)
         first = torch.arange(counted.shape[-1], device=b.device) < (b + 1) // 2
@@ -282,12 +282,12 @@ class Local:
         return Batch(batch.x[chosen], None if batch.y is None else batch.y[chosen], weight[chosen])
 
     def _weight(self, b: int, each: float) -> Tensor:
-        # Tokens are integers, of which 1/b is none.
+        # Token inputs are integers, which cannot hold 1/b.
         dtype = self._x.dtype if self._x.is_floating_point() else torch.get_default_dtype()
         return torch.full((b,), each, dtype=dtype, device=self._x.device)
 
     def _padded(self, tables: Sequence[Tensor], each: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Indices into all clients' examples ``[g, t, b]``, and weights ``[g, b]``, 0 for what fills up."""
+        """Return indices into all clients' examples ``[g, t, b]``, and weights ``[g, b]``, 0 for padding."""
         missing = [(0, max(table.shape[1] for table in tables) - table.shape[1]) for table in tables]
         first = torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
         index = torch.stack([F.pad(t, m) for t, m in zip(tables, missing, strict=True)]) + first[:, None, None]
@@ -297,20 +297,20 @@ class Local:
     def _take(self, index: Tensor, weight: Tensor, active: Tensor | None = None) -> Batch:
         if self.stacked:
             return Batch(self._x[index], None if self._y is None else self._y[index], weight, active)
-        index = index.to(self._x.device)  # on a CPU the same rows as by [index], in half the time
+        index = index.to(self._x.device)  # same rows as by [index], in half the time on a CPU
         y = None if self._y is None else self._y.index_select(0, index)
         return Batch(self._x.index_select(0, index), y, weight)
 
     # Losses
 
     def value(self, w: Parameters, *pieces: Batch) -> Tensor:
-        """f_i(w_i) over the examples of some pieces, ``[g]``, in training; autograd can derive it twice."""
+        """Return f_i(w_i) over the examples of some pieces, ``[g]``, in training mode, twice differentiable."""
         parts = [self._value(self._model, w, piece) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     @torch.no_grad()
     def measured(self, w: Parameters, *pieces: Batch) -> Tensor:
-        """f_i(w_i) over the examples of some pieces, ``[g]``, of the models as they predict; it cannot be derived."""
+        """Return f_i(w_i) over the examples of some pieces, ``[g]``, of the models as they predict; no gradients."""
         parts = [self._value(self._measured, w, piece) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
@@ -331,10 +331,10 @@ class Local:
     def gradient(
         self, w: Parameters, *pieces: Batch, of: list[Tensor] | None = None, differentiable: bool = False
     ) -> tuple[list[Tensor], Tensor]:
-        """∇f_i(w_i) over the examples of some pieces, and f_i(w_i) ``[g]``.
+        """Return ∇f_i(w_i) over the examples of some pieces, and f_i(w_i) ``[g]``.
 
-        The gradient is that to the leaves ``of``, in their order, all by default; it is zero for a leaf that the model
-        does not use. It can be derived itself if it is to be ``differentiable`` (for MAML).
+        The gradient is with respect to the leaves ``of``, in their order, by default all of them. It is zero for a leaf
+        that the model does not use. With ``differentiable`` it can itself be differentiated (for MAML).
         """
         leaves = list(w.values()) if of is None else of
         gradients: list[Tensor] = []
@@ -352,7 +352,7 @@ class Local:
         return gradients, total
 
     def gradient_at(self, theta: Tensor, *pieces: Batch) -> tuple[Tensor, Tensor]:
-        """∇f_i at θ_i as flat vectors, ``[g, d] -> [g, d]``, and f_i(θ_i) ``[g]``."""
+        """Return ∇f_i at θ_i as flat vectors, ``[g, d] -> [g, d]``, and f_i(θ_i) ``[g]``."""
         w = self.parameters(theta)
         gradients, loss = self.gradient(w, *pieces)
         return self.join(dict(zip(w, gradients, strict=True))), loss
@@ -360,9 +360,9 @@ class Local:
     # Steps
 
     def track(self, w: Parameters, batch: Batch, *kept: Parameters) -> None:
-        """Move statistics, in place, a tenth of the way to what w has on a batch, as torch's layers do.
+        """Move statistics, in place, a tenth of the way to those of w on a batch, as torch's layers do.
 
-        It moves those of ``kept``, by default of w itself; it does nothing if the model has none.
+        It moves the statistics of ``kept``, by default those of w; it does nothing if the model has none.
         """
         if self._model.needs_whole_batches:
             with torch.no_grad():
@@ -371,7 +371,7 @@ class Local:
                         parameters[name].lerp_(found, TRACKING)
 
     def descend(self, w: list[Tensor], steps: list[Tensor], lr: float, active: Tensor | None = None) -> None:
-        """w_i ← w_i - lr · step_i in place, for the clients that are active."""
+        """Step w_i ← w_i - lr · step_i in place, for active clients."""
         with torch.no_grad():
             if active is None:
                 torch._foreach_add_(w, steps, alpha=-lr)
@@ -381,11 +381,11 @@ class Local:
                     torch._foreach_sub_(w, torch._foreach_mul(steps, lr))
                 return
             for leaf, step in zip(w, steps, strict=True):
-                # Not by a step of zero: zero times what overflowed is NaN, for a client that is done, too.
+                # A zero step would not do: for a client that is done, zero times an overflowed value is NaN.
                 leaf.copy_(torch.where(self.each(active, leaf), leaf - lr * step, leaf))
 
     def sgd(self, w: list[Tensor], s: LocalSGD) -> Callable[[list[Tensor], Tensor | None], None]:
-        """``(gradients, active) -> None``: a step of SGD in place, clipped, and with momentum that starts at zero."""
+        """Return ``(gradients, active) -> None``, a clipped SGD step in place whose momentum starts at zero."""
         momentum = [torch.zeros_like(leaf) for leaf in w] if s.momentum else []
 
         def step(gradients: list[Tensor], active: Tensor | None = None) -> None:
@@ -402,13 +402,13 @@ class Local:
     def trained(
         self, theta: Tensor, losses: list[Tensor], counts: Sequence[int], key: str, lr: float, also: str = ""
     ) -> Trained:
-        """What training led to: θ ``[g, d]``, by ``counts`` steps of each client with ``losses`` ``[g]`` before each.
+        """Return the result of training: θ ``[g, d]`` after ``counts`` steps, with ``losses`` ``[g]`` before each step.
 
-        A client whose training diverged is lost: at which step, and which key to lower, ``lr`` being its value now;
-        ``also`` is what else is allowed.
+        A client whose training diverged is lost. Its reason names the step and the ``key`` to lower, now ``lr``;
+        ``also`` names another remedy.
         """
         history = torch.stack(losses).cpu()
-        finite_rows = theta.sum(1).isfinite()  # a quarter of the work; a sum that is not may have overflown
+        finite_rows = theta.sum(1).isfinite()  # a quarter of the work; a sum may overflow although all are finite
         if not finite_rows.all():
             finite_rows = theta.isfinite().all(1)
         for j, (count, finite) in enumerate(zip(counts, finite_rows.tolist(), strict=True)):
@@ -425,10 +425,10 @@ class Local:
 
 
 def mean_loss(losses: list[Tensor], counts: Sequence[int]) -> Tensor:
-    """Mean over each client's own steps of the losses ``[g]`` of all steps: ``[g]`` float64, on the CPU."""
+    """Return the mean loss over each client's own steps: ``[g]`` float64, on the CPU, from ``[g]`` for each step."""
     history, number = torch.stack(losses).cpu().double(), torch.tensor(counts)
     made = torch.arange(len(history))[:, None] < number
-    return torch.where(made, history, 0).cumsum(0)[-1] / number  # cumsum adds one after another
+    return torch.where(made, history, 0).cumsum(0)[-1] / number  # cumsum adds sequentially
 
 
 def train(
@@ -447,27 +447,27 @@ def train(
 ) -> Trained:
     """Train one model per client by mini-batch SGD on the mean loss + λ_θ‖θ‖².
 
-    A client whose training diverges is lost, and its answer says at which step (:meth:`Group.lose`).
+    A client whose training diverges is lost, and its answer names the step (:meth:`Group.lose`).
 
     Parameters
     ----------
     theta
-        ``[g, d]``, where each client starts.
+        ``[g, d]``, the starting point of each client.
     correct
-        Changes the gradients at every step, before λ_θ, clipping and momentum: ``(gradients, w, start, given)``, lists
-        of leaves, element by element.
+        Changes the gradients at every step, before λ_θ, clipping and momentum: ``(gradients, w, start, given)``, an
+        elementwise function of lists of leaves.
     given
-        Vectors ``[g, d]`` that ``correct`` needs; it gets them as lists of leaves.
+        Vectors ``[g, d]`` for ``correct``, which receives them as lists of leaves.
     only
-        What is trained: the rest of θ stays as it is, to the bit.
+        Part to train; the rest of θ stays bitwise unchanged.
     counts
-        Steps of each client; those of the settings by default.
+        Steps of each client; by default from the settings.
     members
         Positions of the g clients in the group; all of them by default.
     purpose
-        Of the generators that draw the batches.
+        Purpose of the generators that draw the batches.
     key
-        Of the learning rate under ``algorithm``, for messages.
+        Key of the learning rate under ``algorithm``, for messages.
     """
     local = Local(model, group, mask_absent=s.mask_absent, members=members)
     w = local.parameters(theta)
@@ -493,16 +493,16 @@ def train(
 
 
 def laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` in the memory layout of a leaf; autograd goes through.
+    """Return ``values`` in the memory layout of a leaf, differentiably.
 
-    What is computed from a kernel of one input channel is not channels-last any more, and on a CPU convolutions with it
-    take half as long again.
+    A tensor computed from a convolution kernel with one input channel loses the channels-last layout, and convolutions
+    with it take half as long again on a CPU.
     """
     return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
 
 
 def proximal(strength: float, to: str | None = None) -> Correction:
-    """The gradient of strength/2 ‖w - w̄‖² added, w̄ being where training starts or what is ``given`` by this name."""
+    """Return a correction that adds ∇ strength/2 ‖w - w̄‖², w̄ being the start or the ``given`` vector of this name."""
 
     def correct(
         gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: Mapping[str, list[Tensor]]

@@ -1,9 +1,9 @@
 """ComFedL: compositional federated learning.
 
 F. Huang, J. Li, arXiv 2106.11264 (papers/002). Minimizes (1/n) Σ g^i(f^i(w)) (eq. 1) by local steps along
-∇g^i(f^i(w))ᵀ ∇f^i(w) and a uniform mean. Two instances: distributionally robust averaging (eq. 6), where f^i is the
-client's loss, and ComFedL-DAMAML (eq. 10), where f^i is one inner gradient step; g^i takes the exponential of a loss in
-both. Taken literally that exponential leaves the range in which SGD can work, so there are two more ways to scale it
+∇g^i(f^i(w))ᵀ ∇f^i(w) and a uniform mean. There are two instances: distributionally robust averaging (eq. 6), where f^i
+is the client's loss, and ComFedL-DAMAML (eq. 10), where f^i is one inner gradient step. In both, g^i takes the
+exponential of a loss. Its literal form leaves the range in which SGD can work, so there are two more ways to scale it
 (docs/algorithms/comfedl.md).
 """
 
@@ -27,31 +27,30 @@ from fedloom.settings import Settings
 from fedloom.theory.compositional import composed_loss, optimal_weights
 
 NOT_FINITE = LOSS_LIMIT
-"""What a client reports in place of a loss that is not finite."""
+"""Value that a client reports in place of a loss that is not finite."""
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
 class ComFedLServer(base.ServerHalf):
-    """w̄ ← the uniform mean of w_τ^i over the clients that answered."""
+    """Server of ComFedL: w̄ ← the uniform mean of w_τ^i over the clients that answered."""
 
     def __init__(self, settings: ComFedLSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.state["theta"] = task.model.init(generator, task.dtype)
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """Of the local training, and of the step at which it may leave the finite range."""
+        """Return the bounds of local training, and of the step at which it may leave the finite range."""
         local: LocalSteps = self.settings.local
         return local.limits(examples) | {"left": local.count(examples)}
 
     def train_round(self, round: Round) -> base.Statistics:
-        """Algorithm 1, lines 3-17.
+        """Perform Algorithm 1, lines 3-17.
 
         Raises
         ------
         FloatingPointError
-            If a client left the finite range. It must not be left out of the mean: it is the one with the largest
-            loss.
+            If a client left the finite range. That client has the largest loss and must not be left out of the mean.
         """
         s, cohort = self.settings, round.sample()  # line 3
         opening = SharedModel(self.state["theta"])
@@ -72,7 +71,7 @@ class ComFedLServer(base.ServerHalf):
         return {
             "client_steps": updates.total(updates.steps),
             "loss": float(updates.mean(updates.loss)),
-            # Lemma 1 at the shared model; 1/Σ r² clients of equal weight would be as concentrated.
+            # Lemma 1 at the shared model; 1/Σ r² is the number of equally weighted clients with the same concentration.
             "objective": float(composed_loss(f, s.gamma)),
             "r_largest": float(r.max()),
             "r_smallest": float(r.min()),
@@ -81,11 +80,11 @@ class ComFedLServer(base.ServerHalf):
         }
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the shared model; the client adapts it."""
+        """Send the shared model, which each client adapts."""
         return cohort.send(MakeItYours(self.state["theta"]))
 
     def _refuse(self, cohort: Cohort, losses: Tensor, left: Tensor | None = None) -> None:
-        """Refuse a round in which a client left the finite range: at the shared model, or at step ``left`` if not 0."""
+        """Raise if a client left the finite range: at the shared model, or at step ``left`` if nonzero."""
         s = self.settings
         for i, client in enumerate(cohort.clients):
             if losses[i] >= NOT_FINITE if left is None else left[i] > 0:
@@ -102,13 +101,13 @@ class ComFedLServer(base.ServerHalf):
 
 
 class ComFedLClient(base.ClientHalf):
-    """Local steps on the composition."""
+    """Client of ComFedL, which makes local steps on the composition."""
 
     predictors = ("personal", "global")
 
     @conversation
     def train(self, clients: Group, opening: SharedModel) -> Conversation:
-        """Algorithm 1, lines 5-16."""
+        """Perform Algorithm 1, lines 5-16."""
         theta = opening.theta.expand(len(clients), -1)
         shift, held = torch.zeros(1, dtype=torch.float64, device=theta.device), None
         if self.settings.scale != "literal":
@@ -120,7 +119,7 @@ class ComFedLClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
-        """``global`` is the shared model; ``personal`` is that after ``adapt_steps`` steps on the train split."""
+        """Return ``global``, the shared model, and ``personal``, adapted from it by ``adapt_steps`` steps of SGD."""
         model, shared = self.task.model, opening.theta.expand(len(clients), -1)
 
         def adapted() -> dict[str, Tensor]:
@@ -133,17 +132,17 @@ class ComFedLClient(base.ClientHalf):
         return or_shared_alone(model, clients, shared, adapted)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """``adapt_steps``, or what it stands for, for ``personal``."""
+        """Return ``adapt_steps``, or the number it defaults to, for ``personal``."""
         adaptation = self.settings.adaptation
         return adaptation.count(examples) if predictor == "personal" and adaptation is not None else 0
 
 
 def composed(local: Local, s: ComFedLSettings, w: Parameters, batch: Sequence[Batch], outer: Sequence[Batch]) -> Tensor:
-    """ℓ^i(f^i(w)), the loss whose exponential g^i takes, for each client: ``[g]`` (lines 9 and 11).
+    """Return ℓ^i(f^i(w)), the loss whose exponential g^i takes, for each client: ``[g]`` (lines 9 and 11).
 
-    Robust averaging (eq. 6): f_B(w), where g is no expectation and there is no second batch. ComFedL-DAMAML (eq. 10):
-    f_B̃(w - η∇f_B(w)), whose inner derivative is I - η∇²f_B(w), or I in the first order. Without gradients it is what
-    the models have as they predict.
+    Robust averaging (eq. 6) uses f_B(w): g is no expectation, so there is no second batch. ComFedL-DAMAML (eq. 10) uses
+    f_B̃(w - η∇f_B(w)), whose inner derivative is I - η∇²f_B(w), or I to first order. With gradients disabled, the
+    models are evaluated as they predict.
     """
     value = local.value if torch.is_grad_enabled() else local.measured
     if s.objective == "robust":
@@ -154,7 +153,7 @@ def composed(local: Local, s: ComFedLSettings, w: Parameters, batch: Sequence[Ba
 
 
 def loss_there(model: FlatModel, theta: Tensor, clients: Group, s: ComFedLSettings) -> Tensor:
-    """ℓ^i(f^i(w)) at the shared model, θ ``[g, d] -> [g, 1]`` float64."""
+    """Return ℓ^i(f^i(w)) at the shared model, θ ``[g, d] -> [g, 1]`` float64."""
     local = Local(model, clients, mask_absent=s.local.mask_absent)
     if s.losses_on == "all":
         batch = outer = local.everything()
@@ -165,7 +164,7 @@ def loss_there(model: FlatModel, theta: Tensor, clients: Group, s: ComFedLSettin
 
 
 def pairs(local: Local, s: ComFedLSettings, counts: Sequence[int], *purposes: str) -> Iterator[tuple[Batch, Batch]]:
-    """The batches B and B̃ of each step (lines 8 and 10); twice B where there is no second one."""
+    """Return the batches B and B̃ of each step (lines 8 and 10); B twice if there is no second batch."""
     batches = local.batches(s.local.batch_size, counts, purposes[0])
     if s.objective == "robust":
         return ((batch, batch) for batch in batches)
@@ -181,11 +180,11 @@ def compositional_sgd(
     Parameters
     ----------
     theta
-        ``[g, d]``, where each client starts.
+        ``[g, d]``, the starting point of each client.
     shift
         ``[1]`` float64, see :meth:`ComFedLSettings.factor`.
     held
-        ``[g, 1]``, the losses whose factors are held over the steps; None takes those of each step's batch.
+        ``[g, 1]``, losses whose factors are held over the steps; None to use the losses of each step's batch.
     """
     local = Local(model, clients, mask_absent=s.local.mask_absent)
     w = local.parameters(theta)  # line 6
@@ -218,7 +217,7 @@ def compositional_sgd(
 
 
 def reported(loss: Tensor) -> Tensor:
-    """A loss as it may travel: a client whose reply is not finite would be left out of the round without a word."""
+    """Clamp a loss to a finite value: a client with a nonfinite reply would silently be left out of the round."""
     return loss.double().nan_to_num(nan=NOT_FINITE).clamp(max=NOT_FINITE)
 
 
@@ -226,7 +225,7 @@ def reported(loss: Tensor) -> Tensor:
 
 
 class LocalSteps(LocalSGD):
-    """Lines 7-14 of Algorithm 1. λ_θ, momentum and clipping, which the paper has not, act on u, outside g."""
+    """Settings of lines 7-14 of Algorithm 1. λ_θ, momentum and clipping, which the paper lacks, act on u, outside g."""
 
     steps: int | None = Field(default=5, ge=1, description="τ, the synchronization gap; null where epochs is given")
     lr: float = Field(default=0.01, gt=0, description="η")
@@ -277,12 +276,12 @@ class ComFedLSettings(Settings):
 
     @property
     def holds(self) -> bool:
-        """Whether a client's factor is held over the steps of a round."""
+        """True if a client's factor is held over the steps of a round."""
         return self.factor_at == "round" if self.factor_at is not None else self.scale != "literal"
 
     @property
     def adaptation(self) -> LocalSGD | None:
-        """How ``personal`` is made of the shared model, the inner step of eq. 10 for damaml; None if they are one."""
+        """SGD from the shared model to ``personal`` (damaml: the inner step of eq. 10); None if they are the same."""
         damaml, local = self.objective == "damaml", self.local
         steps = int(damaml) if self.adapt_steps is None else self.adapt_steps
         own = {"lr": self.inner_lr, "momentum": 0.0, "lambda_theta": 0.0, "clip": None} if damaml else {}
@@ -290,10 +289,11 @@ class ComFedLSettings(Settings):
         return LocalSGD.model_validate(kept) if steps else None
 
     def factor(self, loss: Tensor, shift: Tensor) -> Tensor:
-        """∇g at a client's loss f ``[g]``, up to what ``scale`` divides by (papers/002, below eq. 6; line 11): ``[g]``.
+        """Return ∇g at a client's loss f ``[g]``, up to the divisor of ``scale`` (papers/002, below eq. 6; line 11).
 
-        exp((f - shift)/γ), divided by γ unless the scale is ``normalized``; infinite where the loss's type cannot hold
-        it. ``shift`` ``[1]`` float64 is 0 (literal), the largest loss, or :func:`composed_loss` (normalized).
+        This is exp((f - shift)/γ) ``[g]``, divided by γ unless the scale is ``normalized``; it is infinite if the
+        loss's dtype cannot hold it. ``shift`` ``[1]`` float64 is 0 (literal), the largest loss, or
+        :func:`composed_loss` (normalized).
         """
         exponential = ((loss.double() - shift) / self.gamma).exp()
         return (exponential if self.scale == "normalized" else exponential / self.gamma).to(loss.dtype)
@@ -303,19 +303,19 @@ class ComFedLSettings(Settings):
 
 
 class LossThere(Message):
-    """The client's loss at the shared model, before any step; not part of the literal form."""
+    """Client's loss at the shared model, before any step; the literal form does not use it."""
 
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
 class Shift(Message):
-    """What is subtracted from losses before their exponential is taken; not part of the literal form."""
+    """Value subtracted from losses before their exponential is taken; the literal form does not use it."""
 
     shift: Tensor = broadcast(Quantity.OTHER)  # [1] float64
 
 
 class CompositionalUpdate(Message):
-    """w_τ - w̄ (Algorithm 1, line 15), and what the training was like."""
+    """Update w_τ - w̄ (Algorithm 1, line 15), with statistics of the training."""
 
     delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d], zero if the finite range was left
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64

@@ -1,9 +1,9 @@
-"""Ditto: a personal model of each client's, kept near a shared one that knows nothing of it.
+"""Ditto: a personal model for each client, kept near a shared model that is trained independently of it.
 
 T. Li, S. Hu, A. Beirami, V. Smith, Ditto: fair and robust federated learning through personalization, ICML 2021,
-arXiv 2012.04221, Algorithm 1. The shared w is trained by FedAvg. A client that is drawn also makes steps of its v_i on
-f_i(v) + λ/2 ‖v - w_t‖², w_t as it was received; v_i is its state between rounds. One that has none yet, in training or
-afterwards, starts at w. Lines are those of docs/algorithms/ditto.md.
+arXiv 2012.04221, Algorithm 1. The shared w is trained by FedAvg. A sampled client also makes steps of its v_i on
+f_i(v) + λ/2 ‖v - w_t‖², w_t being the model received; v_i is its state between rounds. A client without a v_i, in
+training or afterwards, starts at w. Line numbers refer to docs/algorithms/ditto.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedloom.models.flat import FlatModel
 
 
 def shared_and_personal(model: FlatModel, group: Group, w: Tensor, s: DittoSettings) -> Trained:
-    """A client in Algorithm 1: w's training is FedAvg's (line 3), v_i's is beside it (lines 4-5)."""
+    """Train a client as in Algorithm 1: w as in FedAvg (line 3), and v_i beside it (lines 4-5)."""
     shared = local_sgd(model, group, w, s)
     own = near(model, group, group.recall("v", w), w, s, s.personal)
     group.keep(v=own.theta)
@@ -30,14 +30,14 @@ def shared_and_personal(model: FlatModel, group: Group, w: Tensor, s: DittoSetti
 def near(
     model: FlatModel, group: Group, v: Tensor, w: Tensor, s: DittoSettings, sgd: LocalSGD, who: list[int] | None = None
 ) -> Trained:
-    """SGD on f_i(v) + λ/2 ‖v - w‖² from v (line 5), of all clients of the group or of some."""
+    """Run SGD on f_i(v) + λ/2 ‖v - w‖² from v (line 5), for all clients of the group or some."""
     pull = proximal(s.proximity, "w") if s.proximity else None
     key = "personal.lr"
     return train(model, group, v, sgd, correct=pull, given={"w": w}, members=who, purpose="personal", key=key)
 
 
 def own_model(model: FlatModel, group: Group, w: Tensor, s: DittoSettings) -> dict[str, Tensor]:
-    """``personal`` is v_i, which who has none makes from w (line 7); ``global`` is w."""
+    """Return ``personal``, v_i, which new clients train from w (line 7), and ``global``, w."""
     v, new = group.recall("v", w), group.new
     if new and s.personalize_steps:
         v[new] = near(model, group, w[new], w[new], s, s.personal.lasting(steps=s.personalize_steps), new).theta

@@ -1,8 +1,8 @@
-"""DRFA, which papers/002 calls DRFL: distributionally robust averaging with local steps.
+"""DRFA, called DRFL in papers/002: distributionally robust averaging with local steps.
 
 Y. Deng, M. M. Kamani, M. Mahdavi, Distributionally robust federated averaging, NeurIPS 2020, arXiv 2102.12660,
-Algorithm 1. min_w max_λ Σ λ_i f_i(w): clients are drawn by λ and average their models; λ ascends on losses at the
-average of the models that they had at a random local step t', asked of clients drawn uniformly.
+Algorithm 1. min_w max_λ Σ λ_i f_i(w): clients are drawn by λ and average their models. λ ascends on losses at the
+average of the models after a random local step t', evaluated by clients drawn uniformly.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from fedloom.settings import Settings
 
 
 class TrainAndNote(Message):
-    """Opens training: the shared model, and the step t' (1 ... τ) after which to note one's own."""
+    """Opening of training: the shared model, and the step t' (1 ... τ) whose model the client notes."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
     moment: Tensor = broadcast(Quantity.COUNT)  # [1] float64
 
 
 class NotedUpdate(Update):
-    """What local training did, and what it had done after t' steps."""
+    """Update after local training, and the update after t' steps."""
 
     delta_noted: Tensor = rows(Quantity.MODEL_UPDATE, "s")  # [c, d]
 
 
 class AskLoss(Message):
-    """Opens the second conversation: the average of the models after t' steps."""
+    """Opening of the second conversation: the average of the models after t' steps."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
 
 class LossThere(Message):
-    """The loss there of one mini-batch."""
+    """Loss of one mini-batch at that model."""
 
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
 class DRFAServer(base.ServerHalf):
-    """Keeps w and λ."""
+    """Server of DRFA, which keeps w and λ."""
 
     def __init__(self, settings: DRFASettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
@@ -59,12 +59,12 @@ class DRFAServer(base.ServerHalf):
         self.state = {"theta": task.model.init(generator, task.dtype), "weights": self.weights.start}
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """Of the local training."""
+        """Return the bounds of local training."""
         bounds: dict[str, float] = self.settings.local.limits(examples)
         return bounds | ({"delta_noted": bounds["delta_theta"]} if "delta_theta" in bounds else {})
 
     def train_round(self, round: Round) -> base.Statistics:
-        """Algorithm 1 for one s."""
+        """Perform Algorithm 1 for one s."""
         s, theta, weights = self.settings, self.state["theta"], self.state["weights"]
         cohort = round.sample(weights=weights, replace=s.replace)  # line 2
         moment = torch.randint(1, s.local.steps + 1, (1,), generator=round.generator("moment"))  # line 3
@@ -83,13 +83,13 @@ class DRFAServer(base.ServerHalf):
 
 
 class DRFAClient(base.ClientHalf):
-    """Trains, and says its loss."""
+    """Client of DRFA, which trains and reports its loss."""
 
     predictors = ("personal", "global")
 
     @conversation
     def train(self, clients: Group, opening: TrainAndNote) -> Conversation:
-        """Lines 4-10."""
+        """Perform lines 4-10."""
         s, start, moment = self.settings.local, opening.theta.expand(len(clients), -1), int(opening.moment)
         local = Local(self.task.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(start)
@@ -109,7 +109,7 @@ class DRFAClient(base.ClientHalf):
 
     @conversation
     def measure(self, clients: Group, opening: AskLoss) -> Conversation:
-        """Line 14."""
+        """Perform line 14."""
         s = self.settings.local
         local = Local(self.task.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(opening.theta.expand(len(clients), -1))
@@ -119,12 +119,12 @@ class DRFAClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
-        """``global`` is the shared model, ``personal`` that after fine-tuning."""
+        """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
         model, start = self.task.model, opening.theta.expand(len(clients), -1)
         return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Those of fine-tuning."""
+        """Return the steps of fine-tuning for ``personal``."""
         steps: int = self.settings.personalize_steps
         return steps if predictor == "personal" else 0
 

@@ -1,8 +1,8 @@
-"""FedBABU: the head stays as it was drawn, the body alone is trained and shared; the whole is fine-tuned at the end.
+"""FedBABU: the head keeps its initial values, only the body is trained and shared, and fine-tuning covers both.
 
 J. Oh, S. Kim, S.-Y. Yun, FedBABU: Toward enhanced representation for federated image classification, ICLR 2022,
-arXiv 2106.06042, Algorithm 1. The head, which all clients have in common, is sent along with the body; what comes back
-is the body.
+arXiv 2106.06042, Algorithm 1. The head, common to all clients, is sent along with the body; clients return only the
+body.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fedloom.models.flat import FlatModel
 
 
 def body_alone(model: FlatModel, group: Group, theta: Tensor, s: FedBABUSettings) -> Trained:
-    """SGD on the body, the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
+    """Run SGD on the body with the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
     trained = train(model, group, theta, s.local, only="body")
     return Trained(trained.theta[:, : model.layout.body_size], trained.steps, trained.loss)
 
 
 def fine_tuned(model: FlatModel, group: Group, theta: Tensor, s: FedBABUSettings) -> dict[str, Tensor]:
-    """``personal`` is all of θ after ``personalize_epochs`` epochs (line 4), ``global`` before."""
+    """Return ``personal``, θ after ``personalize_epochs`` epochs on all of it (line 4), and ``global``, before them."""
     personal = theta
     if s.personalize_epochs:
         sgd = s.local.lasting(epochs=s.personalize_epochs)

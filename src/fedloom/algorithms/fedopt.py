@@ -1,9 +1,9 @@
-"""FedOpt: FedAdam, FedYogi and FedAvgM, which take the clients' mean update for a gradient of the server's optimizer.
+"""FedOpt: FedAdam, FedYogi and FedAvgM, whose server optimizers take the clients' mean update as a gradient.
 
 S. J. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, H. B. McMahan, Adaptive federated
 optimization, ICLR 2021, arXiv 2003.00295, Algorithm 2: no bias correction, and v starts at τ². FedAvgM: T.-M. H. Hsu,
 H. Qi, M. Brown, Measuring the effects of non-identical data distribution for federated visual classification, 2019,
-arXiv 1909.06335, §4.2. Clients run FedAvg's SGD. Lines are those of docs/algorithms/fedopt.md.
+arXiv 1909.06335, §4.2. Clients run FedAvg's SGD. Line numbers refer to docs/algorithms/fedopt.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedloom.messages import Replies
 
 
 class OptimizingServer(SharedModelServer):
-    """Keeps w and the optimizer's memory: m, and v where steps are adaptive."""
+    """Server that keeps w and the optimizer's state: m, and v for adaptive steps."""
 
     def __init__(self, settings: Any, task: Task, generator: torch.Generator, **method: Any) -> None:
         super().__init__(settings, task, generator, **method | {"aggregate": self._step})
@@ -30,7 +30,7 @@ class OptimizingServer(SharedModelServer):
             self.state["v"] = torch.full_like(w, settings.tau**2)  # line 1
 
     def _step(self, w: Tensor, updates: Replies[Any], s: FineTuning) -> Tensor:
-        """Lines 5-8."""
+        """Perform lines 5-8."""
         delta = mean_update(updates, s)  # line 5
         if isinstance(s, FedAvgMSettings):
             self.state["m"] = m = s.momentum * self.state["m"] + delta  # line 6, FedAvgM
@@ -57,7 +57,7 @@ class FedAvgMSettings(FineTuning):
 
 
 class AdaptiveSettings(FineTuning):
-    """Keys that FedAdam and FedYogi share; ``server_lr`` is the paper's η."""
+    """Keys common to FedAdam and FedYogi; ``server_lr`` is the paper's η."""
 
     server_lr: float = Field(default=0.01, gt=0, description="rate η of the server's optimizer; tune it by decades")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="β₁ of m, the mean of the updates over rounds")
@@ -65,7 +65,7 @@ class AdaptiveSettings(FineTuning):
     tau: float = Field(default=1e-3, gt=0, description="τ, the degree of adaptivity: the smaller, the more")
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """v ← β₂ v + (1 - β₂) Δ² (Adam)."""
+        """Return v ← β₂ v + (1 - β₂) Δ² (Adam)."""
         return self.beta2 * v + (1 - self.beta2) * square
 
 
@@ -77,12 +77,12 @@ class FedYogiSettings(AdaptiveSettings):
     """Keys of ``algorithm`` for FedYogi."""
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """v ← v - (1 - β₂) Δ² sign(v - Δ²) (Yogi): v forgets no faster than it learns."""
+        """Return v ← v - (1 - β₂) Δ² sign(v - Δ²) (Yogi): v forgets no faster than it learns."""
         return v - (1 - self.beta2) * square * (v - square).sign()
 
 
 def optimizing(name: str, settings: type[FineTuning], title: str) -> Algorithm:
-    """FedAvg with this server."""
+    """Return FedAvg with an optimizing server."""
     titles = {"personal": f"{title} + fine-tuning", "global": title}
     return shared_model(name, settings, server=OptimizingServer, titles=titles)
 

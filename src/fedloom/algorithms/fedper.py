@@ -1,9 +1,9 @@
-"""FedPer: a shared body, and a head of each client's own, trained together.
+"""FedPer: a shared body and a personal head, trained together.
 
 M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary, Federated learning with personalization layers, 2019,
 arXiv 1912.00818, Algorithms 1 and 2. It is FedRep without alternation: a client trains body and head at once, and only
-the body travels. The personalization layers are one here, the last linear layer. A client that has no head yet, in
-training or afterwards, starts from one drawn by its own generator.
+the body is sent. The personalization layer here is the last linear layer. A client without a head, in training or
+afterwards, starts from one drawn by its own generator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.models.flat import FlatModel
 
 
 def body_and_head(model: FlatModel, group: Group, body: Tensor, s: FedPerSettings) -> Trained:
-    """A client in Algorithm 1: SGD on φ and h_i at once."""
+    """Train a client as in Algorithm 1: SGD on φ and h_i at once."""
     size = body.shape[1]
     trained = train(model, group, with_heads(model, group, body), s.local)  # lines 1-2
     group.keep(head=trained.theta[:, size:])  # line 3

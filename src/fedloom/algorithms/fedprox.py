@@ -1,8 +1,8 @@
-"""FedProx: FedAvg with a proximal term on the clients, and with clients that do only a part of the work.
+"""FedProx: FedAvg with a proximal term on the clients, and with clients that complete only part of their steps.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, Federated optimization in heterogeneous networks,
 MLSys 2020, arXiv 1812.06127, Algorithm 2. A client minimizes f_i(w) + μ/2 ‖w - w_t‖² from w_t, the round's shared
-model; one that makes only a part of its steps is counted all the same (§3.2, "tolerating partial work").
+model; a client that completes only part of its steps still counts (§3.2, "tolerating partial work").
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fedloom.models.flat import FlatModel
 
 
 def proximal_sgd(model: FlatModel, group: Group, theta: Tensor, s: FedProxSettings) -> Trained:
-    """SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""
+    """Run SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""
     term = proximal(s.mu) if s.mu else None
     return train(model, group, theta, s.local, correct=term, counts=work(group, s))  # lines 2, 3
 
 
 def work(group: Group, s: FedProxSettings) -> list[int]:
-    """Steps that each client makes: all of them, or fewer if it is a straggler in this round."""
+    """Return the steps of each client: all of them, or fewer if it is a straggler in this round."""
     counts = [s.local.count(len(client.train)) for client in group.clients]  # line 2
     for i, count in enumerate(counts):
         late, share = torch.rand(2, generator=group.generator(i, "straggler")).tolist()

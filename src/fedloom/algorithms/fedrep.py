@@ -1,9 +1,9 @@
-"""FedRep: a shared body, and a head of each client's own.
+"""FedRep: a shared body and a personal head, trained in alternation.
 
 L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, Exploiting shared representations for personalized federated
 learning, ICML 2021, arXiv 2102.07078, Algorithm 1. In a round a client trains its head with the body frozen, then the
-body with the head frozen; only the body travels. The head is the last linear layer, the client's state between rounds.
-A client that has none yet, in training or afterwards, starts from one drawn by its own generator.
+body with the head frozen; only the body is sent. The head is the last linear layer, and the client's state between
+rounds. A client without a head, in training or afterwards, starts from one drawn by its own generator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedloom.models.flat import FlatModel
 
 
 def head_then_body(model: FlatModel, group: Group, body: Tensor, s: FedRepSettings) -> Trained:
-    """ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""
+    """Run ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""
     theta = with_heads(model, group, body)  # line 1
     head = train(model, group, theta, s.head, only="head", purpose="head", key="head.lr")  # line 2
     both = train(model, group, head.theta, s.local, only="body")  # line 3
@@ -30,7 +30,7 @@ def head_then_body(model: FlatModel, group: Group, body: Tensor, s: FedRepSettin
 
 
 def with_own_head(key: str) -> Personalize:
-    """The shared body with the client's head; who has none trains one by the SGD of a key, the body frozen."""
+    """Return the shared body with each client's head; a new client trains one by SGD under ``key``, the body frozen."""
 
     def personalize(model: FlatModel, group: Group, body: Tensor, s: Any) -> dict[str, Tensor]:
         theta, new, sgd = with_heads(model, group, body), group.new, getattr(s, key)  # line 6
@@ -46,13 +46,13 @@ def with_own_head(key: str) -> Personalize:
 
 
 def with_heads(model: FlatModel, group: Group, body: Tensor) -> Tensor:
-    """θ ``[g, d]`` of the shared body and the head that each client kept, a random one of its own if it is new."""
+    """Return θ ``[g, d]``: the shared body with each client's kept head, or a random head of its own if it is new."""
     drawn = [model.init(group.generator(i, "own-head"), body.dtype)[body.shape[1] :] for i in range(len(group))]
     return torch.cat([body, group.recall("head", torch.stack(drawn).to(body.device))], dim=1)
 
 
 class FedRepSettings(Averaging):
-    """Keys of ``algorithm`` for FedRep; ``weighting`` is the paper's, uniform, by default."""
+    """Keys of ``algorithm`` for FedRep; ``weighting`` defaults to the paper's, uniform."""
 
     weighting: Literal["examples", "uniform"] = Field(default="uniform", description="examples is the official code's")
     local: LocalSGD = Field(default=LocalSGD(epochs=1), description="the body's training in a round")

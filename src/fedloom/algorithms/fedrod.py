@@ -2,8 +2,9 @@
 
 H.-Y. Chen, W.-L. Chao, On bridging generic and personalized federated learning for image classification, ICLR 2022,
 arXiv 2107.00778, Algorithm 1 (linear personal heads). Body and generic head are shared and minimize a loss in which
-each logit is raised by the log of its label's count, so that clients with different mixes of labels have one goal. The
-personal head adds to the generic logits and minimizes the plain loss; nothing of it reaches body and generic head.
+each logit is raised by the log of its label's count, so that clients with different label mixes have one objective. The
+personal head adds to the generic logits and minimizes the plain loss; its gradient reaches neither body nor generic
+head.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from fedloom.models.flat import FlatModel, Layout, with_forward
 
 
 class TwoHeads(FlatModel):
-    """A model with a second head and, in place of its head, what is never trained: the amounts by which logits rise.
+    """Model with a second head and untrained logit offsets.
 
-    Its θ is that of the model, the second head [h], and the amounts [C], in this order.
+    θ consists of the model's θ, the second head [h], and the offsets [C], in this order. The offsets take the head's
+    place in the layout, so that training the body leaves them unchanged.
     """
 
     def __init__(self, model: FlatModel) -> None:
@@ -38,19 +40,19 @@ class TwoHeads(FlatModel):
         self.model = model
 
     def in_training(self) -> FlatModel:
-        """Two heads on the model as training calls it."""
+        """Return the two-headed model on top of the model in training mode."""
         return TwoHeads(self.model.in_training())
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Those of the model."""
+        """Return the model's features."""
         return self.model.features(parameters, x)
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Those of the model."""
+        """Return the model's logits."""
         return self.model.forward(parameters, x)
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """The model's own loss at the raised generic logits, and at the sum of both heads' logits, as one sum."""
+        """Return the sum of the model's loss at the raised generic logits and at the sum of both heads' logits."""
         z = self.model.features(parameters, x)
         generic, personal = (
             F.linear(v, *(parameters[f"{prefix}{name}"] for name in self.model.layout.head))
@@ -62,23 +64,23 @@ class TwoHeads(FlatModel):
 
 
 def both_heads(model: FlatModel, group: Group, theta: Tensor, s: FedRoDSettings) -> Trained:
-    """A client's visit; lines are those of docs/algorithms/fedrod.md."""
+    """Train in one visit of a client; line numbers refer to docs/algorithms/fedrod.md."""
     d, two = theta.shape[1], TwoHeads(model)
     h = d - model.layout.body_size
     start = torch.cat([theta, heads(model, group, theta), raised(group, theta, s)], dim=1)  # line 1
-    trained = train(two, group, start, s.local, only="body")  # lines 2-3: all but the last entry, which is no layer
+    trained = train(two, group, start, s.local, only="body")  # lines 2-3: all but the last entry, the offsets
     own = {"theta": trained.theta[:, :d]} if s.personal == "local" else {}
     group.keep(head=trained.theta[:, d : d + h], **own)  # line 4
     return Trained(trained.theta[:, :d], trained.steps, trained.loss)
 
 
 def heads(model: FlatModel, group: Group, theta: Tensor) -> Tensor:
-    """Personal heads ``[g, h]``: what each client kept, zeros for one that is new."""
+    """Return personal heads ``[g, h]``: the kept one of each client, zeros for a new client."""
     return group.recall("head", torch.zeros_like(theta[:, model.layout.body_size :]))
 
 
 def raised(group: Group, theta: Tensor, s: FedRoDSettings) -> Tensor:
-    """``balance`` · log n_c of each client's labels, ``[g, C]``; so low that it has no part for one that it lacks."""
+    """Return ``balance`` · log n_c of each client's labels, ``[g, C]``; low enough to exclude labels it lacks."""
     counts = torch.stack([torch.bincount(_labels(client), minlength=client.classes) for client in group.clients])
     return (s.balance * counts.to(theta).log()).clamp(min=-1e9) if s.balance else torch.zeros_like(counts).to(theta)
 
@@ -90,7 +92,7 @@ def _labels(client: ClientData) -> Tensor:
 
 
 def with_both_heads(model: FlatModel, group: Group, theta: Tensor, s: FedRoDSettings) -> dict[str, Tensor]:
-    """``personal`` is a model with the sum of both heads (line 6), ``global`` is θ, which is all a new client gets."""
+    """Return ``personal``, with the sum of both heads (line 6), and ``global``, θ; for new clients both are θ."""
     size = model.layout.body_size
     own = group.recall("theta", theta) if s.personal == "local" else theta
     return {"personal": torch.cat([own[:, :size], own[:, size:] + heads(model, group, theta)], 1), "global": theta}

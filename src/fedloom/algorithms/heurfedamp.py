@@ -1,8 +1,8 @@
-"""HeurFedAMP: every client is pulled to a mean of all clients' models, of which the similar ones weigh most.
+"""HeurFedAMP: each client is pulled towards a mean of all clients' models that favors similar ones.
 
 Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, Personalized cross-silo federated learning on non-IID
 data, AAAI 2021, arXiv 2007.03797, §4 and Algorithm 1. The server keeps each client's last model w_i. It sends client i
-u_i = Σ_j ξ_ij w_j with weights by cosines, and the client minimizes f_i(w) + λ/2 ‖w - u_i‖² from u_i.
+u_i = Σ_j ξ_ij w_j, with weights from cosines, and the client minimizes f_i(w) + λ/2 ‖w - u_i‖² from u_i.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fedloom.settings import Settings
 
 
 def attention(models: Tensor, i: int, self_weight: float, sigma: float) -> Tensor:
-    """ξ_i1 ... ξ_in of client i ``[n]`` float64 among models ``[n, d]``; they sum to 1 (eq. 9).
+    """Return ξ_i1 ... ξ_in of client i ``[n]`` float64 among models ``[n, d]``; they sum to 1 (eq. 9).
 
-    ξ_ii is ``self_weight``; the others share the rest in proportion to exp(σ cos(w_i, w_j)). Who is alone keeps all.
+    ξ_ii is ``self_weight``; the others share the rest in proportion to exp(σ cos(w_i, w_j)). A lone model gets all.
     """
     own = torch.arange(len(models)) == i
     if len(models) == 1:
@@ -38,7 +38,7 @@ def attention(models: Tensor, i: int, self_weight: float, sigma: float) -> Tenso
 
 
 class HeurFedAMPServer(base.ServerHalf):
-    """Keeps every client's last model; who was never counted has the initial one, and no part in others'."""
+    """Server that keeps every client's last model; a client never counted has the initial one, ignored by others."""
 
     def __init__(self, settings: HeurFedAMPSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
@@ -48,11 +48,11 @@ class HeurFedAMPServer(base.ServerHalf):
         self.state = {"models": theta.repeat(len(self.row), 1), "counted": torch.zeros(len(self.row), dtype=torch.long)}
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """Of the number of steps."""
+        """Return the bound of the number of steps."""
         return {"steps": self.settings.local.count(examples)}
 
     def train_round(self, round: Round) -> base.Statistics:
-        """Lines 2-5, for the cohort."""
+        """Perform lines 2-5 for the cohort."""
         cohort, models, counted = round.sample(), self.state["models"], self.state["counted"]
         where = torch.tensor([self.row[client] for client in cohort.clients])
         u = torch.stack([self._centre(i) for i in where.tolist()])  # line 3
@@ -64,7 +64,7 @@ class HeurFedAMPServer(base.ServerHalf):
         return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 
     def _centre(self, i: int) -> Tensor:
-        """u_i ``[d]``: the mean of the client's own model and those that were counted."""
+        """Return u_i ``[d]``: the mean of the client's own model and those of counted clients."""
         counted = self.state["counted"].bool()
         counted[i] = True
         models = self.state["models"][counted]
@@ -76,7 +76,7 @@ class HeurFedAMPServer(base.ServerHalf):
         return total
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send each client its model; who was never counted gets the mean of those that were, and trains (ours)."""
+        """Send each client its model; a client never counted gets the mean of those counted and trains (ours)."""
         models, counted = self.state["models"], self.state["counted"].bool()
         mean = models[counted].mean(0) if counted.any() else models[0]
         places = [self.row.get(client, -1) if self.task.same_clients else -1 for client in cohort.clients]
@@ -86,11 +86,11 @@ class HeurFedAMPServer(base.ServerHalf):
 
 
 class HeurFedAMPClient(base.ClientHalf):
-    """Trains in the proximity of what it gets."""
+    """Client that trains in the proximity of the model it receives."""
 
     @conversation
     def train(self, clients: Group, opening: Centre) -> Conversation:
-        """Line 4: min f_i(w) + λ/2 ‖w - u_i‖², from u_i."""
+        """Minimize f_i(w) + λ/2 ‖w - u_i‖² from u_i (line 4)."""
         s = self.settings
         trained = train(self.task.model, clients, opening.theta, s.local, correct=s.pull)
         yield Update(trained.theta - opening.theta, trained.steps, trained.loss)
@@ -98,7 +98,7 @@ class HeurFedAMPClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: OwnModel) -> Predictors:
-        """``personal`` is the client's model; one that has none yet makes a visit's steps from the mean."""
+        """Return ``personal``, the client's model; a new client makes one visit's steps from the mean."""
         s, theta = self.settings, opening.theta
         if new := opening.new[:, 0].nonzero().flatten().tolist():
             how = {"members": new, "correct": s.pull, "purpose": "personalize"}
@@ -107,7 +107,7 @@ class HeurFedAMPClient(base.ClientHalf):
         return predictors_of(self.task.model, personal=theta)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Those of a client without a model."""
+        """Return the steps of a client without a model."""
         steps: int = self.settings.local.count(examples)
         return steps
 
@@ -131,21 +131,21 @@ class HeurFedAMPSettings(Settings):
 
     @property
     def pull(self) -> Correction | None:
-        """The gradient of the proximal term, if it has one."""
+        """Gradient of the proximal term; None without one."""
         return proximal(self.proximity) if self.proximity else None
 
 
 class Centre(Message):
-    """Opens training: u_i."""
+    """Opening of training: u_i."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
 class OwnModel(Message):
-    """Opens personalization: w_i, or where a client that has none starts."""
+    """Opening of personalization: w_i, or the starting point of a client without a model."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
-    new: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, 1 for the latter
+    new: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, 1 for a client without a model
 
 
 HEURFEDAMP = base.Algorithm(

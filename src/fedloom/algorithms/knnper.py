@@ -1,9 +1,9 @@
-"""kNN-Per: FedAvg, and on each client a vote of the training examples that are nearest in the model's features.
+"""kNN-Per: FedAvg, and on each client a vote of the training examples nearest in the model's feature space.
 
 O. Marfoq, G. Neglia, L. Kameni, R. Vidal, Personalized federated learning through local memorization, ICML 2022,
-arXiv 2111.09360, §3. Training is FedAvg's. A client's predictor is λ kNN(x) + (1 - λ) softmax(logits): the datastore of
-the k-nearest-neighbour estimate has the features and labels of its training examples, each neighbour counts
-exp(-distance²/(D s)), D being the features' length. k and λ are chosen by leaving one out of the datastore.
+arXiv 2111.09360, §3. Training is FedAvg's. A client's predictor is λ kNN(x) + (1 - λ) softmax(logits). The datastore of
+the k-nearest-neighbour estimate has the features and labels of its training examples; each neighbour has weight
+exp(-distance²/(D s)), D being the number of features. k and λ are chosen by leave-one-out on the datastore.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedloom.models.predictors import ModelPredictor, Predictors
 
 
 class Neighbours(ModelPredictor):
-    """The shared model θ and a datastore, mixed: ``features`` [n, D] and ``labels`` [n] of the client's train split."""
+    """Mixture of the shared model θ with a datastore, the ``features`` [n, D] and ``labels`` [n] of the train split."""
 
     def __init__(self, model: FlatModel, theta: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
         super().__init__(model, theta)
@@ -33,10 +33,10 @@ class Neighbours(ModelPredictor):
         self.k, self.mixing = 1, 0.0
 
     def choose(self, x: Tensor, ks: list[int], mixings: list[float]) -> None:
-        """Set k and λ so that most of the datastore's own examples, each left out of it, are predicted right.
+        """Set k and λ to predict the most examples of the datastore right, each left out of its own vote.
 
-        Ties go to the likelier labels, then to the smaller k, then to the smaller λ. One example leaves nothing behind
-        when it is left out, so that there is no vote: λ is 0.
+        Ties go to the higher likelihood of the labels, then to the smaller k, then to the smaller λ. With one example
+        nothing remains to vote, and λ is 0.
         """
         if len(x) == 1:
             return
@@ -53,22 +53,22 @@ class Neighbours(ModelPredictor):
 
     @torch.no_grad()
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``."""
+        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
         own = super().log_probabilities(x)
         return mixed(self._vote(*nearest_of(self._features(x), self.features, self.k), own), own, self.mixing)
 
     def tensors(self) -> dict[str, Tensor]:
-        """θ, the datastore, and what was chosen."""
+        """Return θ, the datastore, and the chosen k, λ and scale."""
         chosen = {"k": self.k, "mixing": self.mixing, "scale": self.scale}
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in chosen.items()}
         return {"theta": self.theta, "features": self.features, "labels": self.labels, **numbers}
 
     def named(self) -> dict[str, Tensor]:
-        """The shared model's entries, and the datastore."""
+        """Return the shared model's entries and the datastore."""
         return {**self.parameters, "datastore.features": self.features, "datastore.labels": self.labels}
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``."""
+        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
         own = super().predict(named, x)
         there = named["datastore.features"], named["datastore.labels"]
         vote = self._vote(*nearest_of(self.model.features(named, x), there[0], self.k), own, there[1])
@@ -79,15 +79,15 @@ class Neighbours(ModelPredictor):
         return torch.cat([self.model.features(self.parameters, piece) for piece in torch.split(x, PIECE)])
 
     def _vote(self, squared: Tensor, nearest: Tensor, like: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Log-probabilities of the estimate, ``[b, C]``; softmax divides by the sum of the weights."""
+        """Return the log-probabilities of the estimate, ``[b, C]``; the softmax normalizes the weights."""
         labels = self.labels if labels is None else labels
         weights = F.softmax(-squared / (self.features.shape[1] * self.scale), dim=1).to(like)
         return torch.zeros_like(like).scatter_add_(1, labels[nearest], weights).log()
 
 
 def nearest_of(queries: Tensor, features: Tensor, k: int, *, left_out: bool = False) -> tuple[Tensor, Tensor]:
-    """Squared distances and positions ``[b, k]`` of the k nearest, or of all; ``left_out``: of all but itself."""
-    # Not by matrix products, which round: an example is at distance 0 of itself, whatever else is asked for.
+    """Return squared distances and positions ``[b, k]`` of at most k nearest; ``left_out`` excludes the query."""
+    # Matrix products would round: an example must be at distance 0 of itself, whatever the other queries.
     squared = torch.cdist(queries, features, compute_mode="donot_use_mm_for_euclid_dist").square()
     if left_out:
         squared.fill_diagonal_(math.inf)
@@ -97,13 +97,13 @@ def nearest_of(queries: Tensor, features: Tensor, k: int, *, left_out: bool = Fa
 
 
 def mixed(vote: Tensor, own: Tensor, mixing: float) -> Tensor:
-    """log(λ vote + (1 - λ) own) of log-probabilities ``[b, C]``; with λ = 0 it is ``own`` to the bit."""
+    """Return log(λ vote + (1 - λ) own) of log-probabilities ``[b, C]``; at λ = 0 bitwise ``own``."""
     first, second = (math.log(share) if share > 0 else -math.inf for share in (mixing, 1 - mixing))
     return torch.logaddexp(vote + first, own + second)
 
 
 def memorize(model: FlatModel, group: Group, theta: Tensor, s: KNNPerSettings) -> Predictors:
-    """``personal`` is the mixture, ``global`` the shared model: no training, for seen and unseen clients alike."""
+    """Return ``personal``, the mixture, and ``global``, the shared model, without training, for all clients."""
     found: Predictors = []
     for client, row in zip(group.clients, theta, strict=True):
         split = examples(client, labelled=True)
@@ -115,7 +115,7 @@ def memorize(model: FlatModel, group: Group, theta: Tensor, s: KNNPerSettings) -
 
 
 def unfit(s: Any, examples: int, classes: int) -> str | None:
-    """What is wrong with a client that is to train: it has fewer examples than any k asks for; None: nothing."""
+    """Return why a client cannot train: it has fewer examples than the smallest k; None if it can."""
     least = min(s.neighbours)
     if examples >= least:
         return None

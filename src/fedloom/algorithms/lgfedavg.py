@@ -1,9 +1,9 @@
-"""LG-FedAvg: a body of each client's own, and a shared head on top of it: the opposite of FedPer.
+"""LG-FedAvg: a personal body and a shared head on top of it, the reverse of FedPer.
 
 P. P. Liang, T. Liu, L. Ziyin, N. B. Allen, R. P. Auerbach, D. Brent, R. Salakhutdinov, L.-P. Morency, Think locally,
 act globally: federated learning with local and global representations, 2020, arXiv 2001.01523, Algorithm 1. Both are
-trained together and the head alone is averaged. All bodies start as the same draw, which is sent along with the head:
-without a common start, features of different clients would not mean the same to the head.
+trained together, and only the head is averaged. All bodies start from the same draw, which is sent along with the head:
+without a common start, the features of different clients would not mean the same to the head.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fedloom.models.flat import FlatModel
 
 
 def body_and_head(model: FlatModel, group: Group, theta: Tensor, s: LGFedAvgSettings) -> Trained:
-    """Lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
+    """Perform lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
     trained, size = train(model, group, with_bodies(model, group, theta), s.local), model.layout.body_size
     group.keep(body=trained.theta[:, :size])
     return Trained(trained.theta[:, size:], trained.steps, trained.loss)
 
 
 def with_own_body(model: FlatModel, group: Group, theta: Tensor, s: LGFedAvgSettings) -> dict[str, Tensor]:
-    """The shared head on the client's body (line 5); who has none trains one, the head frozen (line 6)."""
+    """Return the shared head on each client's body (line 5); a new client trains a body, the head frozen (line 6)."""
     theta, new = with_bodies(model, group, theta), group.new
     if new and s.personalize_epochs:
         sgd = s.local.lasting(epochs=s.personalize_epochs)
@@ -35,7 +35,7 @@ def with_own_body(model: FlatModel, group: Group, theta: Tensor, s: LGFedAvgSett
 
 
 def with_bodies(model: FlatModel, group: Group, theta: Tensor) -> Tensor:
-    """θ ``[g, d]`` of the body that each client kept, the common start if it is new, and the shared head."""
+    """Return θ ``[g, d]``: each client's kept body, or the common start if it is new, with the shared head."""
     size = model.layout.body_size
     return torch.cat([group.recall("body", theta[:, :size]), theta[:, size:]], dim=1)
 

@@ -1,7 +1,7 @@
-"""Local: every client trains alone, from its own random start, on its own data.
+"""Local: every client trains alone on its own data, from its own random start.
 
-The baseline of J. Scott, H. Zakerinia, C. H. Lampert, PeFLL, ICLR 2024, arXiv 2306.05515, §4. There is nothing to
-share, so there are no rounds; seen and unseen clients differ in nothing.
+The baseline of J. Scott, H. Zakerinia, C. H. Lampert, PeFLL, ICLR 2024, arXiv 2306.05515, §4. Nothing is shared, so
+there are no rounds, and seen and unseen clients do not differ.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fedloom.settings import Settings
 
 
 class LocalServer(base.ServerHalf):
-    """Asks and listens."""
+    """Server that only requests local training."""
 
     def train_round(self, round: Round) -> Statistics:
-        """There are no rounds.
+        """Refuse: the method has no rounds.
 
         Raises
         ------
@@ -39,20 +39,20 @@ class LocalServer(base.ServerHalf):
 
 
 class LocalClient(base.ClientHalf):
-    """SGD from a start of the client's own."""
+    """Client that runs SGD from its own random start."""
 
     @conversation
     def personalize(self, clients: Group, opening: TrainAlone) -> Predictors:
-        """Train; the result is the client's predictor."""
+        """Train the client's predictor."""
         model, members = self.task.model, range(len(clients))
         start = torch.stack([model.init(clients.generator(i, "init"), self.task.dtype) for i in members])
         theta = start.to(clients.clients[0].train.x.device)
-        if self.settings.local.steps != 0:  # 0: as it starts (``evaluation.own_steps``)
+        if self.settings.local.steps != 0:  # 0: untrained (``evaluation.own_steps``)
             theta = train(model, clients, theta, self.settings.local).theta
         return predictors_of(model, personal=theta)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """All the training there is."""
+        """Return the steps of the whole training."""
         count: int = self.settings.local.count(examples)
         return count
 
@@ -64,7 +64,7 @@ class LocalSettings(Settings):
 
 
 class TrainAlone(Message):
-    """Opens personalization: nothing is sent but the request."""
+    """Opening of personalization, without content."""
 
 
 LOCAL = base.Algorithm(

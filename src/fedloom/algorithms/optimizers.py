@@ -1,4 +1,4 @@
-"""Server optimizers, whose memory is part of the server's state, and Adam as one pass over memory."""
+"""Server optimizers, whose memory is part of the server's state, and Adam in one pass over memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ShrinkAndAdd:
-    """η ← (1 - 2βλ) η + mean Δη (Scott et al., PeFLL, arXiv 2306.05515, Algorithm 2, lines 17-18)."""
+    """Update η ← (1 - 2βλ) η + mean Δη (Scott et al., PeFLL, arXiv 2306.05515, Algorithm 2, lines 17-18)."""
 
     beta: float
     decay: float
 
     def start(self, eta: Sequence[Tensor]) -> dict[str, Tensor]:
-        """It remembers nothing."""
+        """Return an empty memory."""
         return {}
 
     @torch.no_grad()
     def apply(self, eta: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float) -> None:
-        """One step along ``factor * updates``, in place."""
+        """Make one step along ``factor * updates``, in place."""
         if (shrink := 1 - 2 * self.beta * self.decay) != 1:
             torch._foreach_mul_(eta, shrink)
         torch._foreach_add_(eta, updates, alpha=factor)
@@ -30,9 +30,9 @@ class ShrinkAndAdd:
 
 @dataclass(frozen=True)
 class AdamAscent:
-    """Adam on -mean Δη, and the shrink (1 - 2·lr·λ) beside it, which is AdamW's decay.
+    """Adam on -mean Δη with the decoupled shrink (1 - 2·lr·λ), which is AdamW's decay.
 
-    Or Adam on 2λη - mean Δη, the gradient of λ‖η‖² inside: torch.optim.Adam with weight_decay 2λ.
+    With ``inside``, Adam on 2λη - mean Δη, which includes the gradient of λ‖η‖²: torch.optim.Adam, weight_decay 2λ.
     """
 
     lr: float
@@ -40,7 +40,7 @@ class AdamAscent:
     inside: bool = False
 
     def start(self, eta: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Moments and the number of steps of each parameter."""
+        """Return the moments and the number of steps of each parameter."""
         memory: dict[str, Tensor] = {}
         for i, p in enumerate(eta):
             memory |= {f"{i}.first": torch.zeros_like(p), f"{i}.second": torch.zeros_like(p)}
@@ -48,7 +48,7 @@ class AdamAscent:
         return memory
 
     def apply(self, eta: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float) -> None:
-        """One step along ``factor * updates``, in place; the updates are used up."""
+        """Make one step along ``factor * updates``, in place; overwrites the updates."""
         torch._foreach_mul_(updates, -factor)
         first, second, steps = (
             [memory[f"{i}.{name}"] for i in range(len(eta))] for name in ("first", "second", "steps")
@@ -58,19 +58,19 @@ class AdamAscent:
 
 @dataclass(frozen=True)
 class MomentumAscent:
-    """m ← momentum · m + Δη - decay · η, then η ← η + lr · m: PyTorch's SGD along -Δη."""
+    """Update m ← momentum · m + Δη - decay · η, then η ← η + lr · m: PyTorch's SGD along -Δη."""
 
     lr: float
     momentum: float
     decay: float
 
     def start(self, eta: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Momentum of each parameter."""
+        """Return the momentum of each parameter."""
         return {f"{i}.momentum": torch.zeros_like(p) for i, p in enumerate(eta)}
 
     @torch.no_grad()
     def apply(self, eta: list[Tensor], updates: list[Tensor], memory: Mapping[str, Tensor], factor: float) -> None:
-        """One step along ``factor * updates``, in place."""
+        """Make one step along ``factor * updates``, in place."""
         momentum = [memory[f"{i}.momentum"] for i in range(len(eta))]
         torch._foreach_mul_(momentum, self.momentum)
         torch._foreach_add_(momentum, updates, alpha=factor)
@@ -90,12 +90,12 @@ def adam_(
     *,
     inside: bool = False,
 ) -> None:
-    """One step of Adam in place, in one pass over memory.
+    """Make one step of Adam in place, in one pass over memory.
 
-    The decay is p ← (1 - lr · decay) p before it (AdamW), or, ``inside``, a term decay · p of the gradient.
+    The decay is p ← (1 - lr · decay) p before the step (AdamW), or, if ``inside``, a term decay · p of the gradient.
 
     D. Kingma, J. Ba, Adam, ICLR 2015, arXiv 1412.6980, Algorithm 1; β = (0.9, 0.999), ε = 1e-8. ``first`` and
-    ``second`` are the moments; ``steps`` has a scalar for each parameter, the steps made before, and counts this one.
+    ``second`` are the moments; ``steps`` has one scalar per parameter, the number of steps made, which is incremented.
     """
     torch._foreach_add_(steps, 1)
     fused = torch._fused_adam_ if inside else torch._fused_adamw_
@@ -106,9 +106,9 @@ def adam_(
 
 
 def adam_direction(gradient: Tensor, first: Tensor, second: Tensor, step: int) -> Tensor:
-    """The direction of Adam's step number ``step`` (1 is the first); the moments change in place.
+    """Return the direction of Adam's step number ``step`` (from 1); the moments change in place.
 
-    The rule of :func:`adam_` for one row of a tensor whose other rows have made other numbers of steps.
+    This is the rule of :func:`adam_` for one row of a tensor whose rows have made different numbers of steps.
     """
     first.copy_(0.9 * first + 0.1 * gradient)
     second.copy_(0.999 * second + 0.001 * gradient.square())

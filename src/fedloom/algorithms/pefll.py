@@ -2,7 +2,7 @@
 
 J. Scott, H. Zakerinia, C. H. Lampert, ICLR 2024, arXiv 2306.05515 (papers/001). An embedding network η_v turns a
 client's data into a descriptor v on the client; a hypernetwork η_h turns v into the client's model θ on the server.
-Defaults are the paper's. Where the official code does something else, that is a named option: server Adam, descriptor
+Defaults are the paper's. Each deviation of the official code is a named option: server Adam, descriptor
 standardization, clipping, the descriptor from all data, no ReLU before the hypernetwork's output
 (docs/algorithms/pefll.md).
 """
@@ -35,7 +35,7 @@ from fedloom.theory.privacy import MAX_DELTA, on_grid
 
 
 class PeFLLServer(base.ServerHalf):
-    """Owns η_v and η_h; its memory does not depend on the number of clients."""
+    """Server of PeFLL, which owns η_v and η_h; its memory does not depend on the number of clients."""
 
     settings: PeFLLSettings
 
@@ -52,7 +52,7 @@ class PeFLLServer(base.ServerHalf):
         self.state = {
             "eta_v": eta_v,
             **named("eta_h", eta_h),
-            # The descriptor's shift and scale, and whether they are set (0/1).
+            # The descriptor's shift and scale, and a flag (0/1) that they are set.
             "standard": torch.tensor([0.0, 1.0, 0.0], dtype=task.dtype),
             **named("step_v", self.optimizer_v.start([eta_v])),
             **named("step_h", self.optimizer_h.start(list(eta_h.values()))),
@@ -60,11 +60,11 @@ class PeFLLServer(base.ServerHalf):
         self._pending: Callable[[], None] | None = None
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """Of the local training."""
+        """Return the bounds of local training."""
         return self.settings.local.limits(examples)
 
     def train_round(self, round: Round) -> base.Statistics:
-        """Algorithm 2, lines 2-18."""
+        """Perform Algorithm 2, lines 2-18."""
         cohort = round.sample()  # line 2
         described = cohort.send(DescribeAndTrain(self.state["eta_v"]), Descriptor, meanwhile=self.settle)  # lines 3-7
         shift, scale, _ = standard = self._standard(described)
@@ -78,7 +78,7 @@ class PeFLLServer(base.ServerHalf):
         return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Algorithm 1."""
+        """Perform Algorithm 1."""
         self.settle()
         described = cohort.send(DescribeYourself(self.state["eta_v"]), Descriptor)  # lines 1-4
         cohort.record("descriptor", described.v)
@@ -88,26 +88,26 @@ class PeFLLServer(base.ServerHalf):
 
     @property
     def eta_h(self) -> dict[str, Tensor]:
-        """η_h by layer."""
+        """The parameters η_h by layer."""
         return under("eta_h", self.state)
 
     def _standard(self, described: Replies[Descriptor]) -> Tensor:
-        """(shift, scale, set) for this round: set by the first descriptor, when it is asked for."""
+        """Return (shift, scale, set) for this round, set from the first descriptor if standardization is on."""
         standard = self.state["standard"]
         if self.settings.descriptor.standardize == "none" or standard[2]:
             return standard
         first = described.v[int(described.present.nonzero()[0])]
-        # A one-coordinate or constant descriptor has no spread to scale by.
+        # A one-coordinate or constant descriptor has no deviation to scale by.
         scale = first.std() if first.numel() > 1 and first.std() > 0 else torch.ones(())
         return torch.stack([first.mean(), scale.to(first.dtype), torch.ones((), dtype=first.dtype)])
 
     def _update(self, d_eta_h: dict[str, Tensor], d_eta_v: Tensor, standard: Tensor) -> None:
-        """Lines 17-18. η_h's part, nearly all of the work, is in place, and waits for the next round's first exchange.
+        """Perform lines 17-18; η_h's part, nearly all of the work, is deferred to the next round's first exchange.
 
         Raises
         ------
         FloatingPointError
-            If an update is not finite; nothing has been changed then.
+            If an update is not finite; the state is then unchanged.
         """
         gradients_h = list(d_eta_h.values())
         norm = torch.stack([*torch._foreach_norm(gradients_h), d_eta_v.norm()]).norm()
@@ -115,7 +115,7 @@ class PeFLLServer(base.ServerHalf):
             raise FloatingPointError("the server update (Δη_h, Δη_v) is not finite")
         clip = self.settings.server.clip
         factor = min(1.0, clip / (float(norm) + 1e-6)) if clip is not None else 1.0
-        # η_v is a tensor of its own: the one that was sent may still be on its way to a client that was lost.
+        # η_v is cloned: the sent tensor may still be on its way to a lost client.
         state = self.state
         state["standard"], state["eta_v"] = standard, state["eta_v"].clone()
         self.optimizer_v.apply([state["eta_v"]], [d_eta_v], under("step_v", state), factor)
@@ -130,12 +130,12 @@ class PeFLLServer(base.ServerHalf):
 
 
 def named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A part of a state under a name of its own."""
+    """Return tensors under names with a prefix, as a part of the state."""
     return {f"{prefix}.{key}": value for key, value in tensors.items()}
 
 
 def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of :func:`named`."""
+    """Return the part of a state with this prefix, the inverse of :func:`named`."""
     return {key.removeprefix(f"{prefix}."): value for key, value in state.items() if key.startswith(f"{prefix}.")}
 
 
@@ -143,7 +143,7 @@ def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class PeFLLClient(base.ClientHalf):
-    """Describes itself, trains what it is given, and passes its half of the chain rule back."""
+    """Client of PeFLL: describes itself, trains the model it receives, and returns its half of the chain rule."""
 
     settings: PeFLLSettings
 
@@ -153,7 +153,7 @@ class PeFLLClient(base.ClientHalf):
 
     @conversation
     def train(self, clients: Group, opening: DescribeAndTrain) -> Conversation:
-        """Algorithm 2, lines 5-15."""
+        """Perform Algorithm 2, lines 5-15."""
         v, pullback = self._describe(clients, opening.eta_v, self.settings.descriptor.train, "descriptor")  # lines 5-6
         model: PersonalizedModel = yield Descriptor(v)  # lines 7-9
         trained = train(self.task.model, clients, model.theta, self.settings.local)  # line 10
@@ -164,24 +164,24 @@ class PeFLLClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: DescribeYourself) -> Conversation:
-        """Algorithm 1, lines 2-6."""
+        """Perform Algorithm 1, lines 2-6."""
         how = self.settings.descriptor.evaluate
         v, _ = self._describe(clients, opening.eta_v, how, "evaluation-descriptor", graph=False)
         model: PersonalizedModel = yield Descriptor(v)
         theta, steps = model.theta, self.settings.personalize_steps
-        if steps:  # not the paper's: the client goes on by itself
+        if steps:  # not in the paper: further local steps
             sgd = self.settings.local.lasting(steps=steps)
             theta = train(self.task.model, clients, theta, sgd, purpose="fine-tune").theta
         return predictors_of(self.task.model, personal=theta)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """``personalize_steps``."""
+        """Return ``personalize_steps``."""
         return self.settings.personalize_steps
 
     def _describe(
         self, clients: Group, eta_v: Tensor, how: str, purpose: str, *, graph: bool = True
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Descriptors ``[g, l]``, and the pullback ``[g, l] -> [g, |η_v|]``, one row per client."""
+        """Return descriptors ``[g, l]``, and the pullback ``[g, l] -> [g, |η_v|]``, one row per client."""
         layout = self.embedding.layout
         weights = [layout.leaves(eta_v, requires_grad=graph) for _ in clients.clients]
         private = self.settings.descriptor.privacy
@@ -212,7 +212,7 @@ class PeFLLClient(base.ClientHalf):
         x: Tensor,
         y: Tensor | None,
     ) -> Tensor:
-        """v ``[l]`` of examples x, y with Gaussian noise of z times the 2C/n by which replacing one can move it."""
+        """Add Gaussian noise to v ``[l]`` of examples x, y: z times 2C/n, the most that replacing one can move it."""
         about = sha256(repr(private).encode())
         for tensor in (eta_v, x, *(() if y is None else (y,))):
             about.update(tensor.contiguous().cpu().numpy().data)
@@ -221,7 +221,7 @@ class PeFLLClient(base.ClientHalf):
         return on_grid(v + deviation * noise, deviation)
 
     def _visible(self, clients: Group, i: int, how: str, purpose: str) -> tuple[Tensor, Tensor | None]:
-        """What φ may see of a client: its inputs, and its labels unless it is the unlabelled variant."""
+        """Return the data that φ sees of a client: its inputs, and its labels unless the variant is unlabelled."""
         client = clients.clients[i]
         train, labels = examples(client), self.settings.embedding.labels
         if labels and train.y is None:
@@ -239,7 +239,7 @@ class PeFLLClient(base.ClientHalf):
 
 
 class DescriptorPrivacy(Settings):
-    """A descriptor that is differentially private: embeddings clipped, Gaussian noise added to their mean."""
+    """Settings of a differentially private descriptor: embeddings are clipped, and their mean gets Gaussian noise."""
 
     clip: float = Field(gt=0, description="C: largest ℓ2 norm of an example's embedding; longer ones are shortened")
     noise_multiplier: float = Field(
@@ -249,7 +249,7 @@ class DescriptorPrivacy(Settings):
 
 
 class DescriptorSettings(Settings):
-    """How a client is described."""
+    """Settings of the clients' descriptors."""
 
     size: int | None = Field(default=None, ge=1, description="l; null is 1 + n // 4 (papers/001, A.2: n/4)")
     train: Literal["batch", "all"] = Field(default="batch", description="data of the descriptor in training rounds")
@@ -273,14 +273,14 @@ class DescriptorSettings(Settings):
 
 
 class HypernetworkSettings(Settings):
-    """The hypernetwork."""
+    """Settings of the hypernetwork."""
 
     size: Literal["S", "M", "L"] = Field(default="M", description="papers/001, A.5; M is Table 5")
     output_relu: bool = Field(default=True, description="ReLU before the output layer (the official code has none)")
 
 
 class ServerUpdate(Settings):
-    """Lines 17 and 18."""
+    """Settings of the server update, lines 17 and 18."""
 
     rule: Literal["paper", "adam"] = Field(
         default="paper", description="η ← (1 - 2βλ)η + mean Δη, β being local.lr; or Adam on -mean Δη (official code)"
@@ -319,22 +319,22 @@ class PeFLLSettings(Settings):
     )
 
     def descriptor_size(self, clients: int) -> int:
-        """l for n clients."""
+        """Return l for n clients."""
         return self.descriptor.size if self.descriptor.size is not None else 1 + clients // 4
 
     def embedding_network(self, task: Task) -> EmbeddingNetwork:
-        """φ for the inputs of a problem."""
+        """Return φ for the inputs of a problem."""
         size = self.descriptor_size(task.clients)
         return self.embedding.network_for(task.kind, task.input_shape, task.classes, size)
 
     def optimizer(self, decay: float) -> AdamAscent | ShrinkAndAdd:
-        """Lines 17 and 18 for one of the two networks."""
+        """Return the optimizer of lines 17 and 18 for one of the two networks."""
         s = self.server
         return ShrinkAndAdd(self.local.lr, decay) if s.rule == "paper" else AdamAscent(s.lr, decay, s.decay == "l2")
 
 
 def promised(settings: PeFLLSettings) -> base.Privacy | None:
-    """What a descriptor keeps to itself; updates of a client that trains are not covered."""
+    """Return the privacy guarantee of a descriptor; updates of clients in training are not covered."""
     private = settings.descriptor.privacy
     if private is None:
         return None
@@ -342,12 +342,12 @@ def promised(settings: PeFLLSettings) -> base.Privacy | None:
 
 
 def private(settings: PeFLLSettings, clip: float | None, noise_multiplier: float, delta: float) -> PeFLLSettings:
-    """The same method for a client that wants a descriptor with this noise.
+    """Return the settings for a client that requests a descriptor with this noise.
 
     Raises
     ------
     ExperimentError
-        If nobody says C.
+        If neither the client nor the run sets C.
     """
     known = settings.descriptor.privacy
     if clip is None and known is None:
@@ -367,37 +367,37 @@ def private(settings: PeFLLSettings, clip: float | None, noise_multiplier: float
 
 
 class DescribeAndTrain(Message):
-    """Opens training (Algorithm 2, line 3)."""
+    """Opening of training (Algorithm 2, line 3)."""
 
     eta_v: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)  # [|η_v|]
 
 
 class DescribeYourself(Message):
-    """Opens prediction (Algorithm 1, line 1)."""
+    """Opening of prediction (Algorithm 1, line 1)."""
 
     eta_v: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)  # [|η_v|]
 
 
 class Descriptor(Message):
-    """v_i (Algorithm 2, line 7; Algorithm 1, line 4)."""
+    """Descriptor v_i (Algorithm 2, line 7; Algorithm 1, line 4)."""
 
     v: Tensor = rows(Quantity.DESCRIPTOR, "l")  # [c, l]
 
 
 class PersonalizedModel(Message):
-    """θ_i (Algorithm 2, line 9; Algorithm 1, line 6)."""
+    """Model θ_i of a client (Algorithm 2, line 9; Algorithm 1, line 6)."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
 class DescriptorUpdate(Message):
-    """Δv_i (Algorithm 2, line 13)."""
+    """Descriptor update Δv_i (Algorithm 2, line 13)."""
 
     d_v: Tensor = rows(Quantity.DESCRIPTOR_UPDATE)  # [c, l]
 
 
 class EmbeddingUpdate(Message):
-    """Δη_v^(i) (Algorithm 2, line 15)."""
+    """Embedding-network update Δη_v^(i) (Algorithm 2, line 15)."""
 
     d_eta_v: Tensor = rows(Quantity.EMBEDDING_NETWORK_UPDATE, "eta_v")  # [c, |η_v|]
 

@@ -1,9 +1,9 @@
-"""Per-FedAvg: a shared model that is good after one step of SGD on a client's data (MAML).
+"""Per-FedAvg: a shared model that performs well after one step of SGD on a client's data (MAML).
 
 A. Fallah, A. Mokhtari, A. Ozdaglar, Personalized federated learning with theoretical guarantees: a model-agnostic
 meta-learning approach, NeurIPS 2020, arXiv 2002.07948, Algorithm 1. Clients minimize F_i(w) = f_i(w - α∇f_i(w)) by
 SGD, whose gradient is (I - α∇²f_i(w)) ∇f_i(w - α∇f_i(w)), each of its three parts on a batch of its own (§5: first
-order leaves the Hessian out, HF has its product with a vector by a finite difference). The lines cited are those of
+order omits the Hessian, HF approximates its product with a vector by a finite difference). Line numbers refer to
 docs/algorithms/per-fedavg.md.
 """
 
@@ -22,7 +22,7 @@ from fedloom.models.flat import FlatModel
 
 
 def meta_sgd(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings) -> Trained:
-    """A client in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
+    """Train a client as in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
     local = Local(model, group, mask_absent=s.local.mask_absent)
     w = local.parameters(theta)
     leaves, counts, losses = list(w.values()), [s.local.count(n) for n in local.sizes], []
@@ -42,7 +42,7 @@ def meta_sgd(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings
 def meta_gradient(
     local: Local, w: Parameters, s: PerFedAvgSettings, inner: Batch, outer: Batch, third: Batch | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """∇F_i(w_i), of first order without a third batch, and F_i(w_i) ``[g]``."""
+    """Return ∇F_i(w_i), to first order if there is no third batch, and F_i(w_i) ``[g]``."""
     slope, _ = local.gradient(w, inner)
     q, loss = local.gradient(along(w, slope, -s.inner_lr), outer)  # lines 4-5
     if third is not None:
@@ -51,7 +51,7 @@ def meta_gradient(
 
 
 def hessian_product(local: Local, w: Parameters, q: list[Tensor], batch: Batch, delta: float | None) -> list[Tensor]:
-    """∇²f_i(w_i) q: (∇f_i(w_i + δq) - ∇f_i(w_i - δq)) / 2δ, or exactly without a δ."""
+    """Return ∇²f_i(w_i) q: (∇f_i(w_i + δq) - ∇f_i(w_i - δq)) / 2δ, or exactly if δ is None."""
     if delta is not None:
         ahead, behind = (local.gradient(along(w, q, by), batch)[0] for by in (delta, -delta))
         return list(torch._foreach_div(torch._foreach_sub(ahead, behind), 2 * delta))
@@ -62,14 +62,14 @@ def hessian_product(local: Local, w: Parameters, q: list[Tensor], batch: Batch, 
 
 
 def along(w: Parameters, direction: list[Tensor], by: float) -> Parameters:
-    """The parameters w + by · direction."""
+    """Return the parameters w + by · direction."""
     with torch.no_grad():
         moved = torch._foreach_add(list(w.values()), torch._foreach_mul(direction, by))
         return {name: laid_out(to, leaf).requires_grad_() for (name, leaf), to in zip(w.items(), moved, strict=True)}
 
 
 def adapted(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings) -> dict[str, Tensor]:
-    """``personal`` is w after steps of SGD by α (line 9), ``global`` is w."""
+    """Return ``personal``, w after SGD steps at rate α (line 9), and ``global``, w."""
     personal = theta
     if s.adaptation is not None:
         personal = train(model, group, theta, s.adaptation, purpose="fine-tune", key="inner_lr").theta
@@ -104,12 +104,12 @@ class PerFedAvgSettings(FineTuning):
 
     @property
     def step(self) -> float | None:
-        """δ of the finite difference; None where there is none."""
+        """Step δ of the finite difference; None if none is used."""
         return (self.delta or 1e-3) if self.hessian == "finite_difference" else None
 
     @property
     def adaptation(self) -> LocalSGD | None:
-        """How ``personal`` is made of the shared model; None if they are one."""
+        """SGD from the shared model to ``personal``; None if they are the same."""
         if not self.personalize_steps or not self.inner_lr:
             return None
         plain = {"lr": self.inner_lr, "momentum": 0.0, "lambda_theta": 0.0, "clip": None}

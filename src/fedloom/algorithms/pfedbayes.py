@@ -1,9 +1,9 @@
-"""pFedBayes: every client's model is a Gaussian over θ, the shared one is its prior.
+"""pFedBayes: every client's model is a Gaussian over θ whose prior is shared.
 
 X. Zhang, Y. Li, W. Li, K. Guo, Y. Shao, Personalized federated learning via variational Bayesian inference, ICML 2022,
 arXiv 2206.07977 (papers/003): problem (4)-(5), Algorithm 1. A client keeps its q_i = N(μ, softplus(ρ)²) between rounds.
-In a round it alternates R steps of q_i on its personal objective and of its own copy of the global distribution w on
-KL(q_i ‖ w), and uploads that copy. What the paper leaves open, and measurements: docs/algorithms/pfedbayes.md.
+In a round it alternates R steps of q_i on its personal objective and of its copy of the global distribution w on
+KL(q_i ‖ w), and uploads that copy. Details left open by the paper, and measurements: docs/algorithms/pfedbayes.md.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from fedloom.theory.gaussian import (
 
 
 class PFedBayesServer(base.ServerHalf):
-    """v ← (1 - β) v + β · average of the localized global distributions."""
+    """Server that sets v ← (1 - β) v + β · average of the localized global distributions."""
 
     def __init__(self, settings: PFedBayesSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.state["v"] = gaussian(task.model.init(generator, task.dtype), settings.rho)
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """Everyone makes as many steps."""
+        """Return the bound of the number of steps, the same for all clients."""
         return {"steps": self.settings.steps}
 
     def train_round(self, round: Round) -> base.Statistics:
-        """One round of Algorithm 1."""
+        """Perform one round of Algorithm 1."""
         v = self.state["v"]
         updated = round.sample().send(GlobalGaussian(v), LocalizedGaussian)
         self.state["v"] = torch.lerp(v, self._average(v, updated, self._drawn(updated, round)), self.settings.beta)
         return {"client_steps": updated.total(updated.steps), "loss": float(updated.mean(updated.loss))}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the global distribution; the client has its own, or makes one from it."""
+        """Send the global distribution; the client has its own, or derives one from it."""
         return cohort.send(Prior(self.state["v"]))
 
     def _drawn(self, updated: Replies[LocalizedGaussian], round: Round) -> Tensor:
-        """1/S for each of the S clients that are averaged ``[c]``, drawn from those that answered; 0 for the others."""
+        """Return weights ``[c]``: 1/S for each of the S clients drawn from those that answered, 0 for the others."""
         answered, most = updated.present.nonzero()[:, 0], self.settings.averaged
         if most is None or most >= len(answered):
             return updated.mean_weights
@@ -70,9 +70,9 @@ class PFedBayesServer(base.ServerHalf):
         return weights
 
     def _average(self, v: Tensor, updated: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
-        """Average of the localized distributions ``[2, d]``; what no client moved stays the same, to the bit.
+        """Average the localized distributions ``[2, d]``; entries that no client moved stay bitwise unchanged.
 
-        A weighted sum of equal numbers is not exact, and Adam would turn its rounding error into steps of its learning
+        A weighted sum of equal numbers is inexact, and Adam would amplify its rounding error to steps of its learning
         rate at the next visit.
         """
         moved = updated.v - v
@@ -86,14 +86,14 @@ class PFedBayesServer(base.ServerHalf):
 
 
 class PFedBayesClient(base.ClientHalf):
-    """ClientUpdate of Algorithm 1; q_i is the client's state between rounds."""
+    """Client of pFedBayes, which runs ClientUpdate of Algorithm 1; q_i is its state between rounds."""
 
     predictors = ("personal", "global")
     stateful = True
 
     @conversation
     def train(self, clients: Group, opening: GlobalGaussian) -> Conversation:
-        """ClientUpdate(i, v) of Algorithm 1."""
+        """Run ClientUpdate(i, v) of Algorithm 1."""
         s = self.settings
         prior = opening.v.expand(len(clients), -1, -1)
         q, w = MeanField(prior if s.reset else clients.recall("v", prior)), MeanField(prior)
@@ -107,7 +107,7 @@ class PFedBayesClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: Prior) -> Predictors:
-        """``personal`` is the q_i that the client kept, or one made from the prior; ``global`` is the prior."""
+        """Return ``personal``, the client's kept q_i or one derived from the prior, and ``global``, the prior."""
         s, prior = self.settings, opening.v.expand(len(clients), -1, -1)
         v, new = clients.recall("v", prior), clients.new
         made = {"personal": v, "global": prior}
@@ -135,11 +135,11 @@ class PFedBayesClient(base.ClientHalf):
         purpose: str,
         moments: Moments | None = None,
     ) -> Tensor:
-        """The loop of ClientUpdate (Algorithm 1) for g members of a group; changes q and w ``[g, d]`` in place, and
-        Adam's moments, which are fresh by default.
+        """Run the loop of ClientUpdate (Algorithm 1) for g members of a group.
 
-        A step draws a batch and K samples of N(0, I), times ``noise``, makes one step of q on Ω (eq. 27), then one of w
-        on KL(q ‖ w) (eq. 28) with the q just updated; w stays as it is unless the purpose is to ``train``.
+        Changes q and w ``[g, d]`` in place, and Adam's moments, which are fresh by default. A step draws a batch and K
+        samples of N(0, I), times ``noise``, makes one step of q on Ω (eq. 27), then one of w on KL(q ‖ w) (eq. 28) with
+        the updated q; w changes only if the purpose is ``train``.
 
         Returns
         -------
@@ -149,7 +149,7 @@ class PFedBayesClient(base.ClientHalf):
         Raises
         ------
         ExperimentError
-            If gradient descent is beyond its stability bound under this prior.
+            If gradient descent exceeds its stability bound under this prior.
         """
         s, local = self.settings, Local(self.task.model, clients, members=members)
         n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
@@ -188,18 +188,18 @@ class PFedBayesClient(base.ClientHalf):
         return trained.loss / torch.tensor(local.sizes)[:, None]
 
     def _predictor(self, v: Tensor, generator: torch.Generator) -> Ensemble:
-        """The mean prediction of S networks drawn from N(μ, σ²); for S = 0, of the mean network alone."""
+        """Return the mean prediction of S networks drawn from N(μ, σ²), or for S = 0 that of the mean network."""
         noise = self.settings.noise * torch.randn(self.settings.draws, v.shape[-1], generator=generator, dtype=v.dtype)
         thetas = MeanField(v).sample(noise.to(v.device)) if len(noise) else v[None, MU]
         return Ensemble(self.task.model, thetas, mu=v[MU], rho=v[RHO])
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """``personalize_steps`` for ``personal``."""
+        """Return ``personalize_steps`` for ``personal``."""
         return self.settings.personalize_steps if predictor == "personal" else 0
 
 
 def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Standard normals ``[g, d]``, each client's from its own generator, drawn on the CPU."""
+    """Draw standard normals ``[g, d]`` on the CPU, each client's from its own generator."""
     noise = torch.empty(like.shape, dtype=like.dtype)
     for row, generator in zip(noise, generators, strict=True):
         row.normal_(generator=generator)
@@ -207,7 +207,7 @@ def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
 
 
 def by_gradient(of: MeanField, lr: Tensor) -> Callable[[Tensor, Tensor], None]:
-    """``(∂/∂μ, ∂/∂ρ) -> None``: a step of gradient descent in place, with ``lr`` ``[g, 1]``."""
+    """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of gradient descent in place at rate ``lr`` ``[g, 1]``."""
 
     def step(d_mu: Tensor, d_rho: Tensor) -> None:
         of.mu.addcmul_(d_mu, lr, value=-1)
@@ -219,22 +219,22 @@ def by_gradient(of: MeanField, lr: Tensor) -> Callable[[Tensor, Tensor], None]:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """What Adam remembers of g clients; changed in place."""
+    """Adam's state for g clients, changed in place."""
 
     of: Tensor  # [g, 2, 2, 2, d]: of q and w, first and second, of μ and ρ
     steps: Tensor  # [g, 1] float32, steps made so far, by q as by w
 
     @classmethod
     def none(cls, v: Tensor) -> Self:
-        """Of clients with v ``[g, 2, d]`` that have made no step."""
+        """Return the state of clients with v ``[g, 2, d]`` that have made no step."""
         g, _, d = v.shape
         return cls(v.new_zeros(g, 2, 2, 2, d), v.new_zeros(g, 1, dtype=torch.float32))
 
 
 def by_adam(of: MeanField, lr: float, moments: Moments, which: int) -> Callable[[Tensor, Tensor], None]:
-    """``(∂/∂μ, ∂/∂ρ) -> None``: a step of Adam in place; ``which`` is 0 for the moments of q, 1 for those of w.
+    """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of Adam in place; ``which`` is 0 for the moments of q, 1 for those of w.
 
-    Every client is a parameter of its own, since clients may have made different numbers of steps.
+    Every client is a separate parameter, since clients may have made different numbers of steps.
     """
     values = [*of.mu, *of.rho]
     first, second = ([*part[:, MU], *part[:, RHO]] for part in moments.of[:, which].unbind(1))
@@ -304,7 +304,7 @@ class PFedBayesSettings(Settings):
 
 
 def unstable(s: PFedBayesSettings, lr_q: float, sigma: float) -> str | None:
-    """Why gradient descent on ζ·KL, a parabola of curvature ζ/σ_w² in μ, would diverge; None if it would not."""
+    """Return why gradient descent on ζ·KL, a parabola of curvature ζ/σ_w² in μ, would diverge; None if it would not."""
     bound = 2 * sigma**2
     for what, found in (("zeta · lr_personal", s.zeta * lr_q), ("lr_global", s.lr_global)):
         if s.optimizer == "gd" and found >= bound:
@@ -319,13 +319,13 @@ def unstable(s: PFedBayesSettings, lr_q: float, sigma: float) -> str | None:
 
 
 class GlobalGaussian(Message):
-    """Opens training: the global distribution v."""
+    """Opening of training: the global distribution v."""
 
     v: Tensor = broadcast(Quantity.GAUSSIAN)  # [2, d]
 
 
 class LocalizedGaussian(Message):
-    """The global distribution after R local steps, v_{w,R}."""
+    """Global distribution v_{w,R} after R local steps."""
 
     v: Tensor = rows(Quantity.GAUSSIAN, 2, "d")  # [c, 2, d]
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
@@ -333,7 +333,7 @@ class LocalizedGaussian(Message):
 
 
 class Prior(Message):
-    """Opens personalization: the global distribution v."""
+    """Opening of personalization: the global distribution v."""
 
     v: Tensor = broadcast(Quantity.GAUSSIAN)  # [2, d]
 

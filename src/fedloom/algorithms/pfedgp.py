@@ -1,10 +1,10 @@
-"""pFedGP: a shared body, and on each client a tree of Gaussian processes on its features.
+"""pFedGP: a shared body, and a tree of Gaussian processes on its features for each client.
 
 I. Achituve, A. Shamsian, A. Navon, G. Chechik, E. Fetaya, Personalized federated learning with Gaussian processes,
-NeurIPS 2021, arXiv 2106.15482, Algorithm 1 with the predictive objective. A client's classes are split in two, again
-and again; at each split a Gaussian process on the normalized features decides between the sides. Pólya-gamma variables
-ω make its posterior Gaussian, and Gibbs sampling draws them. Only the body is trained and travels: the kernel has fixed
-numbers, and the processes are made anew at each visit. Lines are those of docs/algorithms/pfedgp.md.
+NeurIPS 2021, arXiv 2106.15482, Algorithm 1 with the predictive objective. A client's classes are split in two
+recursively; at each split a Gaussian process on the normalized features decides between the sides. Pólya-gamma
+variables ω make its posterior Gaussian, and Gibbs sampling draws them. Only the body is trained and sent: the kernel
+has fixed parameters, and the processes are rebuilt at each visit. Line numbers refer to docs/algorithms/pfedgp.md.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
 
 NODES, WEIGHTS = map(torch.from_numpy, np.polynomial.hermite.hermgauss(20))
-"""Of Gauss-Hermite quadrature, by which the logistic function is averaged over a Gaussian."""
+"""Nodes and weights of Gauss-Hermite quadrature, which averages the logistic function over a Gaussian."""
 
 CACHED = 2**18
-"""So many float64 numbers, 2 MiB, stay in a processor's cache."""
+"""Number of float64 values, 2 MiB, that stay in a processor's cache."""
 
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 
 def tree(z: Tensor, y: Tensor, classes: int) -> Tensor:
-    """The splits of the classes that occur, ``[c - 1, C]`` int64: a class is on side 1 or -1 of a split, 0: on none.
+    """Return the splits of the classes that occur, ``[c - 1, C]`` int64: 1 or -1 for a class's side, 0 for neither.
 
-    Each part of two or more classes is split by 2-means of the class means of ``z`` ``[n, f]``.
+    Each part of two or more classes is split by 2-means on the class means of ``z`` ``[n, f]``.
     """
     present = torch.bincount(y, minlength=classes).nonzero()[:, 0]
     means = {int(c): z[y == c].nan_to_num().double().mean(0) for c in present}
@@ -60,9 +60,9 @@ def tree(z: Tensor, y: Tensor, classes: int) -> Tensor:
 
 
 def two_means(points: Tensor) -> Tensor:
-    """Who is in the second of two clusters, ``[m, f] -> [m]`` bool; Lloyd's algorithm from the two farthest points.
+    """Return the members of the second of two clusters, ``[m, f] -> [m]`` bool, by Lloyd's algorithm.
 
-    These stay apart, so that no cluster is ever empty; it has no randomness.
+    It starts from the two farthest points and keeps them apart, so that no cluster is empty. It uses no randomness.
     """
     i, j = torch.triu_indices(len(points), len(points), 1)
     farthest = int((points[i] - points[j]).square().sum(1).argmax())
@@ -83,31 +83,31 @@ def two_means(points: Tensor) -> Tensor:
 
 
 def unit(z: Tensor) -> Tensor:
-    """Features ``[n, f]`` scaled to norm 1, in float64; what overflowed counts as the largest number."""
+    """Scale features ``[n, f]`` to norm 1, in float64; overflowed values are clamped to the largest number."""
     return F.normalize(z.nan_to_num().double(), dim=1)
 
 
 def kernel(a: Tensor, b: Tensor, s: PFedGPSettings) -> Tensor:
-    """``outputscale`` · exp(-‖a_i - b_j‖² / (2 ``lengthscale``²)), ``[n, f], [m, f] -> [n, m]``."""
+    """Return ``outputscale`` · exp(-‖a_i - b_j‖² / (2 ``lengthscale``²)), ``[n, f], [m, f] -> [n, m]``."""
     squared = a.square().sum(1)[:, None] + b.square().sum(1) - 2 * a @ b.T
     return s.outputscale * (-0.5 / s.lengthscale**2 * squared.clamp(min=0)).exp()
 
 
 def prior(a: Tensor, s: PFedGPSettings) -> Tensor:
-    """Covariance of the process at the examples that it is told, ``[n, f] -> [n, n]``."""
+    """Return the covariance of the process at its training examples, ``[n, f] -> [n, n]``."""
     return kernel(a, a, s) + s.jitter * torch.eye(len(a), dtype=a.dtype, device=a.device)
 
 
 def posterior(k: Tensor, cross: Tensor, own: float, kappa: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance ``[S, b]`` of the process at b points, given ω.
+    """Return the mean and variance ``[S, b]`` of the process at b points, given ω.
 
     With Ω = diag(ω): mean = cross (K + Ω⁻¹)⁻¹ κ/ω and variance = own - diag(cross (K + Ω⁻¹)⁻¹ crossᵀ), from the
-    Cholesky factor of I + Ω^½ K Ω^½, which is well conditioned whatever K and ω are.
+    Cholesky factor of I + Ω^½ K Ω^½, which is well conditioned for any K and ω.
 
     Parameters
     ----------
     k, cross, own
-        Covariance at n examples ``[n, n]``, of points and examples ``[b, n]``, and variance at a point.
+        Covariance at n examples ``[n, n]``, between points and examples ``[b, n]``, and variance at a point.
     kappa, omega
         ±1/2 for the sides of the examples, ``[n]``; ω of S chains, ``[S, n]``.
     """
@@ -116,15 +116,15 @@ def posterior(k: Tensor, cross: Tensor, own: float, kappa: Tensor, omega: Tensor
 
 
 class Posterior(torch.autograd.Function):
-    """``posterior`` with the gradient of its closed form, which costs a third of one through the Cholesky factor.
+    """Autograd function of ``posterior`` with a closed-form gradient, at a third of the cost through Cholesky.
 
-    With A = K + Ω⁻¹, α = A⁻¹ κ/ω and w_i = A⁻¹ cross_iᵀ for point i, mean_i has the slopes α in cross_i and -w_i αᵀ in
-    K, and variance_i has -2 w_i and w_i w_iᵀ. κ and ω are constants to it. It cannot be derived twice.
+    With A = K + Ω⁻¹, α = A⁻¹ κ/ω and w_i = A⁻¹ cross_iᵀ for point i, the gradients of mean_i are α in cross_i and -w_i
+    αᵀ in K, and those of variance_i are -2 w_i and w_i w_iᵀ. κ and ω are constants. It cannot be differentiated twice.
     """
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, cross: Tensor, own: float, kappa: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance, not clamped."""
+        """Return mean and variance, unclamped."""
         kept: list[tuple[Tensor, ...]] = []
         means, variances = [], []
         for root in in_pieces(omega.sqrt(), len(k)):
@@ -141,7 +141,7 @@ class Posterior(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        """Slopes of K and cross from those of mean and variance, summed over the chains."""
+        """Return the gradients of K and cross from those of mean and variance, summed over the chains."""
         of_k = of_cross = torch.zeros((), dtype=slopes[0].dtype, device=slopes[0].device)
         first = 0
         for root, factor, half, told in ctx.kept:
@@ -157,12 +157,12 @@ class Posterior(torch.autograd.Function):
 
 
 def in_pieces(chains: Tensor, n: int) -> tuple[Tensor, ...]:
-    """Chains ``[S, n]`` in pieces whose ``[n, n]`` matrices stay in a processor's cache together."""
+    """Split chains ``[S, n]`` so that the ``[n, n]`` matrices of a piece fit together in a processor's cache."""
     return torch.split(chains, max(1, CACHED // n**2)) if chains.device.type == "cpu" else (chains,)
 
 
 def cholesky_of(k: Tensor, root: Tensor) -> Tensor:
-    """Factors ``[S, n, n]`` of I + Ω^½ K Ω^½."""
+    """Return the Cholesky factors ``[S, n, n]`` of I + Ω^½ K Ω^½."""
     made = (root[:, :, None] * k).mul_(root[:, None, :])
     made.diagonal(dim1=1, dim2=2).add_(1)
     factor: Tensor = torch.linalg.cholesky(made)
@@ -170,7 +170,7 @@ def cholesky_of(k: Tensor, root: Tensor) -> Tensor:
 
 
 def log_sides(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities ``[b]`` of the sides 1 and -1: E σ(±f) for f ~ N(mean, variance), averaged over the chains."""
+    """Return log-probabilities ``[b]`` of the sides 1 and -1: E σ(±f), f ~ N(mean, variance), averaged over chains."""
     nodes, weights = NODES.to(mean.device), WEIGHTS.to(mean.device)
     f = mean[..., None] + (2 * variance)[..., None].sqrt() * nodes
     log_weights = (weights / weights.sum()).log() - np.log(len(mean))
@@ -180,10 +180,10 @@ def log_sides(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def gibbs(k: Tensor, kappa: Tensor, chains: int, steps: int, random: np.random.Generator) -> Tensor:
-    """ω ``[S, n]`` of S chains after some steps: f | ω, then ω | f ~ PG(1, f), from f of the prior.
+    """Return ω ``[S, n]`` of S chains after some steps: f | ω, then ω | f ~ PG(1, f); the first f is from the prior.
 
-    f | ω is drawn from the prior and corrected by what it would have been told: f₀ + K (K + Ω⁻¹)⁻¹ (κ/ω - f₀ - e) with
-    e ~ N(0, Ω⁻¹). That needs one Cholesky factor in place of two.
+    f | ω is drawn from the prior and corrected by its residual: f₀ + K (K + Ω⁻¹)⁻¹ (κ/ω - f₀ - e) with
+    e ~ N(0, Ω⁻¹). This needs one Cholesky factor instead of two.
     """
     n, factor = len(k), torch.linalg.cholesky(k)
 
@@ -199,7 +199,7 @@ def gibbs(k: Tensor, kappa: Tensor, chains: int, steps: int, random: np.random.G
 
 
 def conditional_change(k: Tensor, residual: Tensor, omega: Tensor) -> Tensor:
-    """K (K + Ω⁻¹)⁻¹ residual, ``[S, n]``."""
+    """Return K (K + Ω⁻¹)⁻¹ residual, ``[S, n]``."""
     solved = [
         root * torch.cholesky_solve((root * piece)[:, :, None], cholesky_of(k, root))[:, :, 0]
         for root, piece in zip(in_pieces(omega.sqrt(), len(k)), in_pieces(residual, len(k)), strict=True)
@@ -208,12 +208,12 @@ def conditional_change(k: Tensor, residual: Tensor, omega: Tensor) -> Tensor:
 
 
 def polya_gamma(f: Tensor, random: np.random.Generator) -> Tensor:
-    """ω ~ PG(1, f), element by element."""
+    """Draw ω ~ PG(1, f) elementwise."""
     return torch.from_numpy(random_polyagamma(1.0, f.numpy(), random_state=random))
 
 
 def numbers(generator: torch.Generator) -> np.random.Generator:
-    """Random numbers that follow from those of a client."""
+    """Return a NumPy generator seeded from a client's generator."""
     return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
 
 
@@ -221,8 +221,8 @@ def numbers(generator: torch.Generator) -> np.random.Generator:
 
 
 def predictive_loss(z: Tensor, y: Tensor, splits: Tensor, s: PFedGPSettings, random: np.random.Generator) -> Tensor:
-    """Σ over the splits of the mean of -log p(side) of held out examples, ω being constants to the gradient."""
-    u, y, loss = unit(z.cpu()), y.cpu(), z.sum().cpu().double() * 0  # 0, also for who has nothing to hold out
+    """Return Σ over the splits of the mean of -log p(side) of held-out examples; ω is constant in the gradient."""
+    u, y, loss = unit(z.cpu()), y.cpu(), z.sum().cpu().double() * 0  # 0, also without held-out examples
     for split in splits:
         side = split[y]
         told, asked = [], []
@@ -241,7 +241,7 @@ def predictive_loss(z: Tensor, y: Tensor, splits: Tensor, s: PFedGPSettings, ran
 
 
 def visit(model: FlatModel, group: Group, i: int, body: Tensor, s: PFedGPSettings) -> Trained:
-    """Lines 3-10: steps of SGD on the body of one client, each on all of its examples."""
+    """Perform lines 3-10: SGD steps on the body of one client, each on all of its examples."""
     client, sgd = group.clients[i], s.sgd
     local, x, y = Local(model, group, members=[i]), *labelled(client)
     if (wrong := unfit(s, len(x), int(client.present.sum()))) is not None:
@@ -262,21 +262,21 @@ def visit(model: FlatModel, group: Group, i: int, body: Tensor, s: PFedGPSetting
 
 
 def learn(model: FlatModel, group: Group, body: Tensor, s: PFedGPSettings) -> Trained:
-    """The visits of a group, one after another: each client has a tree and matrices of its own size."""
+    """Visit the clients of a group one by one: each has a tree and matrices of its own size."""
     made = [visit(model, group, i, body[i : i + 1], s) for i in range(len(group))]
     theta, steps, loss = (torch.cat([getattr(one, name) for one in made]) for name in ("theta", "steps", "loss"))
     return Trained(theta, steps, loss)
 
 
 def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
-    """A client's train examples and labels."""
+    """Return a client's train examples and labels."""
     split = examples(client, labelled=True)
     assert split.y is not None
     return split.x, split.y
 
 
 def unfit(s: Any, examples: int, classes: int) -> str | None:
-    """What is wrong with a client that is to train; None: nothing."""
+    """Return why a client cannot train; None if it can."""
     if classes == 1:
         return "found train examples of one class; allowed: of two or more, between which a Gaussian process decides"
     if examples > s.max_examples:
@@ -288,14 +288,14 @@ def unfit(s: Any, examples: int, classes: int) -> str | None:
 
 
 class GPTree:
-    """The shared body, and the Gaussian processes of a client's tree, told all of its train split.
+    """Predictor of a client: the shared body, and the Gaussian processes of its tree, fitted to its train split.
 
     Parameters
     ----------
     body
         ``[s]``.
     random
-        Draws ω.
+        Generator that draws ω.
     """
 
     def __init__(
@@ -318,23 +318,23 @@ class GPTree:
 
     @torch.no_grad()
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``."""
+        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
         return self.predict(self.parameters, x)
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``; rows sum to one."""
+        """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
         return self.log_probabilities(x).exp()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that it predicts with."""
+        """Return all tensors used for prediction."""
         return self.parameters
 
     def named(self) -> dict[str, Tensor]:
-        """The body's entries, and of each Gaussian process features, sides and ω, as ``gp.0.omega``."""
+        """Return the body's entries, and features, sides and ω of each Gaussian process, as ``gp.0.omega``."""
         return self.parameters
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``: a class is as likely as all the sides on the way to it together (line 14)."""
+        """Return log-probabilities ``[b, ...] -> [b, C]``, a class's being the sum over its path (line 14)."""
         s, z = self.settings, self.model.features(named, x)
         u = unit(z)
         log_p = torch.where(named["gp.present"] > 0, 0.0, -torch.inf).to(u).expand(len(u), -1)
@@ -347,7 +347,7 @@ class GPTree:
 
 
 def told_everything(model: FlatModel, group: Group, body: Tensor, s: PFedGPSettings) -> Predictors:
-    """``personal``, for seen and unseen clients alike: nothing is trained."""
+    """Return ``personal`` for seen and unseen clients alike, without training."""
     found: Predictors = []
     for i, client in enumerate(group.clients):
         if (wrong := unfit(s, len(client.train), 2)) is not None:
@@ -357,7 +357,7 @@ def told_everything(model: FlatModel, group: Group, body: Tensor, s: PFedGPSetti
 
 
 class PFedGPSettings(Averaging):
-    """Keys of ``algorithm`` for pFedGP; ``weighting`` is the paper's, uniform, by default."""
+    """Keys of ``algorithm`` for pFedGP; ``weighting`` defaults to the paper's, uniform."""
 
     weighting: Literal["examples", "uniform"] = Field(default="uniform", description="average by n_i or uniformly")
     steps: int = Field(default=1, ge=1, description="SGD steps in a round, each on all of the train split")
@@ -391,7 +391,7 @@ class PFedGPSettings(Averaging):
 
     @property
     def sgd(self) -> LocalSGD:
-        """Of the body."""
+        """SGD settings of the body."""
         return LocalSGD(steps=self.steps, lr=self.lr, momentum=self.momentum, clip=self.clip)
 
 

@@ -1,10 +1,10 @@
-"""pFedHN: the server has an embedding of each client, and a hypernetwork that makes the client's model of it.
+"""pFedHN: the server embeds each client, and a hypernetwork turns the embedding into the client's model.
 
 A. Shamsian, A. Navon, E. Fetaya, G. Chechik, Personalized federated learning using hypernetworks, ICML 2021,
-arXiv 2103.04628, Algorithm 1. Only models and their updates travel. The authors draw one client a round; of several,
-the hypernetwork gets the mean gradient and each embedding its own client's. A client that was never seen gets its
-model by exchanges that descend on a fresh embedding, the hypernetwork frozen (J. Scott et al., papers/001, §4). Lines
-are those of docs/algorithms/pfedhn.md.
+arXiv 2103.04628, Algorithm 1. Only models and their updates are sent. The authors draw one client per round; with
+several, the hypernetwork gets the mean gradient and each embedding its own client's. An unseen client gets its model
+through exchanges that optimize a fresh embedding, the hypernetwork frozen (J. Scott et al., papers/001, §4). Line
+numbers refer to docs/algorithms/pfedhn.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedloom.settings import Settings
 
 
 class PFedHNServer(base.ServerHalf):
-    """Owns the hypernetwork, and a table of embeddings [n + 1, l]: in its last row a client that is unknown starts."""
+    """Server that owns the hypernetwork and a table of embeddings [n + 1, l], whose last row starts unknown clients."""
 
     settings: PFedHNSettings
 
@@ -50,11 +50,11 @@ class PFedHNServer(base.ServerHalf):
         }
 
     def limits(self, examples: int) -> dict[str, float]:
-        """Of the local training."""
+        """Return the bounds of local training."""
         return self.settings.local.limits(examples)
 
     def train_round(self, round: Round) -> base.Statistics:
-        """Lines 1-6."""
+        """Perform lines 1-6."""
         cohort = round.sample()  # line 1
         mine = torch.tensor([self.row[client] for client in cohort.clients])
         theta, pullback = self.hypernetwork.vjp(under("h", self.state), self.state["embeddings"][mine])  # line 2
@@ -66,13 +66,13 @@ class PFedHNServer(base.ServerHalf):
         self.optimizer.apply(list(under("h", new).values()), d_h, under("step", new), factor)  # line 5
         e, momentum = new["embeddings"][mine], new["embeddings.momentum"][mine]
         self.descent.apply([e], [back.d_v], {"0.momentum": momentum}, factor)  # line 6
-        there = updates.present  # the rows of the others, and their momentum, stay as they are
+        there = updates.present  # the other rows, and their momentum, do not change
         new["embeddings"][mine[there]], new["embeddings.momentum"][mine[there]] = e[there], momentum[there]
         self.state.update(new)
         return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Make the models of the clients that are known, and look for the embeddings of the others."""
+        """Make the models of known clients, and search for the embeddings of the others."""
         places = [self.row.get(client) if self.task.same_clients else None for client in cohort.clients]
         new = torch.tensor([place is None for place in places])[:, None]
         e = self.state["embeddings"][[len(self.row) if place is None else place for place in places]]
@@ -81,7 +81,7 @@ class PFedHNServer(base.ServerHalf):
             theta, pullback = self.hypernetwork.vjp(h, e)  # line 2, for a new client
             updates = cohort.send(TryThis(theta, new.double()), Update)  # line 3
             d_e = pullback(updates.delta_theta, updates.mean_weights).d_v
-            d_e = torch.stack([row * self._factor(row.norm()) for row in d_e])  # line 4, its own gradient alone
+            d_e = torch.stack([row * self._factor(row.norm()) for row in d_e])  # line 4, each client's own gradient
             moved = e.clone()
             self.descent.apply([moved], [d_e], {"0.momentum": momentum}, 1.0)  # line 6
             e = torch.where(new, moved, e)
@@ -92,19 +92,19 @@ class PFedHNServer(base.ServerHalf):
 
 
 class PFedHNClient(base.ClientHalf):
-    """Trains what it is given."""
+    """Client that trains the models it receives."""
 
     settings: PFedHNSettings
 
     @conversation
     def train(self, clients: Group, opening: TrainThis) -> Conversation:
-        """Line 3."""
+        """Perform line 3."""
         yield self._update(clients, opening.theta, list(range(len(clients))), "train")
         return None
 
     @conversation
     def search(self, clients: Group, opening: TryThis) -> Conversation:
-        """Train from one model after another; the last one is kept as it is. Who is known does nothing."""
+        """Train from each model received, and keep the last one untrained. Known clients do nothing."""
         new, exchange = opening.new[:, 0].nonzero()[:, 0].tolist(), 0
         message: TryThis | YourModel = opening
         while isinstance(message, TryThis):
@@ -114,7 +114,7 @@ class PFedHNClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: YourModel) -> Predictors:
-        """Take the model."""
+        """Return the received model as ``personal``."""
         return predictors_of(self.task.model, personal=opening.theta)
 
     def _update(self, clients: Group, theta: Tensor, members: list[int], purpose: str) -> Update:
@@ -128,12 +128,12 @@ class PFedHNClient(base.ClientHalf):
         return Update(delta, steps, loss)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Of a client that has just come."""
+        """Return the steps of a new client."""
         return self.settings.personalize_exchanges * self.settings.local.count(examples)
 
 
 class PFedHNSettings(Settings):
-    """Keys of ``algorithm`` for pFedHN; defaults are the authors' code's."""
+    """Keys of ``algorithm`` for pFedHN; defaults are those of the authors' code."""
 
     local: LocalSGD = Field(
         default=LocalSGD(steps=50, batch_size=64, lr=5e-3, lambda_theta=2.5e-5), description="local training in a visit"
@@ -158,25 +158,25 @@ class PFedHNSettings(Settings):
         return self
 
     def optimizer(self, lr: float) -> MomentumAscent:
-        """The server's, of a rate."""
+        """Return the server's optimizer with this rate."""
         return MomentumAscent(lr, self.server_momentum, self.server_decay)
 
 
 class TrainThis(Message):
-    """Opens training (line 2)."""
+    """Opening of training (line 2)."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
 class TryThis(Message):
-    """Opens the search for an embedding, and goes on with it."""
+    """Opening of the search for an embedding, and each later step of it."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
-    new: Tensor = rows(Quantity.OTHER)  # [c, 1] float64, 1 for those that are to train
+    new: Tensor = rows(Quantity.OTHER)  # [c, 1] float64, 1 for clients that train
 
 
 class YourModel(Message):
-    """Opens or ends personalization: h(e_i)."""
+    """Opening or end of personalization: h(e_i)."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 

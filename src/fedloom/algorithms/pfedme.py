@@ -1,10 +1,10 @@
-"""pFedMe: personal models in the proximity of a shared one, which follows their Moreau envelopes.
+"""pFedMe: personal models near a shared model that follows their Moreau envelopes.
 
 C. T. Dinh, N. H. Tran, T. D. Nguyen, Personalized federated learning with Moreau envelopes, NeurIPS 2020,
-arXiv 2006.08848, Algorithm 1. A client starts its w_i at the shared w; R times it draws a batch, minimizes
+arXiv 2006.08848, Algorithm 1. A client starts its w_i at the shared w. R times it draws a batch, minimizes
 f_i(θ) + λ/2 ‖θ - w_i‖² over θ by K gradient steps, and moves w_i by -ηλ(w_i - θ). The server moves w to the mean of
-the w_i by β. The personal model is θ_i, not w_i, which public code reports; θ goes on from batch to batch in a visit,
-from w, which the paper leaves open.
+the w_i by β. The personal model is θ_i, not w_i, which public code reports. Within a visit θ carries over from batch
+to batch, starting at w, which the paper leaves open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedloom.models.flat import FlatModel
 
 
 def moreau_steps(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> Trained:
-    """A client in Algorithm 1: R steps of every w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""
+    """Train a client as in Algorithm 1: R steps of w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""
     local = Local(model, group)
     w, personal = local.parameters(theta), local.parameters(theta)  # line 1
     w_i, theta_i = list(w.values()), list(personal.values())
@@ -39,14 +39,14 @@ def moreau_steps(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSetting
 
 
 def proximal_model(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
-    """``personal`` is θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖²; ``global`` is w."""
+    """Return ``personal``, θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖², and ``global``, w."""
     correct = proximal(s.proximity)  # line 6
     made = train(model, group, theta, by_epochs(s), correct=correct, purpose="personalize", key="inner_lr")
     return {"personal": made.theta, "global": theta}
 
 
 def by_epochs(s: PFedMeSettings) -> LocalSGD:
-    """The steps by which θ_i is made."""
+    """Return the SGD settings that make θ_i."""
     return LocalSGD(epochs=s.personalize_epochs, batch_size=s.batch_size, lr=s.inner_lr, momentum=0.0)
 
 

@@ -1,9 +1,9 @@
-"""PFNM, which papers/003 calls BNFed: neurons of the clients' networks are matched before they are averaged.
+"""PFNM, called BNFed in papers/003: neurons of the clients' networks are matched before averaging.
 
 M. Yurochkin, M. Agarwal, S. Ghosh, K. Greenewald, T. N. Hoang, Y. Khazaeni, Bayesian nonparametric federated learning
-of neural networks, ICML 2019, arXiv 1905.12022, §3 and §4 (several rounds). Clients train networks of one hidden layer
-of the model's width. The server matches their neurons (fedloom.theory.matching); the global network has a neuron for
-every atom, so that its width changes, and a client trains on from its own atoms.
+of neural networks, ICML 2019, arXiv 1905.12022, §3 and §4 (several rounds). Clients train networks with one hidden
+layer of the model's width. The server matches their neurons (fedloom.theory.matching). The global network has one
+neuron per atom, so its width changes, and a client continues from its own atoms.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fedloom.theory.matching import match, pooled
 
 
 def width(task: Task) -> int:
-    """L, the hidden units of a client's network."""
+    """Return L, the number of hidden units of a client's network."""
     return task.model.layout.entries[0][1][0]
 
 
 def neurons(task: Task, models: Tensor) -> tuple[Tensor, Tensor]:
-    """Incoming weights, bias and outgoing weights of each hidden unit, and output biases: ``[n, L, K], [n, C]``."""
+    """Return the weights in, bias and weights out of each hidden unit, and output biases: ``[n, L, K], [n, C]``."""
     first, bias, last, out = torch.split(models, task.model.layout.sizes, dim=1)
     n, units = len(models), width(task)
     parts = [first.view(n, units, -1), bias.view(n, units, 1), last.view(n, -1, units).transpose(1, 2)]
@@ -42,14 +42,14 @@ def neurons(task: Task, models: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def network(units: Tensor, out: Tensor, task: Task) -> Tensor:
-    """The inverse of :func:`neurons` for one network of any width: θ."""
+    """Return θ of one network of any width, the inverse of :func:`neurons`."""
     classes = len(out)
     parts = units[:, : -classes - 1], units[:, -classes - 1], units[:, -classes:].T, out
     return torch.cat([part.reshape(-1) for part in parts]).to(task.dtype)
 
 
 def wide(task: Task, theta: Tensor) -> FlatModel:
-    """The model with as many hidden units as θ ``[..., d]`` has."""
+    """Return the model with the number of hidden units of θ ``[..., d]``."""
     (inputs, classes), model = (task.model.layout.entries[0][1][1], task.classes), task.model
     units = (theta.shape[-1] - classes) // (inputs + 1 + classes)
     assert isinstance(model, MLP)
@@ -57,7 +57,7 @@ def wide(task: Task, theta: Tensor) -> FlatModel:
 
 
 class PFNMServer(base.ServerHalf):
-    """Keeps every client's last network, the atoms of its neurons, and how many examples of each class it has."""
+    """Server that keeps every client's last network, the atoms of its neurons, and its number of examples per class."""
 
     def __init__(self, settings: PFNMSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
@@ -77,12 +77,12 @@ class PFNMServer(base.ServerHalf):
         }
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """Of the local training, and of the examples."""
+        """Return the bounds of local training and of the example counts."""
         local: LocalSGD = self.settings.local
         return local.limits(examples) | {"classes": examples}
 
     def train_round(self, round: Round) -> base.Statistics:
-        """Clients train on from their atoms, or from a network of their own; all known networks are matched anew."""
+        """Train clients from their atoms, or from a network of their own, and rematch all known networks."""
         cohort = round.sample()
         where = [self.row[client] for client in cohort.clients]
         merged, known = self._merged(), self.state["atoms"][:, 0] >= 0
@@ -112,19 +112,19 @@ class PFNMServer(base.ServerHalf):
         return {"client_steps": steps, "loss": loss, "width": float(atoms.max() + 1)}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the global network; before the first round an untrained one of the clients' width."""
+        """Send the global network, or an untrained one of the clients' width before the first round."""
         merged = self._merged()
         return cohort.send(MakeItYours(self.state["start"] if merged is None else network(*merged, self.task)))
 
     def _centre(self) -> Tensor:
-        """μ0 of a neuron's numbers ``[K]``: 0 but for its bias."""
+        """Return μ0 of a neuron's numbers ``[K]``: 0 except for its bias."""
         incoming = self.task.model.layout.entries[0][1][1]
         centre = torch.zeros(incoming + 1 + self.task.classes, dtype=torch.float64)
         centre[incoming] = self.settings.bias_mean
         return centre
 
     def _precisions(self, classes: Tensor) -> Tensor:
-        """Of the numbers of a neuron, by network ``[J, K]``; ``classes`` ``[J, C]`` are examples."""
+        """Return the precisions of a neuron's numbers by network ``[J, K]``, from example counts ``[J, C]``."""
         incoming = self.task.model.layout.entries[0][1][1] + 1
         shares = torch.ones_like(classes)
         if self.settings.output == "classes":
@@ -133,7 +133,7 @@ class PFNMServer(base.ServerHalf):
         return torch.cat([torch.ones(len(classes), incoming, dtype=torch.float64), shares], 1) / sigma**2
 
     def _merged(self) -> tuple[Tensor, Tensor] | None:
-        """Neurons ``[I, K]`` and output biases ``[C]`` of the global network; None if nobody was counted (line 6)."""
+        """Return neurons ``[I, K]`` and output biases ``[C]`` of the global network (line 6); None before any count."""
         known, prior = self.state["atoms"][:, 0] >= 0, self.settings.sigma0**-2
         if not known.any():
             return None
@@ -144,13 +144,13 @@ class PFNMServer(base.ServerHalf):
 
 
 class PFNMClient(base.ClientHalf):
-    """Trains its network, and uses the global one."""
+    """Client that trains its own network and predicts with the global one."""
 
     predictors = ("personal", "global")
 
     @conversation
     def train(self, clients: Group, opening: Subnetwork) -> Conversation:
-        """Line 4."""
+        """Perform line 4."""
         trained = train(self.task.model, clients, opening.theta, self.settings.local)
         labels = [client.train.y for client in clients.clients]
         counts = [torch.bincount(y, minlength=self.task.classes).double() for y in labels if y is not None]
@@ -159,12 +159,12 @@ class PFNMClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
-        """``global`` is the global network, ``personal`` that after fine-tuning."""
+        """Return ``global``, the global network, and ``personal``, that network after fine-tuning."""
         model, start = wide(self.task, opening.theta), opening.theta.expand(len(clients), -1)
         return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Those of fine-tuning."""
+        """Return the steps of fine-tuning for ``personal``."""
         steps: int = self.settings.personalize_steps
         return steps if predictor == "personal" else 0
 
@@ -188,24 +188,24 @@ class PFNMSettings(Settings):
 
 
 class Subnetwork(Message):
-    """Opens training: the client's own network, of its atoms."""
+    """Opening of training: the client's own network, made of its atoms."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
 class Trained(Update):
-    """What local training did, and the client's examples of each class."""
+    """Result of local training, and the client's number of examples per class."""
 
     classes: Tensor = rows(Quantity.COUNT, "C")  # [c, C] float64
 
 
 def check_model(s: PFNMSettings, model: FlatModel) -> None:
-    """Refuse what is not a perceptron of one hidden layer, or is wider than the global network may become.
+    """Reject models other than a perceptron with one hidden layer, or wider than the global network may become.
 
     Raises
     ------
     ExperimentError
-        The key to change, what was found and what is allowed.
+        If the model is rejected: the key to change, and the values found and allowed.
     """
     if not isinstance(model, MLP) or len(model.layout.entries) != 4:
         raise ExperimentError(

@@ -1,8 +1,9 @@
-"""q-FedAvg: averaging in which clients with larger losses count more.
+"""q-FedAvg: averaging that weights clients with larger losses more.
 
 T. Li, M. Sanjabi, A. Beirami, V. Smith, Fair resource allocation in federated learning, ICLR 2020, arXiv 1905.10497,
 Algorithm 2. It minimizes Σ F_k(w)^(q+1)/(q+1) by steps whose size follows from q and from L, an estimate of the losses'
-smoothness. What travels up is the paper's over L, so that nothing is computed where q is 0; the server needs but sums.
+smoothness. Clients send the paper's quantities divided by L, so that q = 0 is exactly FedAvg; the server needs only
+sums.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from fedloom.settings import Settings
 
 
 class FairUpdate(Update):
-    """Δ_k/L, which is F_k^q (w_k - w), in ``delta_theta``, and h_k/L."""
+    """Update with Δ_k/L = F_k^q (w_k - w) in ``delta_theta``, and with h_k/L."""
 
     h: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64
 
 
 def fair_sgd(model: FlatModel, group: Group, theta: Tensor, s: QFedAvgSettings) -> Trained:
-    """Lines 5-7: SGD from w, and F_k at the w received, over all train data."""
+    """Perform lines 5-7: SGD from w, and F_k at the received w, over all train data."""
     local = Local(model, group, mask_absent=s.local.mask_absent)
     f = local.measured(local.parameters(theta), *local.everything()).double() + s.epsilon
     trained = train(model, group, theta, s.local)  # line 5
@@ -42,12 +43,12 @@ def fair_sgd(model: FlatModel, group: Group, theta: Tensor, s: QFedAvgSettings) 
 
 
 def fair_mean(theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tensor:
-    """Line 8: w - Σ Δ_k / Σ h_k over the clients that answered.
+    """Return w - Σ Δ_k / Σ h_k over the clients that answered (line 8).
 
     Raises
     ------
     FloatingPointError
-        If F_k^q, and h_k with it, is 0 for all of them: too small for a number.
+        If F_k^q, and with it h_k, underflows to 0 for all of them.
     """
     total = updates.total(updates.h)
     if total == 0:
@@ -59,7 +60,7 @@ def fair_mean(theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tenso
 
 
 class PlainSGD(LocalSGD):
-    """SGD for which one step of size 1/L is what L stands for: without momentum, unless asked for."""
+    """SGD settings without momentum by default, so that one step has size 1/L."""
 
     momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum; L = 1/lr counts without")
 

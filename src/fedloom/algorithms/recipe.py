@@ -1,9 +1,9 @@
-"""The recipe of methods with one shared model, of which every client makes its own: a method names what differs.
+"""Recipe for methods with one shared model that every client personalizes; a method supplies the differences.
 
-A round sends the shared model to a cohort, every client trains it, and the server moves it by the mean of what they
-changed (B. McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017,
-arXiv 1602.05629, Algorithm 1). What a client does with it, what the server does with the answers, which part of the
-model is shared, and how a client makes it its own are parameters of :func:`shared_model`.
+A round sends the shared model to a cohort, every client trains it, and the server moves it by the mean of their changes
+(B. McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017,
+arXiv 1602.05629, Algorithm 1). Local training, aggregation, the shared part of the model, and personalization are
+parameters of :func:`shared_model`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Aggregate: TypeAlias = Callable[[Tensor, Replies[Any], Any], Tensor]
 """``(shared [s], updates, settings) -> shared [s]``."""
 
 Personalize: TypeAlias = Callable[[FlatModel, Group, Tensor, Any], Mapping[str, Tensor] | Predictors]
-"""``(model, group, shared [g, s], settings) -> {predictor: θ [g, d]}``, or the predictors where they are no vectors."""
+"""``(model, group, shared [g, s], settings) -> {predictor: θ [g, d]}``, or predictors that are not vectors."""
 
 
 class Averaging(Settings):
-    """Keys of ``algorithm`` that every method with a shared model has."""
+    """Keys of ``algorithm`` common to all methods with a shared model."""
 
     server_lr: float = Field(default=1.0, gt=0, description="factor on the average update")
     weighting: Literal["examples", "uniform"] = Field(default="examples", description="average by n_i or uniformly")
@@ -63,24 +63,24 @@ class Averaging(Settings):
 
     @property
     def robust(self) -> bool:
-        """Whether the server looks at each update by itself."""
+        """True if the server processes each update separately."""
         return self.max_norm is not None or self.trim > 0
 
 
 class FineTuning(Averaging):
-    """Those of methods whose clients run SGD, and make the shared model their own by more of it."""
+    """Settings for methods that fine-tune by SGD."""
 
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
 def local_sgd(model: FlatModel, group: Group, theta: Tensor, s: Any) -> Trained:
-    """Plain SGD from the shared model."""
+    """Train the shared model by plain SGD."""
     return train(model, group, theta, s.local)
 
 
 def mean_update(updates: Replies[Any], s: Averaging) -> Tensor:
-    """Σ p_i Δθ_i ``[s]`` over the clients that answered, p_i by examples or uniform; or a robust mean in its place."""
+    """Return Σ p_i Δθ_i ``[s]`` over present clients, p_i by examples or uniform, or the robust mean if one is set."""
     changes = updates.delta_theta if s.max_norm is None else bounded(updates.delta_theta, s.max_norm)
     if s.trim:
         return trimmed_mean(changes[updates.present], s.trim)
@@ -90,7 +90,7 @@ def mean_update(updates: Replies[Any], s: Averaging) -> Tensor:
 
 
 def norms_of(updates: Replies[Any], s: Any) -> dict[str, float]:
-    """What a round says of its updates' norms where they have a bound: their median, and how many were larger."""
+    """Return statistics of bounded updates: the median of their norms, and the number above the bound."""
     if not isinstance(s, Averaging) or s.max_norm is None:
         return {}
     norms = torch.linalg.vector_norm(updates.delta_theta[updates.present], dim=1, dtype=torch.float64)
@@ -98,7 +98,7 @@ def norms_of(updates: Replies[Any], s: Any) -> dict[str, float]:
 
 
 def bounded(x: Tensor, most: float) -> Tensor:
-    """Rows ``[c, s]`` of at most this ℓ2 norm: larger ones are scaled down to it, others are as they were to the bit.
+    """Scale rows ``[c, s]`` down to at most this ℓ2 norm; smaller rows stay bitwise unchanged.
 
     Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, Can you really backdoor federated learning?, 2019,
     arXiv 1911.07963, §3.
@@ -110,15 +110,15 @@ def bounded(x: Tensor, most: float) -> Tensor:
 
 
 def trimmed_mean(x: Tensor, share: float) -> Tensor:
-    """Mean ``[s]`` of m rows ``[m, s]`` without the largest and the smallest ⌊share · m⌋ values of each coordinate.
+    """Return the mean ``[s]`` of m rows ``[m, s]`` without the ⌊share · m⌋ largest and smallest of each coordinate.
 
-    One value is always left, of an even number two: with a share of a half it is the median. D. Yin, Y. Chen,
+    At least one value remains, or two of an even number: a share of a half gives the median. D. Yin, Y. Chen,
     K. Ramchandran, P. Bartlett, Byzantine-robust distributed learning, ICML 2018, arXiv 1803.01498, Definitions 1, 2.
     """
     rows = len(x)
     cut = min(math.floor(share * rows + 1e-9), (rows - 1) // 2)  # 0.29 · 100 is 28.999...
     parts = []
-    for columns in torch.split(x, COLUMNS, dim=1):  # what is sorted is copied
+    for columns in torch.split(x, COLUMNS, dim=1):  # sorting copies
         middle = columns.sort(dim=0).values[cut : rows - cut]
         total = torch.zeros_like(middle[0])
         for row in middle:
@@ -128,17 +128,17 @@ def trimmed_mean(x: Tensor, share: float) -> Tensor:
 
 
 COLUMNS = 1 << 16
-"""Coordinates of which a trimmed mean is taken at a time."""
+"""Coordinates per piece of a trimmed mean."""
 
 
 def average(theta: Tensor, updates: Replies[Any], s: Any) -> Tensor:
-    """θ + lr Σ p_i Δθ_i (:func:`mean_update`)."""
+    """Return θ + lr Σ p_i Δθ_i (:func:`mean_update`)."""
     change: Tensor = s.server_lr * mean_update(updates, s)
     return theta + change
 
 
 def fine_tune(model: FlatModel, group: Group, theta: Tensor, s: Any) -> dict[str, Tensor]:
-    """``personal`` is the shared model after ``personalize_steps`` local steps, ``global`` before."""
+    """Return ``personal``, the shared model after ``personalize_steps`` local steps, and ``global``, before them."""
     personal = theta
     if s.personalize_steps:
         personal = train(model, group, theta, s.local.lasting(steps=s.personalize_steps), purpose="fine-tune").theta
@@ -148,17 +148,17 @@ def fine_tune(model: FlatModel, group: Group, theta: Tensor, s: Any) -> dict[str
 def or_shared_alone(
     model: FlatModel, group: Group, shared: Tensor, make: Callable[[], Mapping[str, Tensor] | Predictors]
 ) -> Predictors:
-    """Return the predictors that ``make`` makes, or ``global`` alone for a client that has nothing to train on.
+    """Return the predictors from ``make``, or only ``global`` for a client without examples to train on.
 
     Parameters
     ----------
     shared
-        ``[g, d]``, what ``global`` is.
+        ``[g, d]``, the model behind ``global``.
 
     Raises
     ------
     NothingToTrainOn
-        If such a client is one of several in the group, which is then served one by one.
+        If such a client is one of several in the group; the group is then served one by one.
     """
     try:
         made = make()
@@ -170,7 +170,7 @@ def or_shared_alone(
 
 
 def part_of(layout: Layout, shared: str) -> slice:
-    """Where ``all``, the ``body`` or the ``head`` lies in θ."""
+    """Return the slice of θ that holds ``all``, the ``body`` or the ``head``."""
     return {"all": slice(None), "body": slice(layout.body_size), "head": slice(layout.body_size, None)}[shared]
 
 
@@ -178,13 +178,13 @@ def part_of(layout: Layout, shared: str) -> slice:
 
 
 class SharedModel(Message):
-    """Opens training: the shared model, or the part of it that is shared."""
+    """Opening of training: the shared model, or its shared part."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [s]
 
 
 class Update(Message):
-    """What local training did."""
+    """Result of local training."""
 
     delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "s")  # [c, s]
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
@@ -192,7 +192,7 @@ class Update(Message):
 
 
 class MakeItYours(Message):
-    """Opens personalization: the same part of the model."""
+    """Opening of personalization: the same part of the model."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [s]
 
@@ -201,9 +201,9 @@ class MakeItYours(Message):
 
 
 class SharedModelServer(base.ServerHalf):
-    """Keeps the shared model, or its shared part, and moves it by what ``aggregate`` makes of the updates.
+    """Server that keeps the shared model, or its shared part, and moves it by the result of ``aggregate``.
 
-    Its parameters by name are those of :func:`shared_model`.
+    The keyword parameters are those of :func:`shared_model`.
     """
 
     def __init__(
@@ -223,14 +223,14 @@ class SharedModelServer(base.ServerHalf):
         theta, part = task.model.init(generator, task.dtype), part_of(task.model.layout, shared)
         self.sizes["s"] = len(theta[part])
         self.state["theta"] = theta if whole else theta[part].clone()
-        self._part = part if whole else slice(None)  # of what is kept
+        self._part = part if whole else slice(None)  # of the kept tensor
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """The method's bounds of an update."""
+        """Return the method's bounds of an update."""
         return self._bounds(self.settings, examples)
 
     def train_round(self, round: Round) -> base.Statistics:
-        """A cohort trains the shared model."""
+        """Let a cohort train the shared model, and aggregate the updates."""
         updates = round.sample().send(SharedModel(self.state["theta"]), self.update)
         theta = self.state["theta"].clone()
         theta[self._part] = self.aggregate(theta[self._part], updates, self.settings)
@@ -239,7 +239,7 @@ class SharedModelServer(base.ServerHalf):
         return statistics | norms_of(updates, self.settings)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the shared model, which the clients make their own."""
+        """Send the shared model for the clients to personalize."""
         return cohort.send(MakeItYours(self.state["theta"]))
 
 
@@ -268,43 +268,43 @@ def shared_model(
     unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None,
     version: int = 1,
 ) -> base.Algorithm:
-    """Make a method out of what distinguishes it.
+    """Return a method, given its differences from the recipe.
 
     Parameters
     ----------
     titles
-        Of its predictors, in the order in which ``personalize`` names them.
+        Predictor -> name in tables, in the order in which ``personalize`` returns the predictors.
     local, aggregate, personalize
-        What a client does in a round, what the server makes of the answers, and how a client gets its predictors.
+        Local training in a round, aggregation of the answers, and the way a client gets its predictors.
     steps
         ``(settings, train examples) -> int``: SGD steps by which a client gets ``personal``.
     limits
         ``(settings, train examples) -> bounds`` of an update (:meth:`ServerHalf.limits`).
     shared
         ``body``: all but the last linear layer is sent, averaged and checkpointed; the head stays with the client.
-        ``head``: the other way round.
+        ``head``: the reverse.
     whole
-        The server keeps and sends all of θ, the part that is not shared as it was drawn at first: ``local`` and
-        ``personalize`` get θ ``[g, d]``, and the former returns the shared part.
+        The server keeps and sends all of θ, and the part that is not shared keeps its initial values. ``local`` and
+        ``personalize`` receive θ ``[g, d]``; ``local`` returns the shared part.
     needs_head
-        A model of one layer is refused; so it is wherever a part is shared.
+        Reject a model of one layer, as is always done if only a part is shared.
     linear_head
-        A model whose head is parametrized (weight or spectral normalization) is refused.
+        Reject a model whose head is parametrized (weight or spectral normalization).
     needs_features
-        A model without a last layer that has features is refused.
+        Reject a model that does not end in a linear layer on features.
     own_loss
-        Whether the method trains with the model's loss. If not, a model that has one of its own is refused.
+        Train with the model's loss. If False, reject a model that defines its own loss.
     by_batch
-        Whether it trains by :func:`train`, which keeps the statistics of a model that normalizes by the batch. If not,
-        such a model is refused.
+        Train by :func:`train`, which tracks the statistics of a model that normalizes by the batch. If False, reject
+        such a model.
     stateful
-        Whether ``local`` keeps a state of each client (:meth:`Group.keep`).
+        ``local`` keeps a state of each client (:meth:`Group.keep`).
     update
-        The class of what clients answer; ``Trained.also`` has the fields that :class:`Update` lacks.
+        Message class of the clients' answers; ``Trained.also`` has the fields that :class:`Update` lacks.
     unfit
-        ``(settings, train examples, classes among them)`` -> what is wrong with a client that is to train, or None.
+        ``(settings, train examples, classes among them)`` -> reason why a client cannot train, or None.
     server
-        The server half; another where a round is another, or where more than the model is kept.
+        Server half; override it if rounds differ, or if more than the model is kept.
     """
 
     def made(settings: Any, task: Task, generator: torch.Generator) -> base.ServerHalf:
@@ -341,7 +341,7 @@ def shared_model(
     class Client(base.ClientHalf):
         def __init__(self, settings: Any, task: Task) -> None:
             super().__init__(settings, task)
-            self._part = part_of(task.model.layout, shared) if whole else slice(None)  # of what is sent
+            self._part = part_of(task.model.layout, shared) if whole else slice(None)  # of the sent tensor
 
         @conversation
         def train(self, clients: Group, opening: SharedModel) -> Conversation:

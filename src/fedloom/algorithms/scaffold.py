@@ -1,8 +1,8 @@
-"""SCAFFOLD: FedAvg whose clients correct their drift by control variates.
+"""SCAFFOLD: FedAvg in which clients correct their drift by control variates.
 
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, SCAFFOLD: stochastic controlled averaging
 for federated learning, ICML 2020, arXiv 1910.06378, Algorithm 1 with option II. A client keeps c_i, the mean gradient
-of its last visit, and the server their mean c; every local step is corrected by c - c_i. Lines are those of
+of its last visit, and the server their mean c; every local step is corrected by c - c_i. Line numbers refer to
 docs/algorithms/scaffold.md.
 """
 
@@ -24,7 +24,7 @@ from fedloom.models.predictors import Predictors
 
 
 class ScaffoldServer(base.ServerHalf):
-    """Keeps w, and c, which is the mean of the c_i of all seen clients, zero of those never drawn."""
+    """Server that keeps w, and c, the mean of the c_i of all seen clients; c_i is zero for clients never drawn."""
 
     def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
@@ -32,11 +32,11 @@ class ScaffoldServer(base.ServerHalf):
         self.state |= {"theta": theta, "c": torch.zeros_like(theta)}
 
     def limits(self, examples: int) -> Mapping[str, float]:
-        """The steps that the settings ask for."""
+        """Return the bound of the number of steps."""
         return {"steps": self.settings.local.count(examples)}
 
     def train_round(self, round: Round) -> base.Statistics:
-        """Lines 2 and 8-9; clients that were lost are in neither mean."""
+        """Perform lines 2 and 8-9; lost clients are in neither mean."""
         theta, c = self.state["theta"], self.state["c"]
         updates = round.sample().send(ModelAndControl(theta, c), ControlledUpdate)  # line 2
         share = int(updates.present.sum()) / len(self.task.roster)
@@ -50,13 +50,13 @@ class ScaffoldServer(base.ServerHalf):
 
 
 class ScaffoldClient(base.ClientHalf):
-    """Keeps c_i."""
+    """Client that keeps c_i."""
 
     predictors, stateful = ("personal", "global"), True
 
     @conversation
     def train(self, clients: Group, opening: ModelAndControl) -> Conversation:
-        """Lines 3-7."""
+        """Perform lines 3-7."""
         w, c = (vector.expand(len(clients), -1) for vector in (opening.theta, opening.c))
         c_i = clients.recall("c", torch.zeros_like(w))
         s = self.settings.local
@@ -69,25 +69,25 @@ class ScaffoldClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
-        """The shared model, fine-tuned as FedAvg's."""
+        """Return the shared model, fine-tuned as in FedAvg."""
         model, w = self.task.model, opening.theta.expand(len(clients), -1)
         return or_shared_alone(model, clients, w, lambda: fine_tune(model, clients, w, self.settings))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """``personalize_steps`` for ``personal``."""
+        """Return ``personalize_steps`` for ``personal``."""
         return self.settings.personalize_steps if predictor == "personal" else 0
 
 
 def controlled(
     gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: dict[str, list[Tensor]]
 ) -> list[Tensor]:
-    """g_i(y_i) - c_i + c (line 5)."""
+    """Return g_i(y_i) - c_i + c (line 5)."""
     del w, start
     return list(torch._foreach_add(gradients, torch._foreach_sub(given["c"], given["c_i"])))
 
 
 class PlainSGD(LocalSGD):
-    """SGD whose mean step is the mean of its gradients, as line 6 has it: without momentum and clipping."""
+    """SGD settings whose mean step is the mean gradient, as line 6 requires: no momentum, no clipping."""
 
     momentum: float = Field(default=0.0, ge=0, lt=1, description="0: c_i is made of plain steps")
     clip: None = Field(default=None, description="null: c_i is made of plain steps")
@@ -114,14 +114,14 @@ class ScaffoldSettings(FineTuning):
 
 
 class ModelAndControl(Message):
-    """Opens training: w and c."""
+    """Opening of training: w and c."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
     c: Tensor = broadcast(Quantity.GRADIENT)  # [d]
 
 
 class ControlledUpdate(Message):
-    """What local training did, and how c_i changed."""
+    """Result of local training, and the change of c_i."""
 
     delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64

@@ -2,7 +2,7 @@
 
 L. Collins, A. Mokhtari, S. Shakkottai, Task-robust model-agnostic meta-learning, NeurIPS 2020, arXiv 2002.04766,
 Algorithm 1, as papers/002 uses it in a federation. min_w max_p Σ p_i F_i(w), F_i(w) = f_i(w - α∇f_i(w)), p on the
-simplex: clients are those of Per-FedAvg, and the server weights them and moves the weights as AFL's does.
+simplex. Clients are those of Per-FedAvg; the server weights them, and updates the weights, as in AFL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedloom.algorithms.recipe import shared_model
 
 
 class TRMAMLSettings(PerFedAvgSettings):
-    """Keys of ``algorithm`` for TR-MAML: those of Per-FedAvg, and one more."""
+    """Keys of ``algorithm`` for TR-MAML: those of Per-FedAvg and ``weights_lr``."""
 
     weights_lr: float = Field(
         default=0.08, ge=0, le=1e6, description="step size of the clients' weights p; 0 keeps them equal"

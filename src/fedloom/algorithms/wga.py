@@ -3,9 +3,9 @@
 E. M. Chayti, S. P. Karimireddy, S. U. Stich, N. Flammarion, M. Jaggi, Linear speedup in personalized collaborative
 learning, arXiv 2111.05968 (papers/004). User 0 minimizes its own objective f_0 with stochastic gradients of N helpers
 at its own state θ (Algorithm 1). The aggregation on user 0 is one of four rules: Alone, WGA (Algorithm 2), Bias
-Correction (Algorithm 3), and Bias Correction with an oracle (§5.1). Our text of the paper lost its formulas;
-docs/algorithms/wga.md says how they are read. Beyond the paper (§7): every client can be user 0 at once, several
-exchanges make a round, a gradient can stand for several local steps, and the corrected gradient can go through momentum
+Correction (Algorithm 3), and Bias Correction with an oracle (§5.1). Our copy of the paper lacks its formulas;
+docs/algorithms/wga.md gives our reading. Beyond the paper (§7), every client can be user 0 at once, a round can have
+several exchanges, a gradient can stand for several local steps, and the corrected gradient can pass through momentum
 or Adam.
 """
 
@@ -35,7 +35,7 @@ from fedloom.theory.collaboration import next_bias, weighted_gradient
 
 
 class WGAServer(base.ServerHalf):
-    """Keeps, for each user, its state θ, its bias estimate c, and its optimizer's moments."""
+    """Server that keeps, for each user, its state θ, its bias estimate c, and its optimizer's moments."""
 
     settings: WGASettings
 
@@ -56,12 +56,12 @@ class WGAServer(base.ServerHalf):
         if settings.optimizer == "adam":
             self.state |= {"second": torch.zeros_like(theta), "steps": counts.clone()}
         if settings.weights == "inverse_variance":
-            # Of each client of the roster: summed estimates, and their number.
+            # For each client of the roster: the sum of the estimates, and their number.
             self.state["variances"] = torch.zeros(len(task.roster), 2, dtype=torch.float64)
         self.sizes["block"] = settings.block_of(task.roster)
 
     def train_round(self, round: Round) -> base.Statistics:
-        """``steps_per_round`` iterations of Algorithm 1, of every user in the cohort."""
+        """Perform ``steps_per_round`` iterations of Algorithm 1 for every user in the cohort."""
         s, size, cohort = self.settings, self.sizes["block"], round.sample(always=self.always)
         users = [client for client in cohort.clients if client in self.row]
         new = {name: tensor.clone() for name, tensor in self.state.items()}
@@ -87,7 +87,7 @@ class WGAServer(base.ServerHalf):
                     if s.rule != "alone" and weights.any():
                         bias = None if true is None else replies.mean(true, weights) - true[at]
                         noise = round.generator(f"oracle/{step}/{user}")
-                        n = 1 / float(weights.square().sum())  # N, if they count alike
+                        n = 1 / float(weights.square().sum())  # N, if the weights are equal
                         direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
                     self._step(mine, direction)
                     losses.append(float(replies.loss[at]))
@@ -98,7 +98,7 @@ class WGAServer(base.ServerHalf):
         return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send each user its own state; the others get the mean of all, and make steps of their own from there."""
+        """Send each user its own state; other clients get the mean of all states and make their own steps from it."""
         theta = self.state["theta"]
         mean = theta.mean(0)
         mine = [self.row.get(client) if self.task.same_clients else None for client in cohort.clients]
@@ -117,15 +117,15 @@ class WGAServer(base.ServerHalf):
         true_bias: Tensor | None,
         noise: torch.Generator,
     ) -> Tensor:
-        """The aggregation on user 0: g_t of its own gradient and the mean of n helpers', all ``[d]``."""
+        """Return g_t, the aggregation on user 0 of its own gradient and the mean of n helpers', all ``[d]``."""
         s, beta, bias = self.settings, 0.0, true_bias
         if s.rule == "bc":
-            if s.beta == "harmonic":  # t counts the updates of this user's own c, and this is one
+            if s.beta == "harmonic":  # t counts the updates of this user's own c, including this one
                 beta = s.beta_at(int(mine["observed"]), n)
                 mine["observed"] += 1
             else:
                 beta = s.beta_at(t, n)
-            bias = mine["bias"].clone()  # as it was before this exchange: it must not know this gradient's noise
+            bias = mine["bias"].clone()  # before this exchange: independent of this gradient's noise
             mine["bias"].copy_(next_bias(bias, own, helpers, beta))
         elif bias is not None:
             spread = (s.oracle_variance / n / bias.numel()) ** 0.5
@@ -133,7 +133,7 @@ class WGAServer(base.ServerHalf):
         return weighted_gradient(own, helpers, s.alpha_at(t, n, beta), 0.0 if bias is None else bias)
 
     def _step(self, mine: dict[str, Tensor], g: Tensor) -> None:
-        """θ ← θ - η g, or what the optimizer makes of g."""
+        """Update θ ← θ - η g, or along the optimizer's direction for g."""
         s = self.settings
         if s.optimizer == "momentum":
             g = mine["first"].copy_(s.momentum * mine["first"] + g)
@@ -145,7 +145,7 @@ class WGAServer(base.ServerHalf):
     def _weights(
         self, clients: Sequence[str], gradients: Tensor, present: Tensor, new: Mapping[str, Tensor], at: int
     ) -> Tensor:
-        """Weights ``[c]`` of the helpers of the user in row ``at``; they sum to 1, or are all 0 where it has none."""
+        """Return weights ``[c]`` of the helpers of the user in row ``at``; they sum to 1, or are 0 without helpers."""
         chosen = self.settings.weights
         weights = present.double()
         weights[at] = 0
@@ -157,14 +157,14 @@ class WGAServer(base.ServerHalf):
             weights *= (g @ g[at] / (g.norm(dim=1) * g[at].norm()).clamp(min=tiny)).clamp(min=0)
         elif chosen == "inverse_variance":
             known = new["variances"][[self.roster[client] for client in clients]]
-            if bool((known[weights > 0, 1] > 0).all()):  # the first exchange knows of none: all alike
+            if bool((known[weights > 0, 1] > 0).all()):  # none is known in the first exchange: equal weights
                 weights /= (known[:, 0] / known[:, 1].clamp(min=1)).clamp(min=tiny)
         return weights / weights.sum() if bool(weights.any()) else weights
 
     def _note_variances(
         self, new: dict[str, Tensor], cohort: Cohort, answered: Sequence[tuple[int, Replies[Gradients]]]
     ) -> None:
-        """Add this step's estimates of σ_i², one for each client, over all states; they count from the next step on."""
+        """Add this step's estimates of σ_i², one per client, averaged over all states; used from the next step on."""
         for at, client in enumerate(cohort.clients):
             found = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
             if found and "variances" in new:
@@ -177,7 +177,7 @@ class WGAServer(base.ServerHalf):
 
 
 class WGAClient(base.ClientHalf):
-    """Answers with gradients at other users' states, on its own data."""
+    """Client that answers with gradients at other users' states, on its own data."""
 
     predictors = ("personal", "global")
     settings: WGASettings
@@ -192,7 +192,7 @@ class WGAClient(base.ClientHalf):
 
     @conversation
     def train(self, clients: Group, opening: SharedStates) -> Conversation:
-        """Algorithm 1: sample, compute, share; as often as the server asks."""
+        """Perform Algorithm 1: sample, compute, share, as often as the server asks."""
         s, model, roster, g = self.settings, self.task.model, self.task.roster, len(clients)
         local = Local(model, clients)
         draws = local.batches(s.batch_size, [s.steps_per_round * s.local_steps] * g, "train")
@@ -211,7 +211,7 @@ class WGAClient(base.ClientHalf):
                     continue
                 owner = roster[int(message.users[j])]
                 own = torch.tensor([[client.id == owner] for client in clients.clients], device=theta.device)
-                used = own if s.rule == "alone" else torch.ones_like(own)  # nobody would use the others
+                used = own if s.rule == "alone" else torch.ones_like(own)  # the others would be unused
                 if used.any():
                     found, here, spread = self._gradient(local, theta, drawn)
                     gradient[:, j] = torch.where(used, found, 0)
@@ -221,7 +221,7 @@ class WGAClient(base.ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: OwnModel) -> Predictors:
-        """``personal`` is the client's own state, or what its own steps make of the mean; ``global`` is the mean."""
+        """Return ``personal``, the client's own state or the mean after its own steps, and ``global``, the mean."""
         s, model, mean = self.settings, self.task.model, opening.mean.expand(len(clients), -1)
 
         def stepped() -> dict[str, Tensor]:
@@ -236,13 +236,13 @@ class WGAClient(base.ClientHalf):
         return or_shared_alone(model, clients, mean, stepped)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """``personalize_steps`` for a client without a state of its own."""
+        """Return ``personalize_steps`` for a client without a state of its own."""
         return self.settings.personalize_steps if predictor == "personal" else 0
 
     def _gradient(self, local: Local, theta: Tensor, drawn: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
-        """Each client's gradient at θ ``[g, d]``, the loss there, and the gradient's variance, both ``[g, 1]`` float64.
+        """Return each client's gradient at θ ``[g, d]``, and its loss and the gradient's variance, ``[g, 1]`` float64.
 
-        It is that of a batch, or what several local steps moved, over their number and rate.
+        The gradient is that of a batch, or the change over several local steps divided by their number and rate.
         """
         s = self.settings
         if s.weights == "inverse_variance":
@@ -258,9 +258,9 @@ class WGAClient(base.ClientHalf):
 
 
 def halves(local: Local, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient and loss of a batch, and an unbiased estimate of the gradient's variance, from its two halves.
+    """Return gradient and loss of a batch, and an unbiased estimate of the gradient's variance, from its two halves.
 
-    With b₁ + b₂ = b independent examples, E‖g₁ - g₂‖² = s² (1/b₁ + 1/b₂) where s²/b is the variance of the whole. A
+    With b₁ + b₂ = b independent examples, E‖g₁ - g₂‖² = s² (1/b₁ + 1/b₂), where s²/b is the variance of the whole. A
     client with one example is lost.
     """
     for i, n in zip(local.members, local.sizes, strict=True):
@@ -278,14 +278,14 @@ def halves(local: Local, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, T
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Schedule = Fraction | tuple[Fraction, ...] | Literal["harmonic", "optimal"]
-"""A fixed number; one for each exchange, the last one for all that follow; 1/(t + 1); or that of theory.
+"""Fixed number, or one per exchange (the last one repeats), or 1/(t + 1), or the optimum of the theory.
 
-For a harmonic β, t counts what the user's own estimate has seen, so that it is the mean of that.
+For a harmonic β, t counts the observations of the user's own estimate, which is then their mean.
 """
 
 
 class Known(Settings):
-    """What theory needs to know for an optimal α or β (fedloom.theory.collaboration; docs/theory.md)."""
+    """Constants that theory needs for an optimal α or β (fedloom.theory.collaboration; docs/theory.md)."""
 
     bias: float = Field(ge=0, description="ζ², squared distance between the helpers' mean gradient and user 0's")
     noise: float = Field(ge=0, description="σ², variance of one user's stochastic gradient")
@@ -294,7 +294,7 @@ class Known(Settings):
     scaling: float = Field(default=0.0, ge=0, description="m, how much the squared bias grows with ‖∇f_0‖²")
 
     def problem(self, helpers: float) -> collaboration.Problem:
-        """These constants with N helpers; the μ of the PL condition decides no weight."""
+        """Return the problem with these constants and N helpers; the μ of the PL condition affects no weight."""
         return collaboration.Problem(helpers, self.bias, self.noise, self.smoothness, self.smoothness, self.scaling)
 
 
@@ -349,11 +349,11 @@ class WGASettings(Settings):
         return self
 
     def block_of(self, roster: Sequence[str]) -> int:
-        """Rows of :class:`Gradients`, the same for every message of a run."""
+        """Return the rows of :class:`Gradients`, the same for every message of a run."""
         return 1 if self.users == "one" else min(self.block, len(roster))
 
     def alpha_at(self, t: int, helpers: float, beta: float) -> float:
-        """α of exchange t = 0, 1, ... with so many helpers."""
+        """Return α of exchange t = 0, 1, ... with this number of helpers."""
         if self.known is None or self.alpha != "optimal":
             return _at(self.alpha, t)
         problem = self.known.problem(helpers)
@@ -364,7 +364,7 @@ class WGASettings(Settings):
         return collaboration.optimal_alpha(problem, self.lr)
 
     def beta_at(self, t: int, helpers: float) -> float:
-        """β of exchange t = 0, 1, ... with so many helpers."""
+        """Return β of exchange t = 0, 1, ... with this number of helpers."""
         if self.known is None or self.known.horizon is None or self.beta != "optimal":
             return _at(self.beta, t)
         return collaboration.optimal_beta(self.known.problem(helpers), self.known.horizon)
@@ -380,18 +380,18 @@ def _at(schedule: float | tuple[float, ...] | str, t: int) -> float:
 
 
 class SharedStates(Message):
-    """States to evaluate stochastic gradients at; the first opens training (Algorithm 1, "for all users in parallel").
+    """States at which to evaluate stochastic gradients; the first opens training (Algorithm 1, all users in parallel).
 
-    All exchanges of one step are answered on the same examples.
+    All exchanges of one step use the same examples.
     """
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
-    users: Tensor = broadcast(Quantity.COUNT)  # [b] float64, whose they are: positions in the roster
+    users: Tensor = broadcast(Quantity.COUNT)  # [b] float64, owners as positions in the roster
     step: Tensor = broadcast(Quantity.COUNT)  # [1] float64, 0 ... steps_per_round - 1
 
 
 class TrueGradients(Message):
-    """States to evaluate the gradients of all of a client's data at: what a bias oracle knows (§5.1)."""
+    """States at which to evaluate gradients over all of a client's data, for the bias oracle (§5.1)."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [b, d]
 
@@ -406,7 +406,7 @@ class Gradients(Message):
 
 
 class OwnModel(Message):
-    """Opens personalization: the client's own state, or the mean of all for who has none."""
+    """Opening of personalization: the client's own state, or the mean of all for a client without one."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
     mean: Tensor = broadcast(Quantity.MODEL)  # [d]
@@ -424,7 +424,7 @@ WGA = base.Algorithm(
     check_model=base.no_batch_norm("wga"),
     messages=(SharedStates, TrueGradients, Gradients, OwnModel),
     needs_classes=False,
-    needs_each_update=lambda settings: True,  # a user's own gradient and its helpers' are weighed apart
+    needs_each_update=lambda settings: True,  # a user's own gradient is weighted separately
     closed=lambda settings: (
         "name",
         "found wga, whose server has a place for each client",

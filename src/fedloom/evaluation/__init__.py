@@ -1,1 +1,1 @@
-"""What a client measures, and how a federation's measurements are summed up; workers and the round loop use it."""
+"""Measurements of clients and their summary over a federation, shared by workers and the round loop."""

@@ -1,4 +1,4 @@
-"""Do clients with similar data get similar descriptors? (papers/001 §4, "Analysis of Client Descriptors", Figure 3)."""
+"""Similarity of descriptors versus similarity of data (papers/001 §4, "Analysis of Client Descriptors", Figure 3)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 CURVE = 2000
-"""Rounds at most of which the correlation is kept."""
+"""Maximum number of rounds for which the correlation is kept."""
 
 MAPS = 5
-"""Rounds of which a run keeps a map of its descriptors."""
+"""Number of rounds for which a run keeps a map of its descriptors."""
 
 TIE_DECIMALS = 6
-"""Distances of class proportions that agree to so many decimals are ties.
+"""Number of decimals up to which equal distances of class proportions are ties.
 
 Proportions are ratios of counts, so many of their distances are equal (two classes per client: three values). Their
-squares are summed in an order that depends on which classes they are, and the last bit would break those ties; six
-decimals leave room for proportions in float32."""
+squares are summed in an order that depends on the classes, and the last bit would break those ties; six decimals leave
+room for proportions in float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +32,11 @@ class DescriptorCorrelation:
     Attributes
     ----------
     per_client
-        ``[m]`` float64, Spearman's coefficient of the clients ``rows``.
+        ``[m]`` float64, Spearman's coefficient of each client in ``rows``.
     rows
         ``[m]`` int64, positions of the unseen clients that have a coefficient.
     excluded
-        Unseen clients without one: all their distances of one kind are equal.
+        Number of unseen clients without one, because all their distances of one kind are equal.
     """
 
     per_client: Tensor
@@ -45,7 +45,7 @@ class DescriptorCorrelation:
 
     @property
     def mean(self) -> float | None:
-        """Mean over clients, None if there is none: the value of Figure 3."""
+        """Mean over clients, the value of Figure 3; None if there is none."""
         return float(self.per_client.mean()) if len(self.per_client) else None
 
     @property
@@ -54,12 +54,12 @@ class DescriptorCorrelation:
         return float(self.per_client.std(correction=0)) if len(self.per_client) else None
 
     def as_json(self) -> dict[str, Any]:
-        """``{mean, std, clients, excluded}``, as under ``spearman`` in ``metrics.jsonl``."""
+        """Return ``{mean, std, clients, excluded}``, as under ``spearman`` in ``metrics.jsonl``."""
         return {"mean": self.mean, "std": self.std, "clients": len(self.per_client), "excluded": self.excluded}
 
 
 def average_ranks(x: Tensor) -> Tensor:
-    """Ranks from 1 along the last axis, ties sharing the mean of their ranks; ``[..., n] -> [..., n]`` float64."""
+    """Return ranks from 1 along the last axis, ties sharing their mean rank; ``[..., n] -> [..., n]`` float64."""
     ordered = x.sort(dim=-1).values.contiguous()
     below = torch.searchsorted(ordered, x.contiguous(), side="left")
     up_to = torch.searchsorted(ordered, x.contiguous(), side="right")
@@ -67,7 +67,7 @@ def average_ranks(x: Tensor) -> Tensor:
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Spearman's rank correlation along the last axis: Pearson's of the average ranks.
+    """Return Spearman's rank correlation along the last axis: Pearson's of the average ranks.
 
     Parameters
     ----------
@@ -89,9 +89,9 @@ def descriptor_correlation(
 ) -> DescriptorCorrelation:
     """Rank-correlate descriptor similarity with true similarity, for each unseen client (papers/001 §4).
 
-    For an unseen client i: Spearman's coefficient of d_i^v = (|v_i - v_1|, ..., |v_i - v_n|) with
-    d_i^π = (|π_i - π_1|, ..., |π_i - π_n|). As in the paper both vectors are in R^n: they run over all clients, seen
-    and unseen, i itself included (a pair of zeros).
+    For an unseen client i this is Spearman's coefficient of d_i^v = (|v_i - v_1|, ..., |v_i - v_n|) with
+    d_i^π = (|π_i - π_1|, ..., |π_i - π_n|). As in the paper, both vectors run over all n clients, seen and unseen,
+    including i itself (a pair of zeros).
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def descriptor_correlation(
     unseen
         ``[n]`` bool: the clients i.
     present
-        ``[n]`` bool: clients that have a descriptor; the others are in no vector. All by default.
+        ``[n]`` bool: clients with a descriptor; the others are left out of all vectors. All by default.
 
     Raises
     ------
@@ -115,7 +115,7 @@ def descriptor_correlation(
         raise ValueError(f"found {n} descriptors, {len(pi)} class mixes, {len(unseen)} and {len(present)} marks")
     those = present.nonzero().squeeze(1)
     targets = (present & unseen).nonzero().squeeze(1)
-    # Rounding π's distances makes equal ones equal; those of the descriptors are taken as they are.
+    # Rounding restores ties among π's distances; those of the descriptors are used as they are.
     coefficients = spearman(
         _distances(v[targets], v[those]), _distances(pi[targets], pi[those]).round(decimals=TIE_DECIMALS)
     )
@@ -124,7 +124,7 @@ def descriptor_correlation(
 
 
 def principal_axes(v: Tensor) -> Tensor:
-    """First two principal components of descriptors.
+    """Return the first two principal components of descriptors.
 
     The sign of a component is fixed by making its entry of largest magnitude (the first, on ties) positive.
 
@@ -136,7 +136,7 @@ def principal_axes(v: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        ``[2, l]`` float64, orthonormal rows; zeros where there is no such component (l = 1, n < 3, equal descriptors).
+        ``[2, l]`` float64, orthonormal rows; zeros for a missing component (l = 1, n < 3, equal descriptors).
     """
     axes = torch.zeros(2, v.shape[1], dtype=torch.float64)
     if len(v) == 0:
@@ -150,14 +150,14 @@ def principal_axes(v: Tensor) -> Tensor:
 
 
 def project(v: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates of descriptors on two axes, and the share of their variance that these show.
+    """Return coordinates of descriptors on two axes, and the share of their variance along these.
 
     Parameters
     ----------
     v
         ``[n, l]``.
     axes
-        ``[2, l]``, of :func:`principal_axes`, of these descriptors or of others.
+        ``[2, l]`` from :func:`principal_axes`, of these or other descriptors.
 
     Returns
     -------
@@ -185,27 +185,26 @@ def descriptor_document(
 ) -> dict[str, Any]:
     """Add a round to the content of ``descriptors.json``.
 
-    Maps are kept of the first evaluated round, of the last, and of at most three in between: those whose place in the
-    list of evaluated rounds is a multiple of the smallest power of two that leaves so few. That depends on how many
-    there are alone, so a resumed run ends with the maps of one that was never stopped. All maps are drawn on the
-    principal axes of the *last* one, which makes them comparable; for that the descriptors themselves are kept too.
+    Maps are kept for the first evaluated round, the last, and at most three in between: those whose index in the list
+    of evaluated rounds is a multiple of the smallest power of two that leaves so few. The choice depends only on the
+    number of rounds, so a resumed run ends with the same maps as an uninterrupted one. All maps use the principal axes
+    of the *last* one, which makes them comparable; the descriptors are kept for that reason.
 
     Parameters
     ----------
     before
-        The content so far, None at first. Rounds from this one on are dropped, so that a resumed run may write again
-        what it wrote before it stopped.
+        Content so far, None at first. Rounds from this one on are dropped, so that a resumed run may rewrite them.
     v, pi, clients, seen, present
         ``[n, l]``, ``[n, C]``, n ids, ``[n]`` bool, ``[n]`` bool; see :func:`descriptor_correlation`.
 
     Returns
     -------
     dict
-        ``round``, ``spearman``, ``spearman_std``, ``excluded``: lists, one entry per evaluated round (null where no
-        unseen client has a coefficient), or, of more than :data:`CURVE`, of every second, fourth, ... and the last;
+        ``round``, ``spearman``, ``spearman_std``, ``excluded``: lists with one entry per evaluated round (null if no
+        unseen client has a coefficient), or, beyond :data:`CURVE`, for every second, fourth, ... and the last;
         ``clients`` {``ids``, ``class`` (majority class, the lowest on ties), ``seen``}; ``maps``, ascending:
-        {``round``, ``explained`` [2] (of the variance of this round's descriptors),
-        ``xy`` (per client [x, y] around the mean, or null for one that was absent), ``descriptors`` (base64 of
+        {``round``, ``explained`` [2] (fractions of the variance of this round's descriptors),
+        ``xy`` (per client [x, y] around the mean, or null if absent), ``descriptors`` (base64 of
         ``[n, l]`` float32, little-endian, zero rows for absent clients)}.
     """
     kept = curve(before["round"], round) if before else []
@@ -233,16 +232,16 @@ def descriptor_document(
 
 
 def curve(rounds: Sequence[int], new: int) -> list[int]:
-    """Positions of the rounds whose correlation stays when a new one comes: all, or those of a wider spacing."""
+    """Return the positions of the rounds to keep when a new one comes: all, or those of a wider spacing."""
     spacing = max(1, rounds[1] - rounds[0]) if len(rounds) > 1 else 1
     while new >= CURVE * spacing:
         spacing *= 2
-    wide = 2 * new >= CURVE * spacing  # else there are few, and none was left out
+    wide = 2 * new >= CURVE * spacing  # otherwise none was left out
     return [i for i, r in enumerate(rounds) if r < new and not (wide and r % spacing)]
 
 
 def _mapped(rounds: Sequence[int]) -> list[int]:
-    """The rounds, of those evaluated, of which a map is kept."""
+    """Return the evaluated rounds for which a map is kept."""
     stride = 1
     while stride * (MAPS - 1) < len(rounds) - 1:
         stride *= 2
@@ -262,12 +261,12 @@ def _map(round: int, v: Tensor, present: Tensor, axes: Tensor) -> dict[str, Any]
 
 
 def _unpacked(kept: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Descriptors ``[n, l]`` and presence ``[n]`` of a map."""
+    """Return the descriptors ``[n, l]`` and the presence ``[n]`` of a map."""
     values = np.frombuffer(base64.b64decode(kept["descriptors"]), dtype="<f4").astype(np.float32)
     present = torch.tensor([point is not None for point in kept["xy"]], dtype=torch.bool)
     return torch.from_numpy(values).view(len(present), -1), present
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
-    """Euclidean distances ``[m, l], [n, l] -> [m, n]`` in float64, without the rounding of the |a|²+|b|²-2ab form."""
+    """Return Euclidean distances ``[m, l], [n, l] -> [m, n]`` in float64, without rounding by |a|²+|b|²-2ab."""
     return torch.cdist(a.double(), b.double(), compute_mode="donot_use_mm_for_euclid_dist")

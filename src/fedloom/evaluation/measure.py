@@ -1,4 +1,4 @@
-"""What a client measures of its predictors. Only these counts travel, never examples."""
+"""Evaluation of a client's predictors. Only these counts leave the client, never examples."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ SPLITS = ("validation", "test")
 """Second axis of the counts."""
 
 READINGS = ("unmasked", "masked")
-"""Third axis: over all C classes, or over those of the client's train split alone."""
+"""Third axis: over all C classes, or only those of the client's train split."""
 
 CORRECT, TOTAL, LOSS = range(3)
-"""Last axis: right predictions, examples, summed negative log-likelihood in nats."""
+"""Last axis: correct predictions, examples, summed negative log-likelihood in nats."""
 
 LOSS_CAP = -math.log(torch.finfo(torch.float32).tiny)
-"""Largest loss of one example, in nats (87.34): what a label of probability zero costs, so that a sum is finite."""
+"""Maximum loss of one example, in nats (87.34), given to a label of probability zero so that sums are finite."""
 
 OWN_LOSS_CAP = 1e30
-"""Largest loss of one example of data without classes."""
+"""Maximum loss of one example of data without classes."""
 
 _SLACK = 1.001
-"""Probabilities are rounded: a sum of them may be beyond the number of examples by so much."""
+"""Relative tolerance for rounding of sums of probabilities."""
 
 _log = logging.getLogger("fedloom.evaluation")
 
 
 class Measured(NamedTuple):
-    """What one client measured of P predictors; the fields of :class:`~fedloom.messages.Metrics` for one client.
+    """Measurements of P predictors on one client; the fields of :class:`~fedloom.messages.Metrics` for it.
 
     Attributes
     ----------
@@ -49,11 +49,11 @@ class Measured(NamedTuple):
     confusion
         ``[P, C, C]`` int64: examples of the test split by class (row) and predicted class (column), unmasked.
     calibration
-        ``[P, BINS, 3]`` float64: (examples, summed confidence, right) of the test split by confidence, unmasked.
+        ``[P, BINS, 3]`` float64: (examples, summed confidence, correct) of the test split by confidence, unmasked.
     uncertainty
         ``[P, 3]`` float64: (examples, summed entropy, summed mutual information) of the test split, unmasked, nats.
 
-    A prediction that is NaN is in the counts alone. Of data without classes (C = 0) there is the loss alone.
+    A NaN prediction enters only the counts. For data without classes (C = 0) only the loss is measured.
     """
 
     counts: Tensor
@@ -69,14 +69,14 @@ def metrics(
     *,
     batch_size: int,
 ) -> Metrics:
-    """:func:`measure` for several clients, as the message that they answer an evaluation with."""
+    """Run :func:`measure` for several clients, and return the message that answers an evaluation."""
     pairs = zip(predictors, clients, strict=True)
     measured = [measure(named, client, names, batch_size=batch_size) for named, client in pairs]
     return Metrics(*(torch.stack(rows) for rows in zip(*measured, strict=True)))
 
 
 def shapes(predictors: int, classes: int) -> dict[str, tuple[int, ...]]:
-    """Trailing shapes of the fields of :class:`~fedloom.messages.Metrics`, for P predictors and C classes."""
+    """Return the trailing shapes of the :class:`~fedloom.messages.Metrics` fields, for P predictors and C classes."""
     return {
         "counts": (predictors, len(SPLITS), len(READINGS), 3),
         "confusion": (predictors, classes, classes),
@@ -86,7 +86,7 @@ def shapes(predictors: int, classes: int) -> dict[str, tuple[int, ...]]:
 
 
 def nothing_measured(clients: int, predictors: int, classes: int) -> Metrics:
-    """What clients answer that got predictors and measured nothing."""
+    """Return the answer of clients that got predictors and measured nothing."""
     zeros = {
         name: torch.zeros(clients, *shape, dtype=torch.int64 if name == "confusion" else torch.float64)
         for name, shape in shapes(predictors, classes).items()
@@ -95,14 +95,14 @@ def nothing_measured(clients: int, predictors: int, classes: int) -> Metrics:
 
 
 def implausible(measured: Metrics, *, validation: int, test: int) -> str | None:
-    """Say in one line what a client with so many examples cannot have measured; None if all of it can be.
+    """Return why a client with this many examples cannot have measured this, in one line; None if it can have.
 
     Parameters
     ----------
     measured
-        The answer of one client, of the right shapes, with finite values.
+        Answer of one client, of the right shapes, with finite values.
     validation, test
-        Examples of its splits, from the manifest.
+        Number of examples in its splits, from the manifest.
     """
     counts, confusion, calibration, uncertainty = (tensor[0] for tensor in measured.tensors().values())
     sizes = torch.tensor([[validation], [test]], dtype=torch.float64)
@@ -130,34 +130,34 @@ def implausible(measured: Metrics, *, validation: int, test: int) -> str | None:
 
 
 def _whole(*counts: Tensor) -> bool:
-    """Whether all numbers are whole and none is negative."""
+    """Return whether all numbers are whole and nonnegative."""
     return all(bool(((count >= 0) & (count == count.round())).all()) for count in counts)
 
 
 def measure(
     predictors: Mapping[str, Predictor], client: ClientData, names: Sequence[str], *, batch_size: int
 ) -> Measured:
-    """Count what each predictor gets right on a client's validation and test data, and how sure it is on the latter.
+    """Count each predictor's correct predictions on validation and test data, and its confidence on the latter.
 
     The masked reading sets the log-probability of every class absent from the client's train split to -inf and
-    renormalizes; it is had from the same forward pass. Where a reading cannot be had, its total is 0: a split
-    without labels or examples, and the masked reading of a client without labels in its train split.
+    renormalizes; it uses the same forward pass. A reading that is not available has total 0: a split without labels or
+    examples, and the masked reading of a client whose train split has no labels.
 
-    Nothing in the result is ever non-finite. An example whose label has probability zero (under the mask: a label
-    that the train split lacks) is wrong and costs ``LOSS_CAP``. So is an example whose prediction is NaN, as after a
-    diverged training: leaving it out would flatter the mean.
+    All results are finite. An example whose label has probability zero (under the mask: a label that the train split
+    lacks) counts as wrong and costs ``LOSS_CAP``. So does an example with a NaN prediction, as after a diverged
+    training: leaving it out would flatter the mean.
 
-    A client that has nothing to train on, no examples or, where there are classes, no labels, may lack a predictor. All
-    that is measured of it is 0, which leaves the client out of its statistics.
+    A client without examples to train on, or without labels where there are classes, may lack a predictor. All its
+    measurements are then 0, which leaves the client out of that predictor's statistics.
 
     Parameters
     ----------
     predictors
-        By name, of this client.
+        Predictors of this client by name.
     client
-        Its data, on the device of the predictors.
+        Data of the client, on the device of the predictors.
     names
-        P names in the order in which they are reported (``ClientHalf.predictors``).
+        P names in reporting order (``ClientHalf.predictors``).
     batch_size
         Examples per forward pass.
 
@@ -183,13 +183,13 @@ def measure(
     nothing = Measured(*(t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()))
     rows = [found[id(predictors[name])] if name in predictors else nothing for name in names]
     for name, row in zip(names, rows, strict=True):
-        if not all(bool(tensor.isfinite().all()) for tensor in row):  # a predictor broke its contract in an unknown way
+        if not all(bool(tensor.isfinite().all()) for tensor in row):  # the predictor broke its contract
             raise ArithmeticError(f"client {client.id}: what was measured of {name!r} is not finite")
     return Measured(*(torch.stack(tensors) for tensors in zip(*rows, strict=True)))
 
 
 def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batch_size: int) -> Measured:
-    """:func:`measure` for one predictor: its rows of the result."""
+    """Run :func:`measure` for one predictor, and return its rows of the result."""
     counts, confusion, calibration, uncertainty = (
         t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()
     )
@@ -220,14 +220,14 @@ def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batc
 
 @runtime_checkable
 class OwnLoss(Protocol):
-    """A predictor that knows its model's own loss: needed where data have no classes."""
+    """Predictor that computes its model's own loss, which data without classes need."""
 
     def losses(self, x: Tensor, y: Tensor | None) -> Tensor:
-        """Loss of each example, ``[b, ...], [b] -> [b]``."""
+        """Return the loss of each example, ``[b, ...], [b] -> [b]``."""
 
 
 def _losses(predictor: Predictor, split: Split, batch_size: int) -> Tensor:
-    """(0, total, summed loss) of data without classes: the loss is the model's own, and an infinite one is capped."""
+    """Return (0, total, summed loss) of data without classes: the model's own loss, capped if infinite."""
     if not isinstance(predictor, OwnLoss):
         raise TypeError(f"{type(predictor).__name__} has no losses(x, y), which data without classes are measured by")
     total = torch.tensor([0.0, len(split), 0.0], dtype=torch.float64)
@@ -239,11 +239,11 @@ def _losses(predictor: Predictor, split: Split, batch_size: int) -> Tensor:
 
 
 def _score(log_p: Tensor, y: Tensor) -> Tensor:
-    """Correct, total and summed loss of log-probabilities ``[b, C]`` against labels ``[b]``."""
+    """Return correct, total and summed loss of log-probabilities ``[b, C]`` against labels ``[b]``."""
     broken = log_p.isnan().any(1)
     if bool(broken.any()):
         _log.warning("%d of %d predictions are NaN: counted wrong, loss %.2f each", int(broken.sum()), len(y), LOSS_CAP)
-    # argmax gives the first of equal values; a NaN would win it, hence the second condition.
+    # argmax returns the first of equal values, and would return a NaN; hence the second condition.
     correct = (log_p.argmax(1) == y) & ~broken
     loss = (-log_p.gather(1, y[:, None]).squeeze(1)).masked_fill(broken, LOSS_CAP).clamp(max=LOSS_CAP)
     return torch.stack([correct.sum().double(), loss.new_tensor(len(y)), loss.sum()]).cpu()

@@ -1,4 +1,4 @@
-"""From the counts of every client to the numbers of ``metrics.jsonl``, ``clients.csv`` and ``summary.json``."""
+"""Computation of ``metrics.jsonl``, ``clients.csv`` and ``summary.json`` from the clients' counts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Statistics: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes of training so far, all clients together.
+    """Bytes of training traffic so far, over all clients.
 
-    ``payload_*`` are tensor bytes as the papers count them, each client's copy on its own; ``wire_*`` are measured on
-    the wire, None in process. ``up`` is from the clients to the aggregator.
+    ``payload_*`` are tensor bytes as the papers count them, one copy per client; ``wire_*`` are measured on the wire,
+    None in process. ``up`` is from the clients to the aggregator.
     """
 
     payload_up: int
@@ -35,18 +35,18 @@ class Communication:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What the clients measured after a round.
+    """Measurements of the clients after a round.
 
     Attributes
     ----------
     round
-        Rounds trained before it.
+        Number of rounds trained before it.
     clients
         n ids, in manifest order.
     seen, present
         ``[n]`` bool: takes part in training; answered this evaluation.
     predictors
-        P names, ``personal`` first and ``global`` where the method has one.
+        P names, ``personal`` first, and ``global`` if the method has one.
     counts
         ``[n, P, S, R, 3]`` float64, see ``measure``; zero in the rows of absent clients.
     confusion
@@ -54,7 +54,7 @@ class Evaluation:
     calibration, uncertainty
         ``[n, P, BINS, 3]`` and ``[n, P, 3]`` float64, see ``measure``; zero in the rows of absent clients.
     records
-        What the server half recorded, one row per client: ``[n, ...]``.
+        Values that the server half recorded, one row per client: ``[n, ...]``.
     """
 
     round: int
@@ -90,18 +90,18 @@ class Evaluation:
 
     @property
     def classes(self) -> int:
-        """C; 0 for data without classes."""
+        """Number C of classes; 0 for data without classes."""
         return int(self.confusion.shape[-1])
 
     def of(self, predictor: str, split: str, reading: str) -> Tensor:
-        """``[n, 3]`` counts of one predictor, split and reading; zero for absent clients."""
+        """Return counts ``[n, 3]`` of one predictor, split and reading; zero for absent clients."""
         p = self.predictors.index(predictor)
         counts = self.counts[:, p, SPLITS.index(split), READINGS.index(reading)]
         return counts * self.present[:, None]
 
 
 ACCURACIES = ("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_worst_decile", "accuracy_pooled")
-"""Keys of a group's statistics that data without classes leave None."""
+"""Keys of a group's statistics that are None for data without classes."""
 
 
 def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | None:
@@ -110,19 +110,18 @@ def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | No
     Parameters
     ----------
     counts
-        ``[m, 3]`` (correct, total, summed loss) per client. Clients with total 0 (absent, or nothing to test on) are
-        left out of everything; ``clients`` says how many remain.
+        ``[m, 3]`` (correct, total, summed loss) per client. Clients with total 0 (absent or untested) are left out;
+        ``clients`` is the number of the others.
     classes
         False for data without classes: every accuracy is None.
 
     Returns
     -------
     dict or None
-        ``clients``; ``accuracy_mean`` and ``accuracy_std`` over clients, each client counting once (the standard
-        deviation is that of the population, ddof = 0: the clients are all there are); ``accuracy_worst``;
-        ``accuracy_worst_decile``, the mean of the worst ⌈n/10⌉ clients; ``accuracy_pooled``, correct/total over all
-        examples; ``loss_mean``, the mean over clients of their mean loss in nats. Fractions, not percent. None for a
-        group in which no client was tested.
+        ``clients``; ``accuracy_mean`` and ``accuracy_std`` over clients, each counting once (population standard
+        deviation, ddof = 0: these are all the clients); ``accuracy_worst``; ``accuracy_worst_decile``, the mean of the
+        worst ⌈n/10⌉ clients; ``accuracy_pooled``, correct/total over all examples; ``loss_mean``, the mean over clients
+        of their mean loss in nats. Fractions, not percent. None for a group without tested clients.
     """
     counts = counts[counts[:, TOTAL] > 0].double()
     n = len(counts)
@@ -147,10 +146,10 @@ def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | No
 def predictor_statistics(
     evaluation: Evaluation, predictor: str, group: Tensor, *, label_mask: bool
 ) -> Statistics | None:
-    """Test statistics of one predictor over the clients in ``group`` ``[n]`` bool, in both readings.
+    """Return test statistics of one predictor over the clients in ``group`` ``[n]`` bool, in both readings.
 
-    The reading that ``label_mask`` asks for is given by :func:`group_statistics` itself; the other is in the key
-    ``masked`` or ``unmasked``, None where no client could be measured so.
+    The reading selected by ``label_mask`` is at the top level, as :func:`group_statistics` returns it. The other is
+    under ``masked`` or ``unmasked``, None if no client could be measured that way.
     """
     main, other = ("masked", "unmasked") if label_mask else ("unmasked", "masked")
     statistics = group_statistics(evaluation.of(predictor, "test", main)[group], classes=evaluation.classes > 0)
@@ -160,9 +159,9 @@ def predictor_statistics(
 
 
 def groups(evaluation: Evaluation, *, label_mask: bool) -> dict[str, Statistics | None]:
-    """``seen`` and ``unseen`` of the personal predictor, and ``global`` of the global one over all clients.
+    """Return ``seen`` and ``unseen`` of the personal predictor, and ``global`` of the global one over all clients.
 
-    ``global`` has ``seen`` and ``unseen`` inside, for the two groups apart; it is None for a method without a global
+    ``global`` contains ``seen`` and ``unseen`` for the two groups separately; it is None for a method without a global
     predictor. A group without clients is None.
     """
     everyone = torch.ones_like(evaluation.seen)
@@ -182,7 +181,7 @@ def groups(evaluation: Evaluation, *, label_mask: bool) -> dict[str, Statistics 
 
 
 def uncertainties(evaluation: Evaluation) -> dict[str, dict[str, float] | None]:
-    """``seen`` and ``unseen`` of the personal predictor, ``global`` of the global one: see ``group_uncertainty``."""
+    """Return the uncertainty of ``seen``, ``unseen`` (personal) and ``global``: see ``group_uncertainty``."""
     everyone = torch.ones_like(evaluation.seen)
     wanted = {
         "seen": ("personal", evaluation.seen),
@@ -193,7 +192,7 @@ def uncertainties(evaluation: Evaluation) -> dict[str, dict[str, float] | None]:
 
 
 def calibration_of_clients(evaluation: Evaluation, group: str) -> float | None:
-    """Mean over the clients of ``seen``, ``unseen`` or ``global`` of each client's own calibration error."""
+    """Return the mean calibration error over the clients of ``seen``, ``unseen`` or ``global``."""
     errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(_predictor_of(group))])
     wanted = {"seen": evaluation.seen, "unseen": ~evaluation.seen}.get(group, torch.ones_like(evaluation.seen))
     errors = errors[wanted & evaluation.present]
@@ -206,7 +205,7 @@ def _predictor_of(group: str) -> str:
 
 
 def _uncertainty(evaluation: Evaluation, predictor: str, group: Tensor) -> dict[str, float] | None:
-    """Of one predictor over the clients in ``group`` ``[n]`` bool that answered; None where there are none."""
+    """Return the uncertainty of one predictor over the present clients in ``group`` ``[n]`` bool; None without any."""
     if predictor not in evaluation.predictors:
         return None
     p, members = evaluation.predictors.index(predictor), group & evaluation.present
@@ -214,27 +213,27 @@ def _uncertainty(evaluation: Evaluation, predictor: str, group: Tensor) -> dict[
 
 
 def validation_pooled(evaluation: Evaluation, *, label_mask: bool) -> float | None:
-    """Pooled validation accuracy of the seen clients' personal predictors; None without examples, or classes."""
+    """Return the pooled validation accuracy of seen clients' personal predictors; None without examples or classes."""
     counts = evaluation.of("personal", "validation", "masked" if label_mask else "unmasked")[evaluation.seen]
     total = float(counts[:, TOTAL].sum())
     return float(counts[:, CORRECT].sum()) / total if total and evaluation.classes else None
 
 
 def validation_loss(evaluation: Evaluation) -> float | None:
-    """Mean validation loss of the seen clients' personal predictors over examples: what data without classes have."""
+    """Return the mean validation loss of seen clients' personal predictors; None with classes or without examples."""
     counts = evaluation.of("personal", "validation", "unmasked")[evaluation.seen]
     total = float(counts[:, TOTAL].sum())
     return float(counts[:, LOSS].sum()) / total if total and not evaluation.classes else None
 
 
 def validation_score(evaluation: Evaluation, *, label_mask: bool) -> float | None:
-    """What the best round has the highest of: pooled validation accuracy, or, without classes, -1 times the loss."""
+    """Return the score that the best round maximizes: pooled validation accuracy, or -loss without classes."""
     loss = validation_loss(evaluation)
     return validation_pooled(evaluation, label_mask=label_mask) if loss is None else -loss
 
 
 def left_out(evaluation: Evaluation, *, label_mask: bool) -> dict[str, int]:
-    """How many clients are missing from the statistics: ``absent`` (no answer), ``untested`` (nothing to test on)."""
+    """Return the numbers of clients left out of statistics: ``absent`` (no answer), ``untested`` (no test data)."""
     total = evaluation.of("personal", "test", "masked" if label_mask else "unmasked")[:, TOTAL]
     present = evaluation.present.bool()
     return {"absent": int((~present).sum()), "untested": int((present & (total == 0)).sum())}
@@ -249,16 +248,14 @@ def metrics_line(
     client_steps: int,
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Object of one evaluated round in ``metrics.jsonl``.
+    """Return the object of one evaluated round in ``metrics.jsonl``.
 
     Parameters
     ----------
     train_loss
-        Mean training loss since the line before; None at round 0.
+        Mean training loss since the previous line; None at round 0.
     communication, client_steps
         Cumulative over training.
-    titles
-        How tables and figures call the predictors.
     extra
         Sub-objects of methods, by the method's name.
 
@@ -282,8 +279,9 @@ def metrics_line(
 
 
 def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """``best`` of ``summary.json``: the line of highest pooled validation accuracy, or, of data without classes, of
-    lowest validation loss; the earliest on ties.
+    """Return ``best`` of ``summary.json``: the line with the best validation score, the earliest on ties.
+
+    The score is the highest pooled validation accuracy, or, for data without classes, the lowest validation loss.
 
     Parameters
     ----------
@@ -303,26 +301,26 @@ def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 LATE = 8
-"""Evaluations at the end of training that are summed up."""
+"""Number of evaluations at the end of training that are summarized together."""
 
 
 def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """``last_evaluations`` of ``summary.json``: what evaluations at the end of training say together.
+    """Return ``last_evaluations`` of ``summary.json``: statistics of the evaluations at the end of training.
 
-    One evaluation, and more so the highest of some, says little where accuracy goes up and down from one to the next.
+    A single evaluation, and even more the highest of several, is unreliable if accuracy fluctuates between evaluations.
 
     Parameters
     ----------
     lines
-        The last :data:`LATE` lines of ``metrics.jsonl``, or fewer, ascending. What comes before training is left out
-        unless there is nothing else.
+        Up to :data:`LATE` last lines of ``metrics.jsonl``, ascending. Lines before training are left out unless there
+        are no others.
 
     Returns
     -------
     dict or None
-        ``evaluations``, how many; ``rounds``, the first and the last; and for ``seen``, ``unseen`` and ``global``, by
-        ``accuracy_mean`` and ``accuracy_pooled`` (without classes ``loss_mean``), {``mean``, ``lowest``, ``highest``};
-        None for a group that some line lacks. None without lines.
+        ``evaluations``, their number; ``rounds``, the first and the last; and for ``seen``, ``unseen`` and ``global``,
+        by ``accuracy_mean`` and ``accuracy_pooled`` (without classes ``loss_mean``), {``mean``, ``lowest``,
+        ``highest``}; None for a group that some line lacks. None without lines.
     """
     lines = [line for line in lines if line["round"]] or list(lines)
     if not lines:
@@ -340,9 +338,9 @@ def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def own_steps(after: Mapping[int, Evaluation], *, label_mask: bool) -> list[dict[str, Any]] | None:
-    """``own_steps`` of ``summary.json``: {``steps``, ``unseen``} for each number of steps of a client's own.
+    """Return ``own_steps`` of ``summary.json``: {``steps``, ``unseen``} for each number of a client's own steps.
 
-    ``unseen`` is as that of the summary itself; None, in place of the list, where nothing was asked for.
+    ``unseen`` is as in the summary itself. The list is None if no steps were requested.
     """
     found = [
         {"steps": k, "unseen": predictor_statistics(e, "personal", ~e.seen, label_mask=label_mask)}
@@ -352,7 +350,7 @@ def own_steps(after: Mapping[int, Evaluation], *, label_mask: bool) -> list[dict
 
 
 def line_score(line: Mapping[str, Any]) -> float | None:
-    """:func:`validation_score` of a line of ``metrics.jsonl``."""
+    """Return :func:`validation_score` from a line of ``metrics.jsonl``."""
     loss = line.get("validation_loss")
     accuracy: float | None = line["validation_pooled"]
     return accuracy if loss is None else -float(loss)
@@ -379,26 +377,26 @@ def summary(
     after_steps: Mapping[int, Evaluation] | None = None,
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Object of ``summary.json``: DESIGN §7, key by key, and ``uncertainty``.
+    """Return the object of ``summary.json``: the keys of DESIGN §7, and ``uncertainty``.
 
     Parameters
     ----------
     final
         Evaluation of the last round.
     history
-        Lines of ``metrics.jsonl``, that of the best round among them.
+        Lines of ``metrics.jsonl``, including that of the best round.
     last
-        Its last :data:`LATE` lines.
+        Last :data:`LATE` lines of it.
     rounds
-        Rounds trained.
+        Number of rounds trained.
     client_steps, training_s
-        Local SGD steps, and wall time of the training rounds that made them, aggregation and wire included,
-        evaluation and start-up excluded. Their ratio is None for a method without rounds.
+        Local SGD steps, and wall time of the training rounds that made them, including aggregation and wire, excluding
+        evaluation and start-up. Their ratio is None for a method without rounds.
     after_steps
-        Of the unseen clients, by how many steps of their own they made.
+        Number of own steps -> evaluation of the unseen clients after them.
     extra
-        Sub-objects of methods, by the method's name. ``extra[algorithm]["new_client"]``, by predictor, is what
-        ``fedloom compare`` shows of a new client's cost: ``client_steps``, ``payload_up``, ``payload_down``.
+        Sub-objects of methods, by the method's name. ``extra[algorithm]["new_client"]`` gives, by predictor, a new
+        client's cost for ``fedloom compare``: ``client_steps``, ``payload_up``, ``payload_down``.
 
     Raises
     ------
@@ -430,13 +428,12 @@ def summary(
 
 
 def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[dict[str, str]]:
-    """Lines of ``clients.csv``, in the order of the evaluation.
+    """Return the lines of ``clients.csv``, in the order of the evaluation.
 
     Columns: ``id``, ``seen`` (true, false), ``train``, ``validation``, ``test`` (examples), ``labels`` (classes of the
     train split, separated by spaces), then for each predictor ``<p>_accuracy_unmasked``, ``<p>_loss_unmasked``,
-    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty where there is no such reading; ``<p>_ece``,
-    its own calibration error there (unmasked); and ``owner``, what its natural owner is called, empty where examples
-    were dealt.
+    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty without such a reading; ``<p>_ece``, its own
+    calibration error there (unmasked); and ``owner``, the name of its natural owner, empty for partitioned examples.
     """
     by_id = {entry.id: entry for entry in entries}
     calibrations = evaluation.calibration.unbind(1)
@@ -466,10 +463,10 @@ def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[
 
 
 def confusion_document(evaluation: Evaluation, class_names: Sequence[str]) -> dict[str, Any]:
-    """Content of ``confusion.json``: which class the clients took for which, test split, unmasked.
+    """Return the content of ``confusion.json``: predicted against true classes on the test split, unmasked.
 
-    ``round``, ``classes``, and for each predictor (None where the method has none) ``seen`` and ``unseen``: sums over
-    the group's clients, a row per class and a column per predicted class, None for a group without clients.
+    ``round``, ``classes``, and for each predictor (None if the method lacks it) ``seen`` and ``unseen``: sums over the
+    group's clients, a row per class and a column per predicted class, None for a group without clients.
     """
     document: dict[str, Any] = {
         "round": evaluation.round,
@@ -486,10 +483,10 @@ def confusion_document(evaluation: Evaluation, class_names: Sequence[str]) -> di
 
 
 def confusion_table(evaluation: Evaluation) -> str:
-    """Content of ``confusion.csv``: which class each client's own model took for which, test split, unmasked.
+    """Return the content of ``confusion.csv``: each personal model's predicted and true classes, test split, unmasked.
 
-    A line ``id,class,predicted,examples`` for each pair of classes that occurs, in the order of the evaluation; classes
-    by number. Clients that did not answer, or have no test examples with labels, have no lines.
+    It has a line ``id,class,predicted,examples`` for each pair of classes that occurs, in the order of the evaluation,
+    with classes by number. Clients that did not answer, or have no labelled test examples, have no lines.
     """
     text, p = io.StringIO(), evaluation.predictors.index("personal")
     text.write("id,class,predicted,examples\n")
@@ -502,11 +499,11 @@ def confusion_table(evaluation: Evaluation) -> str:
 
 
 def calibration_document(evaluation: Evaluation) -> dict[str, Any]:
-    """Content of ``calibration.json``: how often the clients were right, by how sure they were; test split, unmasked.
+    """Return the content of ``calibration.json``: accuracy by confidence on the test split, unmasked.
 
-    ``round``; ``edges``, the borders of the bins; and for each predictor (None where the method has none) ``seen`` and
-    ``unseen``: for each bin the examples of the group, their mean confidence and their accuracy. None for a group
-    without examples.
+    ``round``; ``edges``, the bin edges; and for each predictor (None if the method lacks it) ``seen`` and ``unseen``:
+    for each bin the number of examples of the group, their mean confidence and their accuracy. None for a group without
+    examples.
     """
     document: dict[str, Any] = {"round": evaluation.round, "edges": edges(), "personal": None, "global": None}
     for p, predictor in enumerate(evaluation.predictors):

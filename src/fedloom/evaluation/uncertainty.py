@@ -1,7 +1,7 @@
-"""How sure predictors are, and whether they should be: calibration, predictive entropy, mutual information.
+"""Uncertainty of predictors: calibration, predictive entropy, mutual information.
 
-Calibration needs nothing but class probabilities, so that every method has it. Mutual information needs a predictor
-that is a distribution over networks (papers/003, Appendix B.2); of one network it is zero.
+Calibration needs only class probabilities, so every method has it. Mutual information needs a predictor that is a
+distribution over networks (papers/003, Appendix B.2); it is zero for one network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BINS = 15
 """Bins of the highest class probability: bin m of 1 ... 15 is ((m - 1)/15, m/15]."""
 
 EXAMPLES, CONFIDENCE, RIGHT = range(3)
-"""Last axis of calibration: examples in the bin, their summed confidence, how many were predicted right."""
+"""Last axis of calibration: examples in the bin, their summed confidence, and the number predicted correctly."""
 
 ENTROPY, INFORMATION = 1, 2
 """Last axis of uncertainty, after ``EXAMPLES``: summed predictive entropy and mutual information, nats."""
@@ -25,19 +25,19 @@ ENTROPY, INFORMATION = 1, 2
 
 @runtime_checkable
 class Ensemble(Protocol):
-    """A predictor that averages the probabilities of several networks."""
+    """Predictor that averages the probabilities of several networks."""
 
     def draws_log_probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [S, b, C]``, each network's prediction."""
+        """Return each network's log-probabilities, ``[b, ...] -> [S, b, C]``."""
 
 
 def averaged(draws: Tensor) -> Tensor:
-    """Log of the mean probability, ``[S, b, C] -> [b, C]``."""
+    """Return the log of the mean probability, ``[S, b, C] -> [b, C]``."""
     return draws.logsumexp(0) - math.log(len(draws))
 
 
 def calibration_counts(log_p: Tensor, y: Tensor) -> Tensor:
-    """Sort predictions into bins of confidence (C. Guo et al., On calibration of modern neural networks, ICML 2017).
+    """Count predictions by confidence bin (C. Guo et al., On calibration of modern neural networks, ICML 2017).
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def calibration_counts(log_p: Tensor, y: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        ``[BINS, 3]`` float64 on the CPU: examples, summed confidence, right predictions.
+        ``[BINS, 3]`` float64 on the CPU: examples, summed confidence, correct predictions.
     """
     confidence, predicted = log_p.double().exp().max(1)
     bins = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
@@ -59,22 +59,22 @@ def calibration_counts(log_p: Tensor, y: Tensor) -> Tensor:
 
 
 def entropy(log_p: Tensor) -> Tensor:
-    """−Σ_c p_c log p_c in nats, ``[..., C] -> [...]``; a class of probability zero adds nothing."""
+    """Return −Σ_c p_c log p_c in nats, ``[..., C] -> [...]``; a class of probability zero adds nothing."""
     return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
 
 
 def uncertainty_counts(log_p: Tensor, draws: Tensor | None) -> Tensor:
     """Sum entropy and mutual information over examples.
 
-    The mutual information between the prediction and the network is H(mean_s p_s) - mean_s H(p_s): what of the
-    entropy is disagreement between networks.
+    The mutual information between the prediction and the network is H(mean_s p_s) - mean_s H(p_s): the part of the
+    entropy due to disagreement between networks.
 
     Parameters
     ----------
     log_p
         ``[b, C]`` log-probabilities, none NaN.
     draws
-        ``[S, b, C]`` those of the networks that were averaged; None for a single network.
+        ``[S, b, C]`` log-probabilities of the averaged networks; None for a single network.
 
     Returns
     -------
@@ -87,17 +87,17 @@ def uncertainty_counts(log_p: Tensor, draws: Tensor | None) -> Tensor:
 
 
 def calibration_errors(calibration: Tensor) -> Tensor:
-    """The expected calibration error of each client by itself, ``[m, BINS, 3] -> [m]``; NaN without examples.
+    """Return the expected calibration error of each client, ``[m, BINS, 3] -> [m]``; NaN without examples.
 
-    Its mean, weighted by examples, is never below that of all examples together, where one client's overconfidence
-    makes up for another's caution. Of few examples a calibrated client has some, too: small bins are off by chance.
+    Its mean, weighted by examples, is never below the error of all examples together, where one client's overconfidence
+    offsets another's caution. With few examples even a calibrated client has a positive error, by chance in small bins.
     """
     off = (calibration[..., RIGHT] - calibration[..., CONFIDENCE]).abs().sum(-1)
     return off / calibration[..., EXAMPLES].sum(-1)
 
 
 def group_uncertainty(calibration: Tensor, uncertainty: Tensor) -> dict[str, float] | None:
-    """Statistics of a group of clients, over all their test examples together.
+    """Return statistics of a group of clients, over all their test examples together.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def group_uncertainty(calibration: Tensor, uncertainty: Tensor) -> dict[str, flo
 
 
 def calibration_rows(calibration: Tensor) -> list[list[float]] | None:
-    """``[m, BINS, 3]`` of a group as rows ``[examples, mean confidence, accuracy]``, one per bin; None if empty.
+    """Return ``[m, BINS, 3]`` of a group as rows ``[examples, mean confidence, accuracy]`` per bin; None if empty.
 
     A bin without examples is ``[0, 0, 0]``.
     """
@@ -144,19 +144,18 @@ def client_document(
     calibration: Tensor,
     uncertainty: Tensor,
 ) -> dict[str, Any]:
-    """Add a round to the content of ``uncertainty.json``: what papers/003, Figure 3 shows of clients, in numbers.
+    """Add a round to the content of ``uncertainty.json``: numbers per client, as in papers/003, Figure 3.
 
-    Kept are the first two evaluated rounds and the last: before training, early in it, and at its end.
+    It keeps the first two evaluated rounds and the last: before training, early in it, and at its end.
 
     Parameters
     ----------
     before
-        The content so far, None at first. Rounds from this one on are dropped, so that a resumed run may write again
-        what it wrote before it stopped.
+        Content so far, None at first. Rounds from this one on are dropped, so that a resumed run may rewrite them.
     clients, seen
         n ids, ``[n]`` bool.
     calibration, uncertainty
-        Of the clients' own predictors, ``[n, BINS, 3]`` and ``[n, 3]``; zero for a client that did not answer.
+        ``[n, BINS, 3]`` and ``[n, 3]`` of the personal predictors; zero for a client that did not answer.
 
     Returns
     -------
@@ -188,5 +187,5 @@ def client_document(
 
 
 def edges() -> list[float]:
-    """The BINS + 1 borders of the bins."""
+    """Return the BINS + 1 bin edges."""
     return [m / BINS for m in range(BINS + 1)]

@@ -1,4 +1,4 @@
-"""Codes of categories in a network: features are standardized, so an embedding must not look them up."""
+"""Check that no embedding looks up category codes cut from features, which are standardized before use."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from fedloom.errors import ExperimentError
 
 PROBES = (5.0, 6.0, 7.0)
-"""Standardized features far out, where codes that are cut from them differ and buckets of them do not."""
+"""Far-out standardized features at which codes cut from them differ and codes from buckets do not."""
 
 
 def check_codes(make: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> None:
-    """Refuse a module whose embeddings look up codes that are cut from features.
+    """Reject a module whose embeddings look up codes cut from features.
 
     Parameters
     ----------
     make
-        Makes the module.
+        Factory of the module.
     input_shape
-        Of one input.
+        Shape of one input.
 
     Raises
     ------
     ExperimentError
-        Naming the layer.
+        If there is such an embedding; the error names the layer.
     """
     with torch.random.fork_rng(devices=[]):
         found = _cut_from_features(make(), input_shape)
@@ -40,7 +40,7 @@ def check_codes(make: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
 
 
 def _cut_from_features(module: nn.Module, input_shape: tuple[int, ...]) -> str | None:
-    """Return the name of an embedding whose indices follow the inputs; None without one."""
+    """Return the name of an embedding whose indices depend on the inputs; None if there is none."""
     layers = {
         name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
     }
@@ -52,6 +52,6 @@ def _cut_from_features(module: nn.Module, input_shape: tuple[int, ...]) -> str |
     for name, layer in layers.items():
         layer.register_forward_pre_hook(noted(name))
     for value in PROBES if layers else ():
-        with torch.no_grad(), suppress(Exception):  # an index out of range is what this looks for
+        with torch.no_grad(), suppress(Exception):  # expected: indices out of range
             module(torch.full((2, *input_shape), value))
     return next((name for name, x in seen.items() if any(not torch.equal(x[0], other) for other in x)), None)

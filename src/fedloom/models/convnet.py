@@ -13,18 +13,18 @@ from torch import Tensor
 from fedloom.models.flat import FlatModel, Layout
 
 STATISTICS = ("mean", "log_variance")
-EPSILON = 1e-5  # torch.nn.BatchNorm2d's
+EPSILON = 1e-5  # as in torch.nn.BatchNorm2d
 
 
 class ConvNet(FlatModel):
-    """Blocks of a 3x3 convolution (padding 1), ReLU and 2x2 max pooling; then linear layers with ReLU between them.
+    """Blocks of a 3x3 convolution (padding 1), ReLU and 2x2 max pooling, then linear layers with ReLU between them.
 
     Parameters
     ----------
     input_shape
-        (channels, height, width); a side of odd length loses its last pixel to a pooling.
+        (channels, height, width); pooling drops the last pixel of a side of odd length.
     channels
-        Of each convolution, one block each.
+        Channels of each convolution, one per block.
     hidden
         Widths of the linear layers before the last one.
     classes
@@ -55,30 +55,30 @@ class ConvNet(FlatModel):
         self.layout = Layout(tuple(entries))
 
     def beside(self, name: str, channels: int) -> list[tuple[str, tuple[int, ...]]]:
-        """What a convolution has besides its kernel: its bias."""
+        """Return the entries of a convolution besides its kernel: its bias."""
         return [(f"{name}.bias", (channels,))]
 
     def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:
-        """Layers with ReLU as K. He et al., ICCV 2015, eq. 10 (uniform, biases zero); the last one as PyTorch's Linear.
+        """Return He's bound for layers with ReLU, and that of PyTorch's Linear for the last layer.
 
-        Without normalization PyTorch's bound loses five sixths of the signal's power in each block, and training
-        starts with a plateau (docs/models.md).
+        K. He et al., ICCV 2015, eq. 10 (uniform, biases zero). Without normalization, PyTorch's bound loses five sixths
+        of the signal's power in each block, and training starts with a plateau (docs/models.md).
         """
         if name.startswith(self.linears[-1]):
             return super().bound(name, shape, fan_in)
         return math.sqrt(6 / fan_in) if name.endswith("weight") else 0.0
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, channels, height, width] -> [b, f]``, the input of the last linear layer."""
+        """Return the input of the last linear layer, ``[b, channels, height, width] -> [b, f]``."""
         h = self.convolved(parameters, x).flatten(1)
         for name in self.linears[:-1]:
             h = F.relu(F.linear(h, parameters[f"{name}.weight"], parameters[f"{name}.bias"]))
         return h
 
     def convolved(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """What comes out of the blocks.
+        """Return the output of the blocks.
 
-        ReLU comes after the pooling: both are monotone, so the function is the same, on a quarter of the pixels.
+        ReLU follows the pooling: both are monotone, so the function is the same, on a quarter of the pixels.
         """
         h = x
         for name in self.convolutions:
@@ -87,7 +87,7 @@ class ConvNet(FlatModel):
         return h
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, channels, height, width] -> [b, C]`` logits."""
+        """Return logits, ``[b, channels, height, width] -> [b, C]``."""
         last = self.linears[-1]
         return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
 
@@ -97,39 +97,39 @@ def _is_statistic(name: str) -> bool:
 
 
 class BatchNormConvNet(ConvNet):
-    """The same with batch normalization (Ioffe, Szegedy, ICML 2015, arXiv 1502.03167) between convolution and ReLU.
+    """ConvNet with batch normalization (Ioffe, Szegedy, ICML 2015, arXiv 1502.03167) between convolution and ReLU.
 
     Training normalizes by the mean and variance of the batch. Prediction normalizes by statistics that are entries of
-    θ, so that they travel, are averaged and are kept like everything else in it. Local training moves them towards the
-    batch's at every step (:meth:`Local.track`), as torch does; their gradient is zero.
+    θ, so they are sent, averaged and stored like the rest of it. Local training moves them towards the batch's
+    statistics at every step (:meth:`Local.track`), as torch does; their gradient is zero.
 
     Entries of a block are its kernel, ``gain`` (the scale less 1) and ``shift``, and the statistics ``mean`` and
-    ``log_variance`` (biased, ε = 1e-5 inside the logarithm), all but the kernel zero at the start. There is no bias:
-    the mean would take it away.
+    ``log_variance`` (biased, ε = 1e-5 inside the logarithm). All but the kernel start at zero. There is no bias, since
+    the mean would cancel it.
     """
 
     needs_whole_batches = True
 
     def beside(self, name: str, channels: int) -> list[tuple[str, tuple[int, ...]]]:
-        """Gain, shift, mean and log-variance of each channel."""
+        """Return the entries for gain, shift, mean and log-variance of each channel."""
         return [(f"{name}.{entry}", (channels,)) for entry in ("gain", "shift", *STATISTICS)]
 
     def convolved(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """What comes out of the blocks; normalized by the batch where the parameters have no statistics."""
+        """Return the output of the blocks, normalized by the batch if the parameters have no statistics."""
         h = x
         for name in self.convolutions:
             h = self._normalized(parameters, name, F.conv2d(h, parameters[f"{name}.weight"], padding=1))
         return h
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Cross-entropy of each example of a batch, normalized by it."""
+        """Return the cross-entropy of each example of a batch, normalized by the batch."""
         trained = {name: leaf for name, leaf in parameters.items() if not _is_statistic(name)}
         idle = torch.stack([(0 * leaf).sum() for name, leaf in parameters.items() if name not in trained]).sum()
         return super().loss(trained, x, y) + idle
 
     @torch.no_grad()
     def statistics(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        """Mean and log-variance of each convolution's channels over a batch, by the names of their entries."""
+        """Return mean and log-variance of each convolution's channels over a batch, by entry name."""
         trained = {name: leaf for name, leaf in parameters.items() if not _is_statistic(name)}
         h, found = x, dict[str, Tensor]()
         for name in self.convolutions:
@@ -140,7 +140,7 @@ class BatchNormConvNet(ConvNet):
         return found
 
     def _normalized(self, parameters: Mapping[str, Tensor], name: str, h: Tensor) -> Tensor:
-        """The rest of a block, behind its convolution."""
+        """Return the output of a block, given that of its convolution."""
         gain, shift = parameters[f"{name}.gain"], parameters[f"{name}.shift"]
         mean, log_variance = (parameters.get(f"{name}.{entry}") for entry in STATISTICS)
         h = h.to(gain.dtype)

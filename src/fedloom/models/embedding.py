@@ -1,4 +1,4 @@
-"""Embedding networks φ: one example to a point in descriptor space; a descriptor is their mean (papers/001, §3)."""
+"""Embedding networks φ, which map an example to descriptor space; a descriptor is their mean (papers/001, §3)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedloom.settings import Settings
 
 
 class EmbeddingNetwork(FlatNetwork):
-    """φ(x, y; η_v), ``[b, *input_shape], [b] -> [b, l]``."""
+    """Embedding network φ(x, y; η_v), ``[b, *input_shape], [b] -> [b, l]``."""
 
     @abstractmethod
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
@@ -29,16 +29,16 @@ class EmbeddingNetwork(FlatNetwork):
     def describe(
         self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None, clip: float | None = None
     ) -> Tensor:
-        """The descriptor v(B; η_v) = 1/|B| Σ φ(x, y), ``[l]``; with ``clip``, of :func:`clipped` ones, float64."""
+        """Return the descriptor v(B; η_v) = 1/|B| Σ φ(x, y), [l]; with ``clip``, of :func:`clipped` rows (float64)."""
         embedded = self.forward(parameters, x, y)
         return (embedded if clip is None else clipped(embedded, clip)).mean(0)
 
 
 def clipped(values: Tensor, norm: float) -> Tensor:
-    """Rows ``[n, l]`` of any numbers as rows of ℓ2 norm at most ``norm``, in float64.
+    """Clip rows ``[n, l]`` to ℓ2 norm at most ``norm``, in float64.
 
-    A row with a number that is not finite becomes zero: whatever one example does, its row is bounded. With rows
-    of n examples of whom one is replaced, their mean moves by at most 2·norm/n.
+    A row with a nonfinite number becomes zero, so that every example's row is bounded. Replacing one of n examples
+    moves the mean of the rows by at most 2·norm/n.
     """
     rows = values.double()
     rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, 0.0)
@@ -49,9 +49,9 @@ def clipped(values: Tensor, norm: float) -> Tensor:
 class LeNetEmbedding(EmbeddingNetwork):
     """LeNet with C label planes appended to the image (papers/001, Table 4 and §4 "Models").
 
-    A label plane is constant and the convolution has no padding, so its contribution is constant over the image: the
-    sum of the plane's kernel. It is added as a bias that depends on the label, which is the same function as
-    convolving C more channels and an order of magnitude cheaper.
+    A label plane is constant and the convolution has no padding, so the plane contributes a constant over the image:
+    the sum of its kernel. It is added as a label-dependent bias, which is the same function as convolving C more
+    channels and an order of magnitude cheaper.
     """
 
     def __init__(self, input_shape: tuple[int, ...], classes: int, size: int, *, labels: bool) -> None:
@@ -61,7 +61,7 @@ class LeNetEmbedding(EmbeddingNetwork):
         self.layout = lenet_layout(self.channels + (classes if labels else 0), height, width, size)
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """``[b, channels, height, width], [b] -> [b, l]``."""
+        """Embed ``[b, channels, height, width], [b] -> [b, l]``."""
         kernel, bias = parameters["conv1.weight"], parameters["conv1.bias"]
         h = F.conv2d(x, kernel[:, : self.channels], bias)
         if self.labels:
@@ -79,16 +79,16 @@ class LinearEmbedding(EmbeddingNetwork):
         self.layout = Layout((("fc.weight", (size, classes)), ("fc.bias", (size,))))
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """``[b, ...], [b] -> [b, l]``."""
+        """Embed ``[b, ...], [b] -> [b, l]``."""
         assert y is not None
         weight, bias = parameters["fc.weight"], parameters["fc.bias"]
         return F.linear(F.one_hot(y, self.classes).to(weight.dtype), weight, bias)
 
 
 class MLPEmbedding(EmbeddingNetwork):
-    """One hidden layer with ReLU on the input, its one-hot label appended (papers/001, A.5, Table 9: "MLP").
+    """One hidden layer with ReLU on the input with its one-hot label appended (papers/001, A.5, Table 9: "MLP").
 
-    Takes inputs of any shape, flattened; the paper leaves the width open.
+    Inputs of any shape are flattened. The paper does not give the width.
     """
 
     def __init__(self, input_shape: tuple[int, ...], classes: int, size: int, *, width: int, labels: bool) -> None:
@@ -105,7 +105,7 @@ class MLPEmbedding(EmbeddingNetwork):
         )
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """``[b, *input_shape], [b] -> [b, l]``."""
+        """Embed ``[b, *input_shape], [b] -> [b, l]``."""
         p = parameters
         h = x.flatten(1)
         if self.labels:
@@ -118,7 +118,7 @@ class MLPEmbedding(EmbeddingNetwork):
 class LSTMEmbedding(EmbeddingNetwork):
     """The character model with l outputs (papers/001, A.3 "Shakespeare dataset").
 
-    The paper does not say how the label comes in. It is a token like the others, the one that follows: it is appended.
+    The paper does not say how the label enters. Here it is a token, appended as the one that follows.
     """
 
     def __init__(self, vocabulary: int, size: int, *, width: int, labels: bool) -> None:
@@ -127,11 +127,11 @@ class LSTMEmbedding(EmbeddingNetwork):
         self.layout = self.network.layout
 
     def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:
-        """As the character model."""
+        """Return the bound of the character model."""
         return self.network.bound(name, shape, fan_in)
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """``[b, tokens], [b] -> [b, l]``."""
+        """Embed ``[b, tokens], [b] -> [b, l]``."""
         if self.labels:
             assert y is not None
             x = torch.cat([x, y[:, None].to(x.dtype)], 1)
@@ -143,11 +143,11 @@ EMBEDDINGS: dict[str, tuple[str, ...]] = {
     "features": ("mlp", "linear"),
     "tokens": ("lstm", "linear"),
 }
-"""Kind of input -> embedding networks that can take it, the first one recommended."""
+"""Kind of input -> embedding networks that accept it, the recommended one first."""
 
 
 class EmbeddingSettings(Settings):
-    """Which embedding network: keys of ``algorithm.embedding``."""
+    """Choice of embedding network: keys of ``algorithm.embedding``."""
 
     network: Literal["lenet", "linear", "mlp", "lstm"] = Field(
         default="lenet",
@@ -168,12 +168,12 @@ class EmbeddingSettings(Settings):
         return self
 
     def network_for(self, kind: str, input_shape: tuple[int, ...], classes: int, size: int) -> EmbeddingNetwork:
-        """The network for inputs of a kind (pixels, features, tokens) and descriptors of length ``size``.
+        """Return the network for inputs of a kind (pixels, features, tokens) and descriptors of length ``size``.
 
         Raises
         ------
         ExperimentError
-            If it cannot take such inputs.
+            If it does not accept such inputs.
         """
         allowed = EMBEDDINGS[kind]
         if self.network not in allowed:

@@ -1,4 +1,4 @@
-"""Permission to call a factory: the one gate in front of code that a file or an aggregator names."""
+"""Permission to call a factory, checked for all code that a file or an aggregator names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from fedloom.errors import ExperimentError
 
 FACTORIES = "FEDLOOM_FACTORIES"
-"""Environment variable: comma-separated names of the factories that a process may call, whoever names them."""
+"""Environment variable: comma-separated names of factories that a process may call, whoever names them."""
 
 KEY = "model.factory"
 
@@ -15,7 +15,7 @@ _permitted: set[str] = set()
 
 
 def permit_factory(name: str) -> None:
-    """Let this process call a factory, because its user has named it: in an experiment of theirs, or as an argument."""
+    """Let this process call a factory that its user has named, in an experiment or as an argument."""
     _permitted.add(name)
 
 
@@ -25,7 +25,7 @@ def is_permitted(name: str) -> bool:
 
 
 def check_permitted(name: str) -> None:
-    """Refuse a factory that only a run, a URL or an aggregator has named: importing it would run code.
+    """Reject a factory named only by a run, a URL or an aggregator: importing it would run code.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def check_permitted(name: str) -> None:
 
 
 def check_sent_factory(name: str) -> None:
-    """Refuse a factory that an aggregator names, unless the environment of this process names it, too.
+    """Reject a factory named by an aggregator, unless the environment of this process names it too.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A model as functions of one flat parameter vector θ in R^d."""
+"""Models as functions of one flat parameter vector θ in R^d."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from torch import Tensor
 
 
 def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
-    """Jᵀ cotangent for each input; ``keep`` keeps the graph for another call.
+    """Return Jᵀ cotangent for each input; ``keep`` keeps the graph for another call.
 
-    The same numbers as ``autograd.grad(output, inputs, cotangent)``, which imports sympy at its first use to check
-    shapes: several seconds of every process's start.
+    The result equals ``autograd.grad(output, inputs, cotangent)``, which imports sympy on first use to check shapes:
+    several seconds of every process's start.
     """
     return torch.autograd.grad((output * cotangent).sum(), inputs, retain_graph=keep)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names the slices of θ: ``entries`` are (name, shape) in the order in which they lie in the vector.
+    """Layout of θ: ``entries`` are (name, shape) in the order in which they lie in the vector.
 
     Attributes
     ----------
     entries
         Names and shapes.
     headless
-        True if the last entries are not those of a last linear layer.
+        True if the last entries do not belong to a final linear layer.
     last
-        The layer whose entries are the head, with all below it (``last.parametrizations.weight.original0``); None: the
+        Layer whose entries, with all below it (``last.parametrizations.weight.original0``), form the head; None for the
         layer of the last entry.
     channels_last
-        True if the model runs with convolution kernels that are channels-last in memory.
+        True if the model runs with convolution kernels in channels-last memory format.
     """
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
@@ -53,7 +53,7 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """d, the length of θ."""
+        """Length d of θ."""
         return sum(self.sizes)
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ class Layout:
         Raises
         ------
         ValueError
-            If θ has not the length of this layout.
+            If the length of θ differs from this layout's.
         """
         if theta.shape != (self.size,):
             raise ValueError(f"θ has shape {tuple(theta.shape)}, the layout needs ({self.size},)")
@@ -70,10 +70,10 @@ class Layout:
         return {name: part.view(shape) for (name, shape), part in zip(self.entries, parts, strict=True)}
 
     def leaves(self, theta: Tensor, *, requires_grad: bool = False) -> dict[str, Tensor]:
-        """Copy θ [d] into named tensors of their own, convolution kernels channels-last where the model runs with them.
+        """Copy θ [d] into separate named tensors, with channels-last convolution kernels if the model runs with them.
 
-        This is the form in which a CPU trains fastest: θ is split once, not at every step, and the convolutions
-        and poolings take their channels-last kernels (docs/benchmarks.md).
+        A CPU trains fastest in this form: θ is split once rather than at every step, and convolutions and poolings take
+        channels-last kernels (docs/benchmarks.md).
         """
         leaves = {}
         for name, part in self.split(theta.detach()).items():
@@ -84,7 +84,7 @@ class Layout:
 
     @cached_property
     def head(self) -> tuple[str, ...]:
-        """Names of the last linear layer, which are the last entries; empty if there is nothing before it."""
+        """Entry names of the last linear layer, which are the last entries; empty if nothing precedes it."""
         if self.headless:
             return ()
         if self.last is not None:
@@ -96,7 +96,7 @@ class Layout:
 
     @cached_property
     def head_is_linear(self) -> bool:
-        """True if the head is a weight [C, f] and perhaps a bias [C], so that logits are linear in it."""
+        """True if the head is a weight [C, f] with an optional bias [C], so that logits are linear in it."""
         kinds = [(name.rpartition(".")[2], len(shape)) for name, shape in self.entries if name in self.head]
         return kinds in ([("weight", 2)], [("weight", 2), ("bias", 1)])
 
@@ -107,7 +107,7 @@ class Layout:
 
     @cached_property
     def body(self) -> tuple[str, ...]:
-        """Names of all that is not the head."""
+        """Names of all entries outside the head."""
         return tuple(name for name, _ in self.entries if name not in self.head)
 
     def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -116,14 +116,14 @@ class Layout:
 
 
 class FlatNetwork(ABC):
-    """A network that owns no parameters: ``layout`` says what θ holds, ``init`` draws it."""
+    """Network that owns no parameters: ``layout`` describes θ, ``init`` draws it."""
 
     layout: Layout
 
     def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:
-        """Half-width of the uniform draw of one entry: that of PyTorch's Linear and Conv2d, 1/√fan_in.
+        """Return the half-width of the uniform draw of one entry: by default PyTorch's 1/√fan_in for Linear and Conv2d.
 
-        ``fan_in`` of a bias is that of the weight before it. A network that starts elsewhere overrides this.
+        ``fan_in`` of a bias is that of the preceding weight. A network with another initialization overrides this.
         """
         del name, shape
         return 1 / math.sqrt(fan_in)
@@ -136,67 +136,67 @@ class FlatNetwork(ABC):
             if name.endswith("weight"):
                 fan_in = math.prod(shape[1:])
             bound = self.bound(name, shape, fan_in)
-            # Drawn in float64 and rounded, so that a float64 network starts from the same point.
+            # Drawn in float64 and rounded, so that a float64 network has the same starting point.
             draw = torch.rand(math.prod(shape), generator=generator, dtype=torch.float64)
             parts.append(((2 * draw - 1) * bound).to(dtype))
         return torch.cat(parts)
 
 
 class FlatModel(FlatNetwork):
-    """A classifier, unless its ``loss`` is another than the cross-entropy: that is what every method trains it with.
+    """Classifier, unless its ``loss``, with which every method trains it, differs from the cross-entropy.
 
-    ``forward`` takes the named parameters, so that a training loop splits θ once and not at every step. A model
-    predicts and is measured as it is; gradients for training are taken of :meth:`in_training`.
+    ``forward`` takes the named parameters, so that a training loop splits θ once, not at every step. Prediction and
+    evaluation use the model itself; gradients for training use :meth:`in_training`.
     """
 
     needs_labels: ClassVar[bool] = True
-    """Whether its loss is about labels."""
+    """True if the loss uses labels."""
 
     has_features: bool = True
-    """Whether there is a penultimate representation."""
+    """True if the model has a penultimate representation."""
 
     needs_whole_batches: ClassVar[bool] = False
-    """Whether it normalizes by the batch in training: batches of clients together cannot be filled up to one length."""
+    """True if training normalizes by the batch, so that batches of several clients cannot be padded to one length."""
 
     def in_training(self) -> FlatModel:
-        """Return the model as training calls it: itself, unless it computes something else in training."""
+        """Return the model in training mode: itself, unless training computes something else."""
         return self
 
     @abstractmethod
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Penultimate representation, ``[b, *input_shape] -> [b, f]``."""
+        """Return the penultimate representation, ``[b, *input_shape] -> [b, f]``."""
 
     @abstractmethod
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Logits, ``[b, *input_shape] -> [b, C]``."""
+        """Return logits, ``[b, *input_shape] -> [b, C]``."""
 
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
-        """Logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
+        """Return logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
         return self.forward(self.layout.split(theta), x)
 
     def statistics(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        """Entries of θ that are measured and not trained, as they are over a batch, by name: here none."""
+        """Return the entries of θ that are measured over a batch rather than trained, by name; by default none."""
         del parameters, x
         return {}
 
     @property
     def own_loss(self) -> bool:
-        """Whether it has a loss of its own, other than the cross-entropy."""
+        """True if the model defines its own loss, other than the cross-entropy."""
         return type(self).loss is not FlatModel.loss
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Loss of each example, ``[b, *input_shape], [b] -> [b]``: here the cross-entropy.
+        """Return the loss of each example, ``[b, *input_shape], [b] -> [b]``; by default the cross-entropy.
 
-        ``y`` is None for data without labels, which a model that needs none takes.
+        ``y`` is None for data without labels, which only a model that needs no labels accepts.
         """
         assert y is not None
         return F.cross_entropy(self.forward(parameters, x), y, reduction="none")
 
 
 def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]) -> FlatModel:
-    """Return the same model, its own loss included, with another ``forward``, which serves in training, too.
+    """Return the same model, including its own loss, with another ``forward``, in training too.
 
-    A view for training is made of ``model.in_training()``.
+    For a view in training mode, pass ``model.in_training()``.
     """
     view = copy.copy(model)
     view.forward = forward  # type: ignore[assignment, method-assign]
@@ -205,7 +205,7 @@ def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tens
 
 
 def masked(model: FlatModel, absent: Tensor) -> FlatModel:
-    """The model with the logits of some classes at -inf.
+    """Return the model with the logits of some classes at -inf.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The hypernetwork h: descriptors to model parameters (papers/001, Table 5)."""
+"""Hypernetwork h, which maps descriptors to model parameters (papers/001, Table 5)."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from torch import Tensor
 from fedloom.models.flat import FlatNetwork, Layout, vjp
 
 TILE = 8
-"""Rows per matrix product. A GEMM's bits depend on how many rows it has, so the hypernetwork always runs on this many,
-zero-padded: a client's θ is the same whoever else is in its cohort. The last layer takes several tiles in one product
-where they are found to have the same bits in it."""
+"""Rows per matrix product. The bits of a GEMM depend on its number of rows, so the hypernetwork always runs on this
+many, zero-padded: a client's θ does not depend on the rest of its cohort. The last layer combines several tiles into
+one product where that is found to give the same bits."""
 
 ROWS = (64, 32, 16)
-"""Rows that the last layer's product may have, where it may have more than ``TILE``: a library that copies its weights
-into another layout for each product takes twice as long over eight products of 8 rows as over one of 64."""
+"""Row counts to try for the last layer's product beyond ``TILE``. A library that copies the weights into another layout
+for each product takes twice as long for eight products of 8 rows as for one of 64."""
 
 COLUMNS = 4096
-"""Columns of the last layer per matrix product in float32 on a CPU, at most: their weights, 1.6 MB, stay in the cache
-while all tiles use them, where all 34 MB of a LeNet's would be read anew for each tile. In float64, which is not in a
-hurry, a number's bits depend on how many columns there are."""
+"""Maximum columns of the last layer per matrix product, in float32 on a CPU. Their weights, 1.6 MB, stay in the cache
+for all tiles, whereas all 34 MB of a LeNet's would be reread for each tile. In float64, where speed matters less, a
+number's bits depend on the number of columns."""
 
 HIDDEN_LAYERS = {"S": 1, "M": 3, "L": 5}
-"""Hidden 100x100 layers of the sizes of papers/001, A.5; M is Table 5."""
+"""Number of hidden 100x100 layers for the sizes of papers/001, A.5; M is Table 5."""
 
 
 @dataclass(frozen=True)
 class Pullback:
-    """The reverse pass of one batch of models: what the clients' Δθ say about v and η_h (Algorithm 2, line 12).
+    """Reverse pass of one batch of models: the clients' Δθ pulled back to v and η_h (Algorithm 2, line 12).
 
     Attributes
     ----------
     d_v
         ``[c, l]``: row i is J_v(θ_i)ᵀ Δθ_i, not averaged.
     d_eta_h
-        Call it for Σ_i w_i J_{η_h}(θ_i)ᵀ Δθ_i, by parameter name. The products with the last layer, which is nearly all
-        of η_h, are made only then, so that they can overlap with the clients' work.
+        Function that returns Σ_i w_i J_{η_h}(θ_i)ᵀ Δθ_i by parameter name. Only this call computes the products with
+        the last layer, which is nearly all of η_h, so that they can overlap with the clients' work.
     """
 
     d_v: Tensor
@@ -59,8 +59,8 @@ class Hypernetwork(FlatNetwork):
     size
         S, M (Table 5) or L.
     output_relu
-        ReLU after the last hidden layer, as in Table 5. The official code has none there, which makes the last two
-        layers one linear map.
+        ReLU after the last hidden layer, as in Table 5. The official code omits it, which makes the last two layers one
+        linear map.
     """
 
     width = 100
@@ -87,12 +87,12 @@ class Hypernetwork(FlatNetwork):
         return h
 
     def __call__(self, parameters: Mapping[str, Tensor], v: Tensor) -> Tensor:
-        """θ = h(v; η_h), ``[c, l] -> [c, D]``, without a graph."""
+        """Return θ = h(v; η_h), ``[c, l] -> [c, D]``, without a graph."""
         with torch.no_grad():
             return self._output(parameters, [self._trunk(parameters, tile) for tile in _tiles(v)])[: len(v)]
 
     def _output(self, parameters: Mapping[str, Tensor], hidden: Sequence[Tensor]) -> Tensor:
-        """The last layer of all tiles, ``[TILE * tiles, D]``, without a graph."""
+        """Return the last layer's output for all tiles, ``[TILE * tiles, D]``, without a graph."""
         weight, bias = parameters[f"{self.last}.weight"].detach(), parameters[f"{self.last}.bias"].detach()
         h = torch.cat([tile.detach() for tile in hidden])
         theta = weight.new_empty(len(h), len(weight))
@@ -107,7 +107,7 @@ class Hypernetwork(FlatNetwork):
         return theta
 
     def vjp(self, parameters: Mapping[str, Tensor], v: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Pullback]]:
-        """θ = h(v; η_h) and its reverse pass.
+        """Return θ = h(v; η_h) and its reverse pass.
 
         Returns
         -------
@@ -150,9 +150,10 @@ class Hypernetwork(FlatNetwork):
 
 @functools.cache
 def _larger(width: int, columns: int, threads: int) -> tuple[int, ...]:
-    """Which of ``ROWS`` give each row the bits that it has in a tile, in float32 with so many threads: found by trying.
+    """Return the sizes in ``ROWS`` that give each row the same bits as in a tile, found by trial.
 
-    Which sums a product makes in which order depends on its shape, and not on the numbers.
+    This is for float32 and this number of threads. A product's order of summation depends on its shape, not on the
+    numbers.
     """
     random = torch.Generator().manual_seed(0)
     w, b = torch.randn(columns, width, generator=random), torch.randn(columns, generator=random)

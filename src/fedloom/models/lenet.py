@@ -11,14 +11,14 @@ from fedloom.models.flat import FlatModel, Layout
 
 
 def lenet_layout(channels: int, height: int, width: int, outputs: int) -> Layout:
-    """Layout of conv 16@5x5, pool, conv 32@5x5, pool, 120, 84, ``outputs``; convolutions are without padding.
+    """Return the layout of conv 16@5x5, pool, conv 32@5x5, pool, 120, 84, ``outputs``; convolutions have no padding.
 
     On 32x32 the first linear layer has 800 inputs (Table 3); on 28x28, 512.
 
     Raises
     ------
     ValueError
-        If the image is too small to leave a pixel (16x16 is the least).
+        If the image is too small to leave a pixel (the minimum is 16x16).
     """
     pooled = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
     if min(pooled) < 1:
@@ -40,9 +40,9 @@ def lenet_layout(channels: int, height: int, width: int, outputs: int) -> Layout
 
 
 def lenet_features(parameters: Mapping[str, Tensor], convolved: Tensor) -> Tensor:
-    """All but the first convolution and the last layer, ``[b, 16, h, w] -> [b, 84]``.
+    """Apply all but the first convolution and the last layer, ``[b, 16, h, w] -> [b, 84]``.
 
-    ReLU comes after the pooling: both are monotone, so the function is that of the table, on a quarter of the pixels.
+    ReLU follows the pooling: both are monotone, so the function is that of the table, on a quarter of the pixels.
     """
     p = parameters
     h = F.relu(F.max_pool2d(convolved, 2))
@@ -52,16 +52,16 @@ def lenet_features(parameters: Mapping[str, Tensor], convolved: Tensor) -> Tenso
 
 
 class LeNet(FlatModel):
-    """The clients' model of papers/001, Table 3 (85,822 parameters on 1x28x28 with ten classes)."""
+    """Clients' model of papers/001, Table 3 (85,822 parameters on 1x28x28 with ten classes)."""
 
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
         channels, height, width = input_shape
         self.layout = lenet_layout(channels, height, width, classes)
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, channels, height, width] -> [b, 84]``."""
+        """Return the input of the last layer, ``[b, channels, height, width] -> [b, 84]``."""
         return lenet_features(parameters, F.conv2d(x, parameters["conv1.weight"], parameters["conv1.bias"]))
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, channels, height, width] -> [b, C]`` logits; the softmax of Table 3 is in the loss."""
+        """Return logits, ``[b, channels, height, width] -> [b, C]``; the softmax of Table 3 is in the loss."""
         return F.linear(self.features(parameters, x), parameters["fc3.weight"], parameters["fc3.bias"])

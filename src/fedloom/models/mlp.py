@@ -1,4 +1,4 @@
-"""Fully connected classifiers: multinomial logistic regression and the MLP with free widths."""
+"""Fully connected classifiers: multinomial logistic regression and the MLP with configurable widths."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class MLP(FlatModel):
         self.layout = Layout(tuple(entries))
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, *input_shape] -> [b, width of the last hidden layer]``."""
+        """Return the last hidden layer, ``[b, *input_shape] -> [b, width of the last hidden layer]``."""
         h = x.flatten(1)
         for i in range(1, self.depth):
             h = F.relu(F.linear(h, parameters[f"fc{i}.weight"], parameters[f"fc{i}.bias"]))
         return h
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, *input_shape] -> [b, C]`` logits."""
+        """Return logits, ``[b, *input_shape] -> [b, C]``."""
         last = f"fc{self.depth}"
         return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])

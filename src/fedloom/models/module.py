@@ -1,4 +1,4 @@
-"""Any ``nn.Module`` as the clients' model, as a function of its parameters; or why not, with the layer's name."""
+"""Any ``nn.Module`` as the clients' model, as a function of its parameters; errors name the offending layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_layers import check_layers, copied, is_tied
 
 MEMORY = "memory:"
-"""How the factory of a module begins that only this process has."""
+"""Prefix of the factory name of a module that exists only in this process."""
 
 Factory: TypeAlias = Callable[[], nn.Module]
 
@@ -31,23 +31,23 @@ _IN_MEMORY: dict[str, nn.Module] = {}
 
 
 class ModuleModel(FlatModel):
-    """A module of torch as functions of a flat vector.
+    """PyTorch module as a function of a flat vector.
 
     Parameters
     ----------
     make
-        Makes the module, from torch's random generator.
+        Factory of the module, which uses torch's random generator.
     input_shape, classes, kind
-        What goes in, and C.
+        Shape and kind of the inputs, and C.
     head
-        The name of the layer whose output are the logits; None: the last linear layer, if that is so.
+        Name of the layer whose outputs are the logits; None for the last linear layer, if its outputs are.
     initial
-        Where training starts: ``module``, as ``make`` makes it; ``drawn``, as built-in networks start.
+        Starting point of training: ``module``, as ``make`` creates it, or ``drawn``, as for built-in networks.
 
     Raises
     ------
     ExperimentError
-        If it cannot be flattened: the layer, what was found and what is allowed.
+        If it cannot be flattened: the layer, and what was found and is allowed.
     """
 
     def __init__(
@@ -72,29 +72,29 @@ class ModuleModel(FlatModel):
         separable = self._head is not None and not is_tied(self._module, self._head)
         last = self._head if separable else None
         self.layout = replace(tried, entries=_entries(self._module, last), headless=not separable, last=last)
-        self._copies = threading.local()  # a call puts its parameters into the module, which threads may not share
+        self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
         self._training = copy.copy(self)
         self._training._copies, self._training._trains = threading.local(), True
         self._training._training = self._training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleModel:
-        """Return it as it is: nothing changes it."""
+        """Return the model itself, which nothing changes."""
         return self
 
     def in_training(self) -> ModuleModel:
-        """Return the module in training mode; as it is, the model is the module in evaluation mode."""
+        """Return the module in training mode; the model itself is the module in evaluation mode."""
         return self._training
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """θ [d]: as the module is made, with torch's generator seeded by this one; or drawn."""
+        """Return θ [d]: the module's initial parameters, with torch's generator seeded by this one, or drawn ones."""
         if self._initial == "drawn":
             return super().init(generator, dtype)
         made = _seeded(self._make, int(torch.randint(2**62, (1,), generator=generator)))
         return self.layout.join({name: p.detach() for name, p in made.named_parameters()}).to(dtype)
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """What goes into the head, whose own entries may be missing: ``[b, *input_shape] -> [b, f]``."""
+        """Return the input of the head, ``[b, *input_shape] -> [b, f]``; the head's own entries may be missing."""
         assert self._head is not None, "has_features is False"
         function, taken = self._own(), list[Tensor]()
         like = next(iter(parameters.values()))
@@ -112,22 +112,22 @@ class ModuleModel(FlatModel):
         return taken[0].flatten(1)
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, *input_shape] -> [b, C]`` logits."""
+        """Return logits, ``[b, *input_shape] -> [b, C]``."""
         return self._own()(parameters, x)
 
     @property
     def own_loss(self) -> bool:
-        """Whether the module has a ``loss``."""
+        """True if the module has a ``loss``."""
         return hasattr(self._module, "loss")
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Loss of each example, ``[b]``: the module's own ``loss(logits, y)``, if it has one."""
+        """Return the loss of each example, ``[b]``: the module's ``loss(logits, y)`` if it has one."""
         if not self.own_loss:
             return super().loss(parameters, x, y)
         return self._own().loss(parameters, self.forward(parameters, x), y)
 
     def _own(self) -> ModuleFunction:
-        """This thread's copy of the module, in this model's mode, as a function."""
+        """Return this thread's copy of the module, in this model's mode, as a function."""
         if not hasattr(self._copies, "function"):
             self._copies.function = ModuleFunction(copy.deepcopy(self._module).train(self._trains))
         found: ModuleFunction = self._copies.function
@@ -135,18 +135,18 @@ class ModuleModel(FlatModel):
 
 
 def remember(module: nn.Module, name: str | None = None) -> str:
-    """Let experiments of this process name a module, and return what they call it.
+    """Register a module for experiments of this process, and return its name.
 
     Parameters
     ----------
     name
-        What a run calls it, whose weights may be others; None: it is named after its class, a hash of its layers and a
-        hash of its weights.
+        Name in a run, whose weights may differ; None to name the module by its class, a hash of its layers and a hash
+        of its weights.
 
     Raises
     ------
     ExperimentError
-        If it is none, or not the one that the run trained.
+        If the object is not a module, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
         raise ExperimentError(f"model: found a {type(module).__name__}; allowed: an nn.Module")
@@ -168,13 +168,13 @@ def remember(module: nn.Module, name: str | None = None) -> str:
 
 
 def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory:
-    """Return what makes a module.
+    """Return the factory of a module.
 
     Parameters
     ----------
     name
-        ``package.module:function``, which is called with those of ``input_shape`` and ``classes`` that it has
-        parameters for; or what :func:`remember` returned.
+        ``package.module:function``, which is called with ``input_shape`` and ``classes`` if it has such parameters; or
+        a name returned by :func:`remember`.
 
     Raises
     ------
@@ -217,14 +217,14 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
 
 
 def _seeded(make: Factory, seed: int) -> nn.Module:
-    """A module made with torch's random generator at a seed, which is then as it was before."""
+    """Make a module with torch's random generator at a seed, and restore the generator."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return make().train()
 
 
 def _check_drawn(module: nn.Module) -> None:
-    """Refuse to draw what weights are computed from: it is no weight, with a fan-in of its own."""
+    """Reject drawing a parametrized layer: its parameters are no plain weights with a fan-in of their own."""
     for name, layer in module.named_modules():
         if isinstance(layer, ParametrizationList):
             raise ExperimentError(
@@ -234,7 +234,7 @@ def _check_drawn(module: nn.Module) -> None:
 
 
 def _inputs(input_shape: tuple[int, ...], kind: str) -> Tensor:
-    """Return inputs of the kind, by which a module is tried: ``[ROWS, *input_shape]``."""
+    """Return trial inputs of the kind, ``[ROWS, *input_shape]``."""
     generator = torch.Generator().manual_seed(0)
     if kind == "tokens":
         return torch.randint(2, (ROWS, *input_shape), generator=generator, dtype=torch.uint8)
@@ -242,7 +242,7 @@ def _inputs(input_shape: tuple[int, ...], kind: str) -> Tensor:
 
 
 def _head(module: nn.Module, x: Tensor, asked: str | None) -> str | None:
-    """The name of the layer whose outputs are the logits; None if none is, and none was asked for."""
+    """Return the name of the layer whose outputs are the logits; None if there is none and none was requested."""
     module = copied(module).eval()
     layers = dict(module.named_modules())
     linear = [name for name, layer in layers.items() if name and isinstance(layer, nn.Linear)]
@@ -264,14 +264,14 @@ def _head(module: nn.Module, x: Tensor, asked: str | None) -> str | None:
 
 
 def _entries(module: nn.Module, last: str | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return names and shapes of the parameters, those of the layer ``last``, and below it, at the end."""
+    """Return names and shapes of the parameters, with those of and below the layer ``last`` at the end."""
     named = {name: tuple(p.shape) for name, p in module.named_parameters()}
     head = [name for name in named if last is not None and name.startswith(f"{last}.")]
     return tuple((name, named[name]) for name in (*(name for name in named if name not in head), *head))
 
 
 def _ends_in(module: nn.Module, layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer is called once, with rows of features, and its outputs are those of the module."""
+    """Return whether a layer is called once, on rows of features, and its outputs are the module's."""
     given: list[tuple[Tensor, Tensor]] = []
     hook = layer.register_forward_hook(lambda _, inputs, output: given.append((inputs[0], output)))
     try:

@@ -1,6 +1,6 @@
-"""Checks of a module of torch before anything runs: one training step and predictions, as a run makes them.
+"""Checks of a PyTorch module before a run: one training step and predictions, made as a run makes them.
 
-What a run could not do, or could not repeat, is refused here, with the layer and the fix.
+Modules that a run could not use or reproduce are rejected here, with the layer and the fix.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_layers import copied, hooks, named, said
 
 ROWS = 3
-"""Inputs by which a module is tried."""
+"""Number of trial inputs."""
 
 TOLERANCE = 1e-2
-"""Relative difference up to which results of other kernels, or of another number of rows, are equal."""
+"""Relative tolerance between results of different kernels or different numbers of rows."""
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of a module that torch itself keeps."""
+"""Attributes of a module that torch manages."""
 
 _NESTED = 4
-"""Levels of lists and dicts at which attributes are compared."""
+"""Nesting of lists and dicts up to which attributes are compared."""
 
 
 def tried_layout(module: nn.Module, layout: Layout, x: Tensor, classes: int) -> Layout:
-    """Try a module as a run calls it, and return its layout, with the memory format that it runs with.
+    """Try a module as a run calls it, and return its layout with the memory format to use.
 
     Parameters
     ----------
     layout
-        Of its parameters.
+        Layout of its parameters.
     x
         ``[ROWS, *input_shape]``.
 
     Raises
     ------
     ExperimentError
-        If it fails, gives no logits, draws random numbers, keeps a state, predicts one input by others, or if its
-        gradient is not the one that torch takes of the module itself.
+        If it fails, returns no logits, draws random numbers, keeps a state, lets predictions depend on other inputs, or
+        if its gradient differs from torch's gradient of the module itself.
     """
     trial = _Trial(module, layout, x, torch.arange(len(x)) % classes, classes)
     with torch.random.fork_rng(devices=[]):
@@ -69,7 +69,7 @@ def tried_layout(module: nn.Module, layout: Layout, x: Tensor, classes: int) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """A module and inputs by which it is tried."""
+    """Module with the inputs on which it is tried."""
 
     module: nn.Module
     layout: Layout
@@ -88,12 +88,12 @@ class _Trial:
 
     @cached_property
     def elsewhere(self) -> Tensor:
-        """Another θ, each entry with a factor of its own: what is taken from the module's own parameters is found."""
+        """Another θ, each entry scaled by its own factor, which reveals use of the module's original parameters."""
         factors = torch.rand(self.layout.size, generator=torch.Generator().manual_seed(0))
         return self.theta * (0.5 + factors)
 
     def check_calls(self, *, training: bool) -> Tensor:
-        """Call the module in one mode, with an input alone, and with the same inputs again; return its outputs."""
+        """Call the module in one mode, also with a single input and again with the same inputs; return its outputs."""
         mode = "in training mode" if training else "in evaluation mode"
         function = ModuleFunction(copied(self.module).train(training))
         parameters = replace(self.layout, channels_last=False).leaves(self.theta, requires_grad=training)
@@ -132,7 +132,7 @@ class _Trial:
         return first
 
     def own_gradient(self) -> dict[str, Tensor]:
-        """Return the gradient that torch takes of the module itself, elsewhere than at its own parameters."""
+        """Return torch's gradient of the module itself, away from its initial parameters."""
         function, there = self._in_training(), self.layout.split(self.elsewhere)
         own = dict(function.module.named_parameters())
         with torch.no_grad():
@@ -141,12 +141,12 @@ class _Trial:
         return self._gradients(function, own)
 
     def runs_channels_last(self, expected: Mapping[str, Tensor], logits: Tensor) -> bool:
-        """Return True if a training step and predictions are right with channels-last kernels."""
+        """Return True if a training step and predictions are correct with channels-last kernels."""
         try:
             self.check_gradient(expected)
             with torch.no_grad():
                 predicted = ModuleFunction(copied(self.module).eval())(self.layout.leaves(self.theta), self.x)
-        except Exception:  # it runs with other kernels, or is refused with them
+        except Exception:  # use contiguous kernels, or reject the module with them
             return False
         return _near(predicted, logits)
 
@@ -167,7 +167,7 @@ class _Trial:
         return ModuleFunction(copied(self.module).train())
 
     def _gradients(self, function: ModuleFunction, at: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of the mean loss to all parameters; zeros for those that the module does not use."""
+        """Return the gradients of the mean loss for all parameters; zeros for unused ones."""
         mode, module = "in training mode", function.module
         with torch.enable_grad(), no_draws(module, mode), _at_layer(module, "in a training step"):
             losses = self._losses(function, at, function(at, self.x), self.y)
@@ -205,7 +205,7 @@ class _Trial:
         raise ExperimentError(f"{self.what} gives {found} for {rows} inputs; allowed: logits, [{rows}, {self.classes}]")
 
     def _check_tensors_kept(self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str) -> None:
-        """Refuse parameters that a call has made, and buffers that it has changed."""
+        """Reject parameters created by a call, and buffers changed by it."""
         made = sorted({name for name, _ in module.named_parameters()} - names)
         if made:
             layer = made[0].rpartition(".")[0]
@@ -222,7 +222,7 @@ class _Trial:
                 )
 
     def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:
-        """Refuse a state in Python: attributes that change from call to call with the same inputs."""
+        """Reject state in Python attributes that changes between calls with the same inputs."""
         after = _attributes(module)
         changed = [place for place in after if after[place] != before.get(place)]
         if changed:
@@ -243,13 +243,13 @@ def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Whether two results are equal but for rounding, by the norm of their difference."""
+    """Return whether two results are equal up to rounding, by the norm of their difference."""
     a, b = (t.detach().double().nan_to_num(posinf=0.0, neginf=0.0) for t in (a, b))
     return bool((a - b).norm() <= TOLERANCE * b.norm() + 1e-9)
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Values of the attributes of all layers that can be compared, by layer and attribute."""
+    """Return the comparable attribute values of all layers, by layer and attribute."""
     return {
         (name, key): _comparable(value, _NESTED)
         for name, layer in module.named_modules()
@@ -259,7 +259,7 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _comparable(value: Any, levels: int) -> Any:
-    """A value that is equal to another exactly if they are the same; None for what cannot be compared."""
+    """Return a value that is equal for equal contents only; None for types that cannot be compared."""
     found: Any = None
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
@@ -285,7 +285,7 @@ def _comparable(value: Any, levels: int) -> Any:
 
 @contextmanager
 def _at_layer(module: nn.Module, doing: str) -> Iterator[None]:
-    """Refuse a module that fails, by the innermost of its layers that was at work, and the line of its code."""
+    """Reject a module that fails, naming its innermost active layer and the line of its code."""
     at: list[tuple[str, nn.Module]] = []
     with hooks(module, lambda *_: at.pop() and None, lambda name, layer: at.append((name, layer))):
         try:
@@ -298,7 +298,7 @@ def _at_layer(module: nn.Module, doing: str) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """The line of the module's code that led to an error."""
+    """Return the line of the module's code that led to an error."""
     at = raised_at(error)
     return (
         ""

@@ -1,4 +1,4 @@
-"""Random numbers that a module of torch draws, found by the generators that it uses."""
+"""Detection of random numbers that a PyTorch module draws, by the state of the generators."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fedloom.models.module_layers import hooks, named
 
 @contextmanager
 def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[None]:
-    """Refuse random numbers, however seldom they matter: by the generators that are used, which are put back.
+    """Reject a module that uses random generators, however rarely that matters, and restore the generators.
 
-    ``watch`` finds other generators than those that all code shares, too; some layers have another kernel then.
+    ``watch`` also detects generators other than the global ones; some layers then use another kernel.
     """
     given = _GivenGenerators()
     before = _generators() | {given.name: given.used}
-    drew: list[tuple[str, nn.Module]] = []  # the innermost first, as it returns first
+    drew: list[tuple[str, nn.Module]] = []  # the innermost first, since it returns first
     untouched: list[bool] = []
 
     def used() -> list[str]:
@@ -42,7 +42,7 @@ def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[N
         finally:
             found = used()
             random.setstate(before["Python"])
-            np.random.set_state(before["numpy"])  # noqa: NPY002  # it is the modules that may use it
+            np.random.set_state(before["numpy"])  # noqa: NPY002  # modules may use it
             torch.default_generator.set_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
     if found:
         raise ExperimentError(
@@ -52,7 +52,7 @@ def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[N
 
 
 def _generators() -> dict[str, Any]:
-    """States of the generators that all code of a process shares."""
+    """Return the states of the process's global generators."""
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
         "torch": torch.default_generator.get_state().numpy().tobytes(),
@@ -62,7 +62,7 @@ def _generators() -> dict[str, Any]:
 
 
 class _GivenGenerators(TorchFunctionMode):
-    """Notes whether functions of torch are given a generator of their own."""
+    """Mode that records whether torch functions receive a generator of their own."""
 
     name = "a generator of its own"
 

@@ -1,4 +1,4 @@
-"""A module of torch as a function of its parameters."""
+"""PyTorch module as a function of its parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class ModuleFunction:
-    """A module as a function of its parameters, in the mode that it is in.
+    """Module as a function of its parameters, in its current mode.
 
-    It does what ``torch.func.functional_call`` does, without looking for the places of the parameters at each call,
-    which would be 3 % of a step of LeNet. Threads may not share one, as a call puts its parameters into the module.
+    It is equivalent to ``torch.func.functional_call``, but does not look up the places of the parameters at each call,
+    which would take 3 % of a LeNet step. Threads must not share one, since a call sets parameters of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,9 +49,9 @@ class ModuleFunction:
 
 
 def places(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
-    """Return where parameters stand: the dict of a layer, the key there, and the name that the parameter has in θ.
+    """Return the places of all parameters: the dict of the layer, the key there, and the parameter's name in θ.
 
-    A parameter that several layers share has the name of its first place.
+    A parameter shared by several layers has the name of its first place.
     """
     first: dict[int, str] = {}
     found: list[tuple[dict[str, Tensor | None], str, str]] = []

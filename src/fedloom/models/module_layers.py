@@ -1,4 +1,4 @@
-"""The layers of a module of torch: their names in errors, and what is refused as it stands."""
+"""Layers of a PyTorch module: their names in errors, and those that are rejected."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def hooks(
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that are not functions of parameters and inputs.
+    """Reject layers that are not functions of parameters and inputs.
 
     Raises
     ------
     ExperimentError
-        If there are any, or none that is trained.
+        If there are such layers, or no parameters to train.
     """
     for name, layer in module.named_modules():
         where = named(name, layer)
@@ -98,7 +98,7 @@ def copied(module: nn.Module) -> nn.Module:
     Raises
     ------
     ExperimentError
-        If it cannot be copied: the layer and its attribute, such as a lock, or a weight that is computed beforehand.
+        If it cannot be copied: the layer and the attribute, such as a lock or a weight computed in advance.
     """
     try:
         return copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""A network computed in bfloat16, its parameters and all that travels staying as they are."""
+"""Computation of a network in bfloat16, while its parameters and all messages keep their type."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fedloom.models.flat import FlatModel, with_forward
 
 
 def bfloat16(model: FlatModel) -> FlatModel:
-    """Convolutions and matrix products of a model in bfloat16, forwards and backwards.
+    """Return a model whose convolutions and matrix products run in bfloat16, forward and backward.
 
-    θ, the logits, the loss and the gradients keep their type, so that small updates are not rounded away; PyTorch's
-    autocast decides what is safe in between. A model in float64 is not touched by it.
+    θ, the logits, the loss and the gradients keep their type, so that small updates are not rounded away. PyTorch's
+    autocast decides what is safe in between. A model in float64 is unaffected.
     """
 
     def forward(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a client ends up with: a predictor, which predicts and can be saved."""
+"""Predictors of clients, which predict and can be saved."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from fedloom.models.flat import FlatModel
 
 
 class Predictor(Protocol):
-    """What a client ends up with."""
+    """Predictor of a client."""
 
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]`` log of the predicted class probabilities."""
+        """Return log-probabilities of the classes, ``[b, ...] -> [b, C]``."""
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``; rows sum to one."""
+        """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What to save so that the predictor can be used again."""
+        """Return the tensors to save, from which the predictor can be restored."""
 
     def named(self) -> dict[str, Tensor]:
-        """All that it predicts with, by the model's own names."""
+        """Return all tensors used for prediction, by the model's own names."""
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]`` log-probabilities as a function of :meth:`named`."""
+        """Return log-probabilities ``[b, ...] -> [b, C]`` as a function of :meth:`named`."""
 
 
 Predictors: TypeAlias = list[dict[str, Predictor]]
-"""One dict per client of the group: ``personal`` and, where there is one, ``global``."""
+"""One dict per client of the group: ``personal`` and, if it exists, ``global``."""
 
 
 def predictor_of(client: str, named: Mapping[str, Predictor], name: str) -> Predictor:
@@ -43,7 +43,7 @@ def predictor_of(client: str, named: Mapping[str, Predictor], name: str) -> Pred
     Raises
     ------
     DataError
-        If the client has none of that name, since it has nothing to train on.
+        If the client has none of that name, because it has no examples to train on.
     """
     if name not in named:
         raise DataError(
@@ -54,7 +54,7 @@ def predictor_of(client: str, named: Mapping[str, Predictor], name: str) -> Pred
 
 
 class ModelPredictor:
-    """A fixed θ as a predictor."""
+    """Predictor with a fixed θ."""
 
     def __init__(self, model: FlatModel, theta: Tensor) -> None:
         self.model = model
@@ -63,35 +63,35 @@ class ModelPredictor:
 
     @torch.no_grad()
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``."""
+        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
         return ModelPredictor.predict(self, self.parameters, x)
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``; rows sum to one."""
+        """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
         return self.log_probabilities(x).exp()
 
     @torch.no_grad()
     def losses(self, x: Tensor, y: Tensor | None) -> Tensor:
-        """The model's own loss of each example, ``[b, ...], [b] -> [b]``: what is measured without classes."""
+        """Return the model's loss of each example, ``[b, ...], [b] -> [b]``, which evaluates data without classes."""
         return self.model.loss(self.parameters, x, y)
 
     def tensors(self) -> dict[str, Tensor]:
-        """θ ``[d]``."""
+        """Return θ ``[d]``."""
         return {"theta": self.theta}
 
     def named(self) -> dict[str, Tensor]:
-        """The entries of the layout."""
+        """Return the entries of the layout."""
         return self.parameters
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``."""
+        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
         return F.log_softmax(self.model.forward(named, x), dim=1)
 
 
 def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predictor]]:
-    """Name one fixed model per client: ``personal=theta [g, d]`` to a dict of predictors per client.
+    """Return a dict of predictors per client, given one fixed model per client and name (``personal=theta [g, d]``).
 
-    Two names of one tensor are names of one predictor, which is then measured once.
+    Two names of the same tensor share one predictor, which is then evaluated once.
     """
     g = next(iter(thetas.values())).shape[0]
     different = {id(theta): theta for theta in thetas.values()}
@@ -100,14 +100,14 @@ def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predicto
 
 
 class Ensemble:
-    """The mean of the class probabilities of S networks (Bayesian model averaging, where they are draws).
+    """Mean of the class probabilities of S networks (Bayesian model averaging if they are draws).
 
     Parameters
     ----------
     thetas
         ``[S, d]``.
     tensors
-        What to save so that it can be used again.
+        Tensors to save, from which the ensemble can be restored.
     """
 
     def __init__(self, model: FlatModel, thetas: Tensor, **tensors: Tensor) -> None:
@@ -117,27 +117,27 @@ class Ensemble:
 
     @torch.no_grad()
     def draws_log_probabilities(self, x: Tensor) -> Tensor:
-        """Each network's prediction, ``[b, ...] -> [S, b, C]``."""
+        """Return each network's log-probabilities, ``[b, ...] -> [S, b, C]``."""
         return torch.stack([F.log_softmax(self._model.forward(network, x), dim=1) for network in self.networks])
 
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]`` log of the mean probability."""
+        """Return the log of the mean probabilities, ``[b, ...] -> [b, C]``."""
         return self.draws_log_probabilities(x).logsumexp(0) - math.log(len(self.networks))
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``; rows sum to one."""
+        """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
         return self.log_probabilities(x).exp()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it was made of."""
+        """Return the tensors that the ensemble was made from."""
         return self._tensors
 
     def named(self) -> dict[str, Tensor]:
-        """The networks' entries, as ``networks.0.fc1.weight``."""
+        """Return the networks' entries, as ``networks.0.fc1.weight``."""
         return {f"networks.{i}.{name}": t for i, leaves in enumerate(self.networks) for name, t in leaves.items()}
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, ...] -> [b, C]``."""
+        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
         names = self._model.layout.entries
         networks = [{name: named[f"networks.{i}.{name}"] for name, _ in names} for i in range(len(self.networks))]
         draws = torch.stack([F.log_softmax(self._model.forward(network, x), dim=1) for network in networks])

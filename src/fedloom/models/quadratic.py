@@ -1,4 +1,4 @@
-"""The noisy quadratic model: a problem whose answer is known (papers/004, §6)."""
+"""Noisy quadratic model, a problem with a known solution (papers/004, §6)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedloom.models.flat import FlatModel, Layout
 
 
 class Quadratic(FlatModel):
-    """θ estimates the mean of the inputs: an input x costs (θ - x)ᵀ H (θ - x)/2, H diagonal.
+    """Estimator θ of the mean of the inputs: an input x costs (θ - x)ᵀ H (θ - x)/2, H diagonal.
 
-    Over inputs of mean m and covariance Σ a client's objective is f_i(θ) = (θ - m)ᵀH(θ - m)/2 + tr(HΣ)/2, and its
+    For inputs of mean m and covariance Σ, a client's objective is f_i(θ) = (θ - m)ᵀH(θ - m)/2 + tr(HΣ)/2, and its
     stochastic gradient H(θ - x) has the noise H(x - m). With H = I this is mean estimation.
 
     Parameters
@@ -21,12 +21,12 @@ class Quadratic(FlatModel):
     features
         Length of an input, and of θ.
     curvature
-        The diagonal of H: one number for all coordinates, or one for each; all above 0.
+        Diagonal of H: one number for all coordinates, or one for each; all above 0.
 
     Raises
     ------
     ValueError
-        If there are not as many numbers.
+        If the number of curvatures differs from ``features``.
     """
 
     needs_labels = False
@@ -39,21 +39,21 @@ class Quadratic(FlatModel):
         self.curvature = torch.tensor(diagonal, dtype=torch.float64)
 
     def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:
-        """It starts at 0."""
+        """Return 0: θ starts at 0."""
         del name, shape, fan_in
         return 0.0
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """The inputs themselves, ``[b, f]``."""
+        """Return the inputs themselves, ``[b, f]``."""
         del parameters
         return x
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """What it takes each input for, θ: ``[b, f] -> [b, f]``."""
+        """Return θ for each input, ``[b, f] -> [b, f]``."""
         return parameters["theta"].expand_as(x)
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """(θ - x)ᵀ H (θ - x)/2 of each input, ``[b, f] -> [b]``; there are no labels."""
+        """Return (θ - x)ᵀ H (θ - x)/2 of each input, ``[b, f] -> [b]``; labels are ignored."""
         del y
         curvature = self.curvature.to(x)
         return (curvature * (self.forward(parameters, x) - x).square()).sum(1) / 2

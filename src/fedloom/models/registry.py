@@ -1,4 +1,4 @@
-"""The models an experiment file can name."""
+"""Models that an experiment file can name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedloom.plugins import plugins
 from fedloom.settings import Settings
 
 Kind: TypeAlias = Literal["pixels", "features", "tokens"]
-"""What an input is, as ``fedloom.data.manifest.Kind`` has it (the two rooms do not know each other)."""
+"""Kind of an input, as in ``fedloom.data.manifest.Kind``; models do not import the data package."""
 
 Width: TypeAlias = Annotated[int, Field(ge=1)]
 Curvature: TypeAlias = Annotated[float, Field(gt=0)]
@@ -41,9 +41,9 @@ class ModelChoice(Settings):
         "travels stay float32. Faster on GPUs and on CPUs with AMX, slower on most other CPUs",
     )
     takes: ClassVar[tuple[Kind, ...]]
-    """Kinds of input that the network can take."""
+    """Kinds of input that the network accepts."""
     classifies: ClassVar[bool] = True
-    """Whether it is for data with classes; if not, it is for data without."""
+    """True for data with classes, False for data without."""
 
     def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
         """Make the model for inputs ``[channels, height, width]``, ``[features]`` or ``[tokens]``, and C classes.
@@ -51,7 +51,7 @@ class ModelChoice(Settings):
         Raises
         ------
         ExperimentError
-            If this network cannot take such inputs.
+            If this network does not accept such inputs.
         """
         if kind not in self.takes:
             raise ExperimentError(
@@ -77,7 +77,7 @@ class ModelChoice(Settings):
 
     @abstractmethod
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the model for inputs of a kind that it takes.
+        """Make the model for inputs of an accepted kind.
 
         Raises
         ------
@@ -87,7 +87,7 @@ class ModelChoice(Settings):
 
 
 def _allowed(input_shape: tuple[int, ...], classes: int, kind: Kind) -> str:
-    """Names of the models that, as they are by default, take such inputs."""
+    """Return the names of the models that accept such inputs with default settings."""
     names = []
     for choice in MODELS:
         if kind in choice.takes and choice.classifies == (classes > 0):
@@ -98,13 +98,13 @@ def _allowed(input_shape: tuple[int, ...], classes: int, kind: Kind) -> str:
 
 
 class LeNetSettings(ModelChoice):
-    """The LeNet of papers/001, Table 3."""
+    """LeNet of papers/001, Table 3."""
 
     name: Literal["lenet"] = Field(default="lenet", description="LeNet of papers/001, Table 3, for images from 16x16")
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """For images from 16x16."""
+        """Make the model for images from 16x16."""
         return LeNet(input_shape, classes)
 
 
@@ -117,12 +117,12 @@ class ResNet20Settings(ModelChoice):
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """For images from 4x4."""
+        """Make the model for images from 4x4."""
         return ResNet20(input_shape, classes)
 
 
 class CNNSettings(ModelChoice):
-    """The four-layer CNN of papers/002."""
+    """Four-layer CNN of papers/002."""
 
     name: Literal["cnn"] = Field(
         default="cnn", description="four 3x3 convolutions (papers/002, §5.2), for images from 16x16"
@@ -131,12 +131,12 @@ class CNNSettings(ModelChoice):
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """For images from 16x16."""
+        """Make the model for images from 16x16."""
         return ConvNet(input_shape, [self.filters] * 4, [], classes)
 
 
 class VGGSettings(ModelChoice):
-    """The VGG of papers/003."""
+    """VGG of papers/003."""
 
     name: Literal["vgg"] = Field(default="vgg", description="VGG of papers/003, §5, for images from 32x32")
     channels: list[Width] = Field(
@@ -155,7 +155,7 @@ class VGGSettings(ModelChoice):
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """For images from 2^n x 2^n with n convolutions."""
+        """Make the model for images from 2^n x 2^n, with n convolutions."""
         network = BatchNormConvNet if self.norm == "batch" else ConvNet
         return network(input_shape, self.channels, self.classifier, classes)
 
@@ -167,24 +167,24 @@ class LogisticSettings(ModelChoice):
     takes = ("pixels", "features")
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """For inputs of any shape."""
+        """Make the model for inputs of any shape."""
         return MLP(input_shape, [], classes)
 
 
 class MLPSettings(ModelChoice):
-    """A multilayer perceptron with free widths."""
+    """Multilayer perceptron with configurable widths."""
 
     name: Literal["mlp"] = Field(default="mlp", description="multilayer perceptron, ReLU between layers")
     hidden: list[Width] = Field(default=[100], min_length=1, description="widths of the hidden layers")
     takes = ("pixels", "features")
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """For inputs of any shape."""
+        """Make the model for inputs of any shape."""
         return MLP(input_shape, self.hidden, classes)
 
 
 class LSTMSettings(ModelChoice):
-    """LEAF's character model."""
+    """Character model of LEAF."""
 
     name: Literal["lstm"] = Field(
         default="lstm", description="stacked LSTMs that predict the next token (LEAF; papers/001, A.3)"
@@ -195,12 +195,12 @@ class LSTMSettings(ModelChoice):
     takes = ("tokens",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """For any number of tokens; the classes are the vocabulary."""
+        """Make the model for any number of tokens; the classes are the vocabulary."""
         return LSTM(classes, self.embedding, self.hidden, self.layers)
 
 
 class QuadraticSettings(ModelChoice):
-    """The noisy quadratic model of papers/004."""
+    """Noisy quadratic model of papers/004."""
 
     name: Literal["quadratic"] = Field(
         default="quadratic", description="the noisy quadratic model (papers/004, §6), for data without classes"
@@ -212,7 +212,7 @@ class QuadraticSettings(ModelChoice):
     classifies = False
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """For inputs of any length."""
+        """Make the model for inputs of any length."""
         return Quadratic(input_shape[0], self.curvature)
 
 
@@ -243,7 +243,7 @@ class ModuleSettings(ModelChoice):
         Raises
         ------
         ExperimentError
-            If it cannot be made, or flattened: the layer, what was found and what is allowed.
+            If it cannot be made or flattened: the layer, and what was found and is allowed.
         """
         if not classes:
             raise ExperimentError(f"model.name: found {self.name!r} for data with no classes; allowed: quadratic")
@@ -267,9 +267,9 @@ MODELS: tuple[ModelChoice, ...] = (
     MLPSettings(),
     LSTMSettings(),
     QuadraticSettings(),
-    *plugins("fedloom.models", ModelChoice),  # type: ignore[type-abstract]  # it is only compared with
+    *plugins("fedloom.models", ModelChoice),  # type: ignore[type-abstract]  # only for comparison
 )
-"""All models, as they are by default; other packages add theirs by the entry point ``fedloom.models``."""
+"""All models with default settings; other packages register theirs under the entry point ``fedloom.models``."""
 
 if TYPE_CHECKING:
     ModelSettings: TypeAlias = ModelChoice

@@ -18,17 +18,17 @@ BLOCKS = 3
 
 
 class ResNet20(FlatModel):
-    """K. He et al., "Deep residual learning for image recognition", CVPR 2016, §4.2, n = 3, less its normalization.
+    """ResNet20 (K. He et al., "Deep residual learning for image recognition", CVPR 2016, §4.2, n = 3), unnormalized.
 
-    A 3x3 convolution, three stages of three blocks, the mean over the pixels, and a linear layer. The second and the
-    third stage start with stride 2, and their first shortcut is a 1x1 convolution ("option B"). Convolutions have no
-    biases. Both are so in the implementation that papers/001 (footnote 5) takes the batch normalization from, and
-    leave 270,906 parameters on three channels with ten classes.
+    It consists of a 3x3 convolution, three stages of three blocks, the mean over the pixels, and a linear layer. The
+    second and third stage start with stride 2, and their first shortcut is a 1x1 convolution ("option B"). Convolutions
+    have no biases. Both choices follow the implementation that papers/001 (footnote 5) strips of batch normalization,
+    and leave 270,906 parameters on three channels with ten classes.
 
     Raises
     ------
     ValueError
-        If the image is smaller than 4x4, which leaves one pixel to the third stage.
+        If the image is smaller than 4x4, which leaves one pixel for the third stage.
     """
 
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
@@ -52,11 +52,12 @@ class ResNet20(FlatModel):
         self.layout = Layout(tuple(entries))
 
     def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:
-        """Convolutions as K. He et al., ICCV 2015, eq. 10; the last one of each of the L = 9 blocks divided by √L.
+        """Return He's bound for convolutions, divided by √L for the last one of each of the L = 9 blocks.
 
-        Without normalization, and drawn like the others, each branch doubles the signal's power, and training
-        diverges. Divided, the nine together add as much as one (S. De, S. Smith, NeurIPS 2020, §3: what batch
-        normalization does to a fresh network). docs/models.md has the measurement. The last layer as PyTorch's Linear.
+        K. He et al., ICCV 2015, eq. 10. Without normalization and without the division, each branch doubles the
+        signal's power, and training diverges. Divided, the nine branches together add as much as one (S. De, S. Smith,
+        NeurIPS 2020, §3: the effect of batch normalization on a fresh network). See docs/models.md for the measurement.
+        The last layer is initialized as PyTorch's Linear.
         """
         if name.startswith("fc"):
             return super().bound(name, shape, fan_in)
@@ -64,7 +65,7 @@ class ResNet20(FlatModel):
         return he / math.sqrt(len(self.blocks)) if name.endswith("conv2.weight") else he
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, channels, height, width] -> [b, 64]``."""
+        """Return the pixel mean of the last stage, ``[b, channels, height, width] -> [b, 64]``."""
         h = F.relu(F.conv2d(x, parameters["conv.weight"], padding=1))
         for block, stride in self.blocks:
             branch = F.relu(F.conv2d(h, parameters[f"{block}.conv1.weight"], stride=stride, padding=1))
@@ -75,5 +76,5 @@ class ResNet20(FlatModel):
         return h.mean((2, 3))
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """``[b, channels, height, width] -> [b, C]`` logits."""
+        """Return logits, ``[b, channels, height, width] -> [b, C]``."""
         return F.linear(self.features(parameters, x), parameters["fc.weight"], parameters["fc.bias"])

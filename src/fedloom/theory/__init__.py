@@ -1,1 +1,1 @@
-"""The papers' bounds and optimal weights, as functions (docs/theory.md)."""
+"""Bounds and optimal weights of the papers, as functions (docs/theory.md)."""

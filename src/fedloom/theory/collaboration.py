@@ -1,7 +1,7 @@
-"""Personalized collaborative learning: bounds for WGA and Bias Correction, the best weight, the speedup (papers/004).
+"""Personalized collaborative learning (papers/004): bounds for WGA and Bias Correction, the best weight, the speedup.
 
-The text of papers/004 that we have lost its formulas. What is here has the form of its Theorems 1-3, but the derivation
-and the constants are ours; every step is in docs/theory.md, "Collaboration".
+Our copy of papers/004 lacks its formulas. This module follows the form of its Theorems 1-3, but the derivation and the
+constants are ours; docs/theory.md, "Collaboration", gives every step.
 
 User 0 minimizes f_0 with N helpers. A1: f_0 is L-smooth. A2: ‖∇f_0(x)‖² ≥ 2μ F(x), with F = f_0 - min f_0. A3:
 ‖B(x) - B(y)‖ ≤ δ‖x - y‖ with B = ∇f_avg - ∇f_0. A4: ‖B(x)‖² ≤ m‖∇f_0(x)‖² + ζ². A5: every user's gradient has variance
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """What A1-A5 say of one problem.
+    """Constants of A1-A5 for one problem.
 
     Attributes
     ----------
     helpers
         N.
     bias
-        ζ² of A4, the squared distance of the gradients that does not shrink with ‖∇f_0‖.
+        ζ² of A4, the part of the squared gradient distance that does not shrink with ‖∇f_0‖.
     noise
         σ² of A5, the variance of one user's stochastic gradient (summed over coordinates).
     smoothness, pl
@@ -51,7 +51,7 @@ class Problem:
     growth: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no problem.
+        """Check the constants.
 
         Raises
         ------
@@ -68,7 +68,7 @@ class Problem:
 
 
 def weighted_variance(alpha: float, noise: float, helpers: float, oracle: float = 0.0) -> float:
-    """Variance of (1 - α) g_0 + α (g_avg - c): (1 - α)² σ² + α² (σ² + v²)/N.
+    """Return the variance of (1 - α) g_0 + α (g_avg - c): (1 - α)² σ² + α² (σ² + v²)/N.
 
     Parameters
     ----------
@@ -82,9 +82,9 @@ def weighted_variance(alpha: float, noise: float, helpers: float, oracle: float 
 
 
 def relative_bias(p: Problem, step_size: float) -> float:
-    """r = ζ²/(L η σ²), how much the bias weighs beside the noise in :func:`wga_floor`; infinite without noise.
+    """Return r = ζ²/(L η σ²), the ratio of bias to noise in :func:`wga_floor`; infinite without noise.
 
-    With η = 1/(μT), which is, but for a factor ln T, what T steps need to get rid of the start, this is μ T ζ²/(L σ²):
+    With η = 1/(μT), which up to a factor ln T is the step size at which T steps forget the start, it is μ T ζ²/(L σ²):
     bias accumulates over the rounds.
     """
     if p.bias == 0:
@@ -93,58 +93,59 @@ def relative_bias(p: Problem, step_size: float) -> float:
 
 
 def optimal_alpha(p: Problem, step_size: float) -> float:
-    """The α that minimizes :func:`wga_floor`: papers/004, "Speedup over training alone", with our constants.
+    """Return the α that minimizes :func:`wga_floor`: papers/004, "Speedup over training alone", with our constants.
 
     With A = L η σ², D = A/N + ζ² and q = m A - L η M ζ² it is the smaller root of q α² - (A + D + q) α + A = 0. For
     m = M = 0 this is 1/(1 + 1/N + r), r = :func:`relative_bias`; without bias and m N/(N + 1), whatever M is.
     """
     a = p.smoothness * step_size * p.noise
     if a == 0:
-        return 0.0  # nothing to reduce: any collaboration could only add bias
+        return 0.0  # no noise to reduce: collaboration could only add bias
     growing = p.smoothness * step_size * p.growth * p.bias
     b = a * (1 + p.scaling) + a / p.helpers + p.bias - growing
     return 2 * a / (b + math.sqrt(b * b - 4 * (p.scaling * a - growing) * a))
 
 
 def mean_estimation_loss(p: Problem, alpha: float, samples: int) -> float:
-    """E F of (1 - α) x̄_0 + α x̄_avg: ((1 - α)² σ²/T + α² (σ²/(N T) + ζ²))/2, T samples of each user (papers/004, §4).
+    """Return E F of (1 - α) x̄_0 + α x̄_avg: ((1 - α)² σ²/T + α² (σ²/(N T) + ζ²))/2.
 
-    f_i(x) = E(x - s_i)²/2, so that F is half the squared error of m_0. It is model averaging as Grimberg et al. study
-    it (arXiv 2110.12946), and what WGA with η_t = 1/(t + 1) comes to. Its best weight, for known σ and ζ, is
-    :func:`optimal_alpha` at η = 1/T.
+    T is the number of samples per user (papers/004, §4). f_i(x) = E(x - s_i)²/2, so F is half the squared error of m_0.
+    This is model averaging as studied by Grimberg et al. (arXiv 2110.12946), and the result of WGA with
+    η_t = 1/(t + 1). Its best weight, for known σ and ζ, is :func:`optimal_alpha` at η = 1/T.
     """
     return (weighted_variance(alpha, p.noise, p.helpers) / samples + alpha**2 * p.bias) / 2
 
 
 def speedup(helpers: float, relative: float) -> float:
-    """:func:`wga_floor` of training alone over that with the best α, for m = M = 0: 1 + N/(1 + N r).
+    """Return the ratio of :func:`wga_floor` alone to that with the best α, for m = M = 0: 1 + N/(1 + N r).
 
-    N + 1 without bias (linear speedup); 1 + 1/r however many helpers there are, with bias (papers/004, Figure 1). It is
-    a ratio of bounds: without bias that of the losses, too, which with bias may be half of it (docs/theory.md).
+    It is N + 1 without bias (linear speedup); with bias it stays below 1 + 1/r for any number of helpers (papers/004,
+    Figure 1). It is a ratio of bounds. Without bias it is also the ratio of the losses, which with bias may be half of
+    it (docs/theory.md).
     """
     return 1 + helpers / (1 + helpers * relative) if math.isfinite(relative) else 1.0
 
 
 def optimal_alpha_oracle(p: Problem, oracle: float) -> float:
-    """The α that minimizes :func:`weighted_variance`: 1/(1 + (1 + v²/σ²)/N) (papers/004, after Theorem 2)."""
+    """Return the α that minimizes :func:`weighted_variance`: 1/(1 + (1 + v²/σ²)/N) (papers/004, after Theorem 2)."""
     return p.helpers * p.noise / (p.helpers * p.noise + p.noise + oracle) if p.noise else 0.0
 
 
 def relative_bias_bc(p: Problem, step_size: float, beta: float) -> float:
-    """What r is for BC where Hessians agree (δ = 0): β (1 + 1/N) / ((2 - β) L η), without any ζ."""
+    """Return r for BC with equal Hessians (δ = 0): β (1 + 1/N) / ((2 - β) L η), independent of ζ."""
     return beta * (1 + 1 / p.helpers) / ((2 - beta) * p.smoothness * step_size)
 
 
 def optimal_alpha_bc(p: Problem, step_size: float, beta: float) -> float:
-    """The α that minimizes the floor of :func:`bc_bound_pl` where δ = 0: 1/(1 + 1/N + r), see the function above."""
+    """Return the α that minimizes the floor of :func:`bc_bound_pl` for δ = 0: 1/(1 + 1/N + r), r as above."""
     return 1 / (1 + 1 / p.helpers + relative_bias_bc(p, step_size, beta)) if p.noise else 0.0
 
 
 def optimal_beta(p: Problem, steps: int) -> float:
-    """The β that minimizes :func:`bc_bound` where δ = 0: with a = ζ²/T and V = σ² (1 + 1/N), 2/(1 + √(1 + 4V/a)).
+    """Return the β that minimizes :func:`bc_bound` for δ = 0: 2/(1 + √(1 + 4V/a)), a = ζ²/T, V = σ² (1 + 1/N).
 
-    About √(ζ²/(TV)), and 1 without noise. A small β keeps c_0 = 0 for long, a large one the noise in c (docs/theory.md,
-    Theorem 3).
+    This is about √(ζ²/(TV)), and 1 without noise. A small β keeps c_0 = 0 for long, a large one keeps the noise in c
+    (docs/theory.md, Theorem 3).
     """
     observed, start = p.noise * (1 + 1 / p.helpers), p.bias / steps
     if start == 0:
@@ -156,12 +157,12 @@ def optimal_beta(p: Problem, steps: int) -> float:
 
 
 def descent(p: Problem, alpha: float, step_size: float) -> float:
-    """1 - α² m - L η M ((1 - α)² + α²/N): what bias and noise that grow with ‖∇f_0‖² leave of a step's descent.
+    """Return 1 - α² m - L η M ((1 - α)² + α²/N), the share of a step's descent left by the growing bias and noise.
 
     Raises
     ------
     ValueError
-        If nothing is left: no bound is known then.
+        If it is not positive: no bound is known in that case.
     """
     if alpha**2 * p.scaling >= 1:
         raise ValueError(f"alpha: found {alpha}, allowed: below {1 / math.sqrt(p.scaling):g} = 1/√m")
@@ -173,29 +174,29 @@ def descent(p: Problem, alpha: float, step_size: float) -> float:
 
 
 def wga_floor(p: Problem, alpha: float, step_size: float, oracle: float = 0.0) -> float:
-    """α² ζ² + L η σ²(α), over :func:`descent`: 2μ times the loss at which WGA stops improving (Theorem 1, PL case)."""
+    """Return (α² ζ² + L η σ²(α)) / :func:`descent`: 2μ times the loss at which WGA stalls (Theorem 1, PL case)."""
     left = descent(p, alpha, step_size)
     noise = p.smoothness * step_size * weighted_variance(alpha, p.noise, p.helpers, oracle)
     return (alpha**2 * p.bias + noise) / left
 
 
 def wga_bound(p: Problem, alpha: float, step_size: float, steps: int, excess: float) -> float:
-    """Bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T, for η ≤ 1/L (form of Theorem 1, non-convex case)."""
+    """Return the bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T, for η ≤ 1/L (form of Theorem 1, nonconvex case)."""
     _check_step(p, step_size)
     return 2 * excess / (step_size * steps * descent(p, alpha, step_size)) + wga_floor(p, alpha, step_size)
 
 
 def wga_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, excess: float) -> float:
-    """Bound on E F(x_T) for η ≤ 1/L under A2 (form of Theorem 1, PL case)."""
+    """Return the bound on E F(x_T) for η ≤ 1/L under A2 (form of Theorem 1, PL case)."""
     _check_step(p, step_size)
     contraction = 1 - step_size * p.pl * descent(p, alpha, step_size)
     return float(contraction**steps * excess + wga_floor(p, alpha, step_size) / (2 * p.pl))
 
 
 def oracle_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, excess: float, oracle: float) -> float:
-    """Bound on E F(x_T) with an unbiased oracle of the mean bias, of variance v²/N (form of Theorem 2, PL case).
+    """Return the bound on E F(x_T) with an unbiased oracle of the mean bias, of variance v²/N (Theorem 2, PL case).
 
-    Neither ζ nor m is in it.
+    It depends on neither ζ nor m.
     """
     unbiased = replace(p, bias=0.0, scaling=0.0)
     _check_step(p, step_size)
@@ -207,27 +208,27 @@ def oracle_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, exce
 
 
 def bc_step_size(p: Problem, alpha: float, beta: float) -> float:
-    """Largest η for which :func:`bc_bound` holds; the PL case needs η ≤ β/(2μ) too where δ > 0."""
+    """Return the largest η for which :func:`bc_bound` holds; for δ > 0 the PL case also needs η ≤ β/(2μ)."""
     slow = math.inf if alpha * p.dissimilarity == 0 else beta / (4 * math.sqrt(2) * alpha * p.dissimilarity)
     return min(1 / p.smoothness, slow)
 
 
 def bc_bound(p: Problem, alpha: float, beta: float, step_size: float, steps: int, excess: float, bias: float) -> float:
-    """Bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T (form of Theorem 3, non-convex case).
+    """Return the bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T (form of Theorem 3, nonconvex case).
 
     Parameters
     ----------
     bias
-        ‖B(x_0)‖², what c_0 = 0 is wrong by; it is divided by T.
+        ‖B(x_0)‖², the squared error of c_0 = 0; it is divided by T.
 
     Raises
     ------
     ValueError
-        If η is above :func:`bc_step_size`, or M too large for it.
+        If η is above :func:`bc_step_size`, or M is too large for it.
     """
     _check_step(p, step_size, bc_step_size(p, alpha, beta))
 
-    def of(noise: float) -> float:  # what noise of this variance adds
+    def of(noise: float) -> float:  # contribution of noise of this variance
         variance, observed = weighted_variance(alpha, noise, p.helpers), noise * (1 + 1 / p.helpers)
         if p.dissimilarity == 0:
             return p.smoothness * step_size * variance + alpha**2 * beta * observed / (2 - beta)
@@ -247,9 +248,9 @@ def bc_bound(p: Problem, alpha: float, beta: float, step_size: float, steps: int
 def bc_bound_pl(
     p: Problem, alpha: float, beta: float, step_size: float, steps: int, excess: float, bias: float
 ) -> float:
-    """Bound on E F(x_T) under A2 (form of Theorem 3, PL case); arguments as in :func:`bc_bound`.
+    """Return the bound on E F(x_T) under A2 (form of Theorem 3, PL case); arguments as in :func:`bc_bound`.
 
-    What does not vanish with T has no ζ and no m in it. For M = 0 alone.
+    The part that does not vanish with T depends on neither ζ nor m. Only for M = 0.
 
     Raises
     ------
@@ -264,7 +265,7 @@ def bc_bound_pl(
     if p.dissimilarity == 0:
         _check_step(p, step_size, allowed)
         slow, fast = 1 - step_size * p.pl, (1 - beta) ** 2
-        # Σ_k slow^(T-1-k) fast^k, what is left of the wrong start of c
+        # Σ_k slow^(T-1-k) fast^k, the remaining effect of the wrong initial c
         left = (slow**steps - fast**steps) / (slow - fast) if slow != fast else steps * slow ** (steps - 1)
         floor = p.smoothness * step_size * variance + alpha**2 * beta * observed / (2 - beta)
         return float(slow**steps * excess + step_size / 2 * alpha**2 * bias * left + floor / (2 * p.pl))
@@ -284,28 +285,28 @@ def _check_step(p: Problem, step_size: float, allowed: float | None = None) -> N
         raise ValueError(f"step_size: found {step_size:g}, allowed: above 0 and at most {allowed:g}")
 
 
-# --- what really happens on a quadratic -------------------------------------------------------------------------------
+# --- exact losses on a quadratic --------------------------------------------------------------------------------------
 
 
 def quadratic_losses(
     p: Problem, curvature: float, alpha: float, beta: float | None, step_size: float, steps: int, start: float
 ) -> list[float]:
-    """E F(x_t), t = 0 ... T, exactly, on the one-dimensional noisy quadratic model (papers/004, §6).
+    """Return the exact E F(x_t), t = 0 ... T, on the one-dimensional noisy quadratic model (papers/004, §6).
 
     f_i(x) = h (x - m_i)²/2 with gradient noise of variance σ², and B = h (m_0 - m_avg) constant, ζ² = B². With
     z = x - m_0 and e = c - B,
 
         z⁺ = (1 - ηh) z + η α e - η ((1 - α) n_0 + α n_avg),    e⁺ = (1 - β) e + β (n_avg - n_0),
 
-    so that first and second moments follow a linear recursion. With M > 0 every user's noise has the variance
-    σ² + M h² z², which is linear in the moments, too.
+    so first and second moments follow a linear recursion. With M > 0 every user's noise has the variance σ² + M h² z²,
+    which is also linear in the moments.
 
     Parameters
     ----------
     curvature
         h.
     beta
-        Of BC, which starts at c_0 = 0; None for WGA, whose c stays 0 (α = 0 is Alone).
+        β of BC, which starts at c_0 = 0; None for WGA, whose c stays 0 (α = 0 is Alone).
     start
         z_0.
     """
@@ -333,18 +334,18 @@ def quadratic_losses(
 
 
 def weighted_gradient(own: Tensor, helpers: Tensor, alpha: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
-    """(1 - α) g_0 + α (g_avg - c): papers/004, Algorithm 2 (c = 0) and Algorithm 3.
+    """Return (1 - α) g_0 + α (g_avg - c): papers/004, Algorithm 2 (c = 0) and Algorithm 3.
 
     Parameters
     ----------
     own, helpers
-        g_0 and g_avg, of one shape.
+        g_0 and g_avg, of the same shape.
     bias
-        c, what is known of g_avg - g_0 before this exchange.
+        c, the estimate of g_avg - g_0 before this exchange.
     """
     return (1 - alpha) * own + alpha * (helpers - bias)
 
 
 def next_bias(bias: Tensor, own: Tensor, helpers: Tensor, beta: float | Tensor) -> Tensor:
-    """(1 - β) c + β b with the observed bias b = g_avg - g_0: papers/004, Algorithm 3, last two lines."""
+    """Return (1 - β) c + β b for the observed bias b = g_avg - g_0: papers/004, Algorithm 3, last two lines."""
     return (1 - beta) * bias + beta * (helpers - own)

@@ -1,4 +1,4 @@
-"""The adversary's weights: Lemma 1 of F. Huang, J. Li, Compositional federated learning, arXiv 2106.11264"""
+"""Weights of the adversary: Lemma 1 of F. Huang, J. Li, Compositional federated learning, arXiv 2106.11264."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def regularized_loss(losses: Tensor, weights: Tensor, gamma: float) -> Tensor:
-    """Σ r_i f_i - γ Σ r_i log(n r_i), maximized by the adversary r (papers/002, eq. 4 with the KL divergence; eq. 14).
+    """Return Σ r_i f_i - γ Σ r_i log(n r_i), which the adversary r maximizes (papers/002, eq. 4 with KL; eq. 14).
 
     Parameters
     ----------
@@ -28,14 +28,14 @@ def regularized_loss(losses: Tensor, weights: Tensor, gamma: float) -> Tensor:
 
 
 def optimal_weights(losses: Tensor, gamma: float) -> Tensor:
-    """The r that maximizes :func:`regularized_loss`: r_i = exp(f_i/γ) / Σ exp(f_j/γ) (papers/002, Lemma 1, eq. 17-18).
+    """Return the r that maximizes :func:`regularized_loss`: exp(f_i/γ) / Σ exp(f_j/γ) (papers/002, Lemma 1, eq. 17-18).
 
     Parameters
     ----------
     losses
         f ``[n]``.
     gamma
-        γ > 0: the smaller, the more of the weight is with the largest loss.
+        γ > 0: the smaller it is, the more weight the largest loss has.
 
     Returns
     -------
@@ -46,7 +46,7 @@ def optimal_weights(losses: Tensor, gamma: float) -> Tensor:
 
 
 def composed_loss(losses: Tensor, gamma: float) -> Tensor:
-    """γ log((1/n) Σ exp(f_i/γ)), the largest value of :func:`regularized_loss` (papers/002, Lemma 1, eq. 5 and 21).
+    """Return γ log((1/n) Σ exp(f_i/γ)), the maximum of :func:`regularized_loss` (papers/002, Lemma 1, eq. 5 and 21).
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Mean-field Gaussians over θ as vectors v = (μ, ρ), σ = softplus(ρ): papers/003, §2 and §4.
 
-A Gaussian over θ in R^d is one tensor ``[..., 2, d]`` where it travels: μ in row 0, ρ in row 1. All derivatives are in
+In messages a Gaussian over θ in R^d is one tensor ``[..., 2, d]``: μ in row 0, ρ in row 1. All derivatives are in
 closed form.
 """
 
@@ -16,24 +16,24 @@ MU, RHO = range(2)
 
 
 def softplus(rho: float) -> float:
-    """σ of one ρ."""
+    """Return σ for one ρ."""
     return math.log1p(math.exp(rho)) if rho < 30 else rho
 
 
 def inverse_softplus(sigma: Tensor) -> Tensor:
-    """ρ with log(1 + exp ρ) = σ, for σ > 0; exact for small and large σ alike."""
+    """Return ρ with log(1 + exp ρ) = σ, for σ > 0; accurate for both small and large σ."""
     return sigma + torch.log(-torch.expm1(-sigma))
 
 
 def gaussian(mu: Tensor, rho: float) -> Tensor:
-    """v ``[2, d]`` with mean ``mu`` ``[d]`` and every deviation softplus(``rho``)."""
+    """Return v ``[2, d]`` with mean ``mu`` ``[d]`` and standard deviation softplus(``rho``) everywhere."""
     return torch.stack([mu, torch.full_like(mu, rho)])
 
 
 class MeanField:
-    """N(μ, σ²) with what its derivatives need: σ, and ``slope`` = dσ/dρ, each ``[..., d]``.
+    """Gaussian N(μ, σ²) with the quantities for its derivatives: σ, and ``slope`` = dσ/dρ, each ``[..., d]``.
 
-    ``mu`` and ``rho`` may be changed in place, followed by :meth:`refresh`.
+    ``mu`` and ``rho`` may be changed in place if :meth:`refresh` follows.
 
     Parameters
     ----------
@@ -49,23 +49,23 @@ class MeanField:
         self.refresh()
 
     def refresh(self) -> None:
-        """σ = log(1 + e^ρ) and dσ/dρ = e^ρ / (1 + e^ρ); one exponential serves both."""
+        """Compute σ = log(1 + e^ρ) and dσ/dρ = e^ρ / (1 + e^ρ) from one exponential."""
         e = torch.exp(self.rho, out=self.slope)
         torch.log1p(e, out=self.sigma)
         e.div_(1 + e)
 
     @property
     def v(self) -> Tensor:
-        """``[..., 2, d]``."""
+        """The vector (μ, ρ), ``[..., 2, d]``."""
         return torch.stack([self.mu, self.rho], dim=-2)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """θ = μ + σ g for standard normal g (eq. 26)."""
+        """Return θ = μ + σ g for standard normal g (eq. 26)."""
         return torch.addcmul(self.mu, self.sigma, noise)
 
 
 def kl(q: MeanField, w: MeanField) -> Tensor:
-    """KL(q ‖ w) in nats (eq. 8), ``[..., d] -> [...]``."""
+    """Return KL(q ‖ w) in nats (eq. 8), ``[..., d] -> [...]``."""
     ratio = (q.sigma / w.sigma).square()
     distance = ((q.mu - w.mu) / w.sigma).square()
     return 0.5 * (ratio + distance - 1 - ratio.log()).sum(-1)
@@ -76,8 +76,8 @@ def add_posterior_gradient(d_mu: Tensor, d_sigma: Tensor, q: MeanField, w: MeanF
 
     ∂KL/∂μ_q = (μ_q - μ_w) / σ_w²        ∂KL/∂σ_q = (σ_q - σ_w)(σ_q + σ_w) / (σ_w² σ_q)
 
-    The factored form is exactly 0 where q = w. Rounding would leave σ_q / σ_w² - 1 / σ_q a few units of the last place
-    there, which Adam would normalize to steps of its learning rate.
+    The factored form is exactly 0 where q = w. There, σ_q / σ_w² - 1 / σ_q would leave a rounding error of a few units
+    in the last place, which Adam would normalize to steps of its learning rate.
     """
     variance = w.sigma.square()
     d_mu.addcdiv_(q.mu - w.mu, variance, value=scale)
@@ -86,7 +86,7 @@ def add_posterior_gradient(d_mu: Tensor, d_sigma: Tensor, q: MeanField, w: MeanF
 
 
 def prior_gradient(q: MeanField, w: MeanField) -> tuple[Tensor, Tensor]:
-    """∂KL(q ‖ w)/∂(μ_w, ρ_w) (derivative of eq. 28)::
+    """Return ∂KL(q ‖ w)/∂(μ_w, ρ_w) (derivative of eq. 28)::
 
     ∂KL/∂μ_w = (μ_w - μ_q) / σ_w²        ∂KL/∂σ_w = ((σ_w - σ_q)(σ_w + σ_q) - (μ_w - μ_q)²) / σ_w³
 
@@ -100,7 +100,7 @@ def prior_gradient(q: MeanField, w: MeanField) -> tuple[Tensor, Tensor]:
 
 
 def matched_moments(mu: Tensor, second: Tensor) -> Tensor:
-    """v ``[2, d]`` of the Gaussian that minimizes Σ_i KL(q_i ‖ w) (Lemma A.2, eqs. A.27 and A.28).
+    """Return v ``[2, d]`` of the Gaussian that minimizes Σ_i KL(q_i ‖ w) (Lemma A.2, eqs. A.27 and A.28).
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Matching of neurons across networks: MAP inference in a Beta-Bernoulli process, and the networks that it merges.
+"""Matching of neurons across networks by MAP inference in a Beta-Bernoulli process, and the merged networks.
 
 M. Yurochkin, M. Agarwal, S. Ghosh, K. Greenewald, T. N. Hoang, Y. Khazaeni, Bayesian nonparametric federated learning
-of neural networks, ICML 2019, arXiv 1905.12022, §3. A neuron is a vector v of K numbers, a draw around an atom
+of neural networks, ICML 2019, arXiv 1905.12022, §3. A neuron is a vector v of K numbers, drawn around an atom
 N(μ0, σ0²) with a precision for each number; J networks have L neurons each, matched to different atoms.
 """
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 Assign = Callable[[Tensor], Tensor]
-"""``[L, I] -> [L]``: the columns, all different, with the largest sum."""
+"""Assignment ``[L, I] -> [L]`` of rows to distinct columns with the largest sum."""
 
 
 def pooled(
     neurons: Tensor, precisions: Tensor, assignment: Tensor, prior: float, centre: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """μ0/σ0² + Σ p v, 1/σ0² + Σ p, and the number of neurons of each atom: ``[I, K], [I, K], [I]``.
+    """Return μ0/σ0² + Σ p v, 1/σ0² + Σ p, and the number of neurons of each atom: ``[I, K], [I, K], [I]``.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def pooled(
     precisions
         ``[J, K]``.
     assignment
-        ``[J, L]`` atoms 0 ... I - 1, each one somebody's.
+        ``[J, L]`` atoms 0 ... I - 1, each assigned at least once.
     prior
         1/σ0².
     centre
@@ -49,18 +49,18 @@ def gains(
     v: Tensor, p: Tensor, total: Tensor, precision: Tensor, count: Tensor, networks: int, prior: float, gamma: float,
     new: int, centre: Tensor | float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """What each neuron of a network adds to twice the log posterior, by atom: ``[L, I + new]`` (eq. 9 and 10).
+    """Return each neuron's gain in twice the log posterior, by atom: ``[L, I + new]`` (eq. 9 and 10).
 
     Parameters
     ----------
     v, p
-        Its neurons ``[L, K]`` and their precisions ``[K]``.
+        Neurons ``[L, K]`` of the network and their precisions ``[K]``.
     total, precision, count
-        Of the atoms of the other networks, as :func:`pooled` says.
+        Values of :func:`pooled` for the atoms of the other networks.
     networks
-        J, this one included.
+        J, including this one.
     new
-        Columns of atoms that nobody has yet.
+        Number of columns for atoms that are not yet assigned.
     centre
         As for :func:`pooled`.
     """
@@ -86,16 +86,16 @@ def match(
     generator: torch.Generator,
     centre: Tensor | float = 0.0,
 ) -> Tensor:
-    """Match the neurons of J networks: each in turn, given the others' assignment, ``sweeps`` times in random order.
+    """Match the neurons of J networks, each in turn given the others, in ``sweeps`` passes in random order.
 
     Parameters
     ----------
     neurons, precisions, prior, centre
         As for :func:`pooled`.
     assignment
-        Where to start from, ``[J, L]``; -1 in the row of a network that has none yet.
+        Initial assignment, ``[J, L]``; -1 in the row of a network without one.
     cap
-        Largest number of atoms, at least L.
+        Maximum number of atoms, at least L.
 
     Returns
     -------
@@ -116,6 +116,6 @@ def match(
 
 
 def without_gaps(assignment: Tensor) -> Tensor:
-    """The same atoms, numbered 0 ... I - 1 in the same order."""
+    """Return the assignment with its atoms renumbered 0 ... I - 1 in the same order."""
     used = torch.bincount(assignment.flatten()) > 0
     return (used.cumsum(0) - 1)[assignment]

@@ -1,16 +1,16 @@
-"""PeFLL's generalization bound, evaluated on a trained run (papers/001, Theorem 3.2 and Theorem B.1).
+"""Generalization bound of PeFLL, evaluated on a trained run (papers/001, Theorem 3.2 and Theorem B.1).
 
 With probability 1 - δ over n clients of m examples each, for all η_h and η_v at once:
 
-    E loss on a client to come  ≤  mean loss on the clients' own data
+    E loss on a future client  ≤  mean loss on the clients' own data
                                  + √((‖η_h‖²/2α_h + ‖η_v‖²/2α_v + log(4√n/δ)) / 2n)
                                  + E √((Σ_i ‖h(v_i)‖²/2α_θ + log(8mn/δ) + 1) / 2mn)                        (eq. 3)
 
 where networks and models are drawn: η̄_h ~ N(η_h, α_h I), η̄_v ~ N(η_v, α_v I), f ~ N(h(v(S_i; η̄_v); η̄_h), α_θ I).
 
-Three things to know (docs/theory.md). The divergence of N(η, αI) from N(0, αI) is ‖η‖²/2α, as in eq. 3; the end of
-appendix B says α‖η‖², which is wrong. Eq. 3 writes the loss of the mean model h(v), while Theorem B.1, from which it
-follows, has that of a model drawn from the client's Gaussian: so has this module. The loss must be bounded: it is the
+Three remarks (docs/theory.md). The divergence of N(η, αI) from N(0, αI) is ‖η‖²/2α, as in eq. 3; the end of
+appendix B says α‖η‖², which is wrong. Eq. 3 writes the loss of the mean model h(v), whereas Theorem B.1, from which it
+follows, has that of a model drawn from the client's Gaussian, as does this module. The loss must be bounded: it is the
 0-1 loss, M = 1.
 """
 
@@ -33,7 +33,7 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Networks:
-    """A trained PeFLL: its networks, their parameters by name, and what is done with a descriptor between the two."""
+    """Networks of a trained PeFLL, their parameters by name, and the transformation of descriptors between them."""
 
     embedding: EmbeddingNetwork
     hypernetwork: Hypernetwork
@@ -45,7 +45,7 @@ class Networks:
 
 @dataclass(frozen=True)
 class Variances:
-    """α_h, α_v, α_θ: variances of the three Gaussians."""
+    """Variances α_h, α_v, α_θ of the three Gaussians."""
 
     h: float
     v: float
@@ -54,20 +54,20 @@ class Variances:
 
 @dataclass(frozen=True)
 class Bound:
-    """The right-hand side of eq. 3, term by term; all are fractions.
+    """Right-hand side of eq. 3, term by term; all terms are fractions.
 
     Attributes
     ----------
     clients, examples
-        n; m, the smallest train split (the theorem has clients of one size; a larger one can only help).
+        n; m, the smallest train split (the theorem assumes equal sizes; larger ones can only help).
     empirical
-        Mean 0-1 loss of the drawn models on the train splits, mean over draws.
+        Mean 0-1 loss of the drawn models on the train splits, averaged over draws.
     empirical_error
-        Standard error of that over the draws of the networks.
+        Standard error of ``empirical`` over the draws of the networks.
     meta
-        The term of η_h and η_v: what has been learned across clients.
+        Term of η_h and η_v: the complexity of what is learned across clients.
     client
-        The term of the clients' models.
+        Term of the clients' models.
     """
 
     clients: int
@@ -79,27 +79,27 @@ class Bound:
 
     @property
     def total(self) -> float:
-        """The bound."""
+        """Sum of the three terms, the bound."""
         return self.empirical + self.meta + self.client
 
     @property
     def vacuous(self) -> bool:
-        """Whether it says nothing: a 0-1 loss is at most 1 anyway."""
+        """True if the bound is trivial, since a 0-1 loss is at most 1."""
         return self.total >= 1
 
 
 def gaussian_divergence(mean: float | Tensor, variance: float) -> float:
-    """KL(N(η, αI) ‖ N(0, αI)) = ‖η‖²/2α, given ‖η‖² (papers/001, eq. 3)."""
+    """Return KL(N(η, αI) ‖ N(0, αI)) = ‖η‖²/2α, given ‖η‖² (papers/001, eq. 3)."""
     return float(mean) / (2 * variance)
 
 
 def meta_term(divergence: float, clients: int, delta: float) -> float:
-    """√((KL + log(4√n/δ)) / 2n) (papers/001, eq. 6, second term, M = 1)."""
+    """Return √((KL + log(4√n/δ)) / 2n) (papers/001, eq. 6, second term, M = 1)."""
     return math.sqrt((divergence + math.log(4 * math.sqrt(clients) / delta)) / (2 * clients))
 
 
 def client_term(divergence: float, clients: int, examples: int, delta: float) -> float:
-    """√((Σ KL_i + log(8mn/δ) + 1) / 2mn) (papers/001, eq. 6, third term, M = 1)."""
+    """Return √((Σ KL_i + log(8mn/δ) + 1) / 2mn) (papers/001, eq. 6, third term, M = 1)."""
     size = examples * clients
     return math.sqrt((divergence + math.log(8 * size / delta) + 1) / (2 * size))
 
@@ -120,7 +120,7 @@ def bound(
     clients
         Labelled train splits of n seen clients. The bound holds for all η at once, so it holds for any n of them.
     draws
-        Of the networks; each draw draws one model per client.
+        Number of draws of the networks; each draws one model per client.
 
     Raises
     ------
@@ -149,14 +149,14 @@ def observed(
     generator: torch.Generator,
     draws: int = 5,
 ) -> float:
-    """Mean 0-1 loss on the test splits of clients that describe themselves with their train splits.
+    """Return the mean 0-1 loss on the test splits of clients whose descriptors come from their train splits.
 
     Parameters
     ----------
     clients
-        Train and test split of each, for unseen clients: an estimate of the left-hand side of eq. 3.
+        Train and test split of each; unseen clients give an estimate of the left-hand side of eq. 3.
     variances
-        None: of the mean networks and models, as PeFLL predicts.
+        None for the mean networks and models, with which PeFLL predicts.
     """
     trains, tests = [train for train, _ in clients], [test for _, test in clients]
     found = []
@@ -167,7 +167,7 @@ def observed(
 
 
 def _models(n: Networks, clients: Sequence[Split], variances: Variances | None, generator: torch.Generator) -> Tensor:
-    """h(v(S_i; η̄_v); η̄_h) for one draw of the networks, ``[clients, d]``."""
+    """Return h(v(S_i; η̄_v); η̄_h) for one draw of the networks, ``[clients, d]``."""
     eta_v, eta_h = n.eta_v, n.eta_h
     if variances is not None:
         eta_v, eta_h = _drawn(eta_v, variances.v, generator), _drawn(eta_h, variances.h, generator)
@@ -179,7 +179,7 @@ def _models(n: Networks, clients: Sequence[Split], variances: Variances | None, 
 def _errors(
     model: FlatModel, theta: Tensor, splits: Sequence[Split], variances: Variances | None, generator: torch.Generator
 ) -> list[float]:
-    """Mean 0-1 loss of each client's model, or of one drawn around it."""
+    """Return the mean 0-1 loss of each client's model, or of one drawn around it."""
     errors = []
     for mean, split in zip(theta, splits, strict=True):
         drawn = mean if variances is None else mean + math.sqrt(variances.theta) * _noise(mean, generator)
@@ -199,5 +199,5 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _squared(parameters: Named) -> float:
-    """‖η‖²."""
+    """Return ‖η‖²."""
     return sum(float(p.double().square().sum()) for p in parameters.values())

@@ -1,11 +1,11 @@
-"""The Gaussian mechanism, exactly: what (ε, δ) some noise gives, and what noise some (ε, δ) needs.
+"""Exact analysis of the Gaussian mechanism: the (ε, δ) of given noise, and the noise for a given (ε, δ).
 
 Borja Balle and Yu-Xiang Wang, "Improving the Gaussian Mechanism for Differential Privacy", ICML 2018, arXiv 1805.06530,
 Theorem 8; Jinshuo Dong, Aaron Roth and Weijie Su, "Gaussian Differential Privacy", JRSS-B 2022, arXiv 1905.02383, for
-several releases. Noise is told by its multiplier z: the deviation of each coordinate over the ℓ2 sensitivity of what is
-released. Releases of all data, and not of a random part of them, compose exactly: those with multipliers z₁, z₂, ...
-are one with 1/z² = Σ 1/zᵢ², k with z one with z/√k (Corollary 3.3 of the latter, also where each is chosen by what the
-others gave), so that no bound is involved, and no accountant that computes one.
+several releases. Noise is described by its multiplier z: the standard deviation of each coordinate divided by the ℓ2
+sensitivity of the release. Releases of all data, as opposed to a random part, compose exactly: multipliers z₁, z₂, ...
+are equivalent to one with 1/z² = Σ 1/zᵢ², and k releases with z to one with z/√k (Corollary 3.3 of the latter, also for
+adaptively chosen releases). No bound is involved, and hence no numerical accountant.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 MAX_DELTA = 1e-2
-"""Largest δ that is accepted: δ bounds the probability that ε does not hold."""
+"""Largest δ accepted: δ bounds the probability that ε does not hold."""
 
 
 def gaussian_delta(epsilon: float, multiplier: float) -> float:
-    """The smallest δ of noise with this multiplier z at ε ≥ 0 (Balle and Wang, Theorem 8).
+    """Return the smallest δ of noise with multiplier z at ε ≥ 0 (Balle and Wang, Theorem 8).
 
     δ(ε) = Φ(1/2z − εz) − e^ε Φ(−1/2z − εz).
     """
@@ -30,15 +30,15 @@ def gaussian_delta(epsilon: float, multiplier: float) -> float:
     if math.isinf(multiplier):
         return 0.0
     half, shift = 0.5 / multiplier, epsilon * multiplier
-    # Of logarithms: e^ε overflows where its product does not.
+    # In logarithms: e^ε overflows where its product does not.
     lost, kept = _log_cdf(half - shift), epsilon + _log_cdf(-half - shift)
     return -math.exp(lost) * math.expm1(kept - lost) if kept < lost else 0.0
 
 
 def gaussian_epsilon(multiplier: float, delta: float, releases: int = 1) -> float:
-    """The smallest ε at δ in (0, 1) of so many releases, each with this multiplier; inf without noise.
+    """Return the smallest ε at δ in (0, 1) of this many releases, each with this multiplier; inf without noise.
 
-    At most 10⁻⁹ (relative) too large, never too small.
+    The result is at most 10⁻⁹ (relative) too large, never too small.
     """
     if releases == 0:
         return 0.0
@@ -49,9 +49,9 @@ def gaussian_epsilon(multiplier: float, delta: float, releases: int = 1) -> floa
 
 
 def noise_multiplier(epsilon: float, delta: float, releases: int = 1) -> float:
-    """The smallest multiplier with which so many releases together are (ε, δ)-differentially private, ε > 0.
+    """Return the smallest multiplier for which this many releases are jointly (ε, δ)-differentially private, ε > 0.
 
-    At most 10⁻⁹ (relative) too large, never too small; 0 for ε = inf.
+    The result is at most 10⁻⁹ (relative) too large, never too small; 0 for ε = inf.
     """
     if math.isinf(epsilon):
         return 0.0
@@ -59,27 +59,27 @@ def noise_multiplier(epsilon: float, delta: float, releases: int = 1) -> float:
 
 
 def together(multipliers: Iterable[float]) -> float:
-    """The multiplier of one release that tells as much as these do together; inf of none."""
+    """Return the multiplier of one release that discloses as much as all of these together; inf for none."""
     told = sum(z**-2 for z in multipliers)
     return 1 / math.sqrt(told) if told else math.inf
 
 
 def on_grid(values: Tensor, deviation: float) -> Tensor:
-    """Round noisy numbers to a grid some 10⁶ times finer than the noise.
+    """Round noisy numbers to a grid about 10⁶ times finer than the noise.
 
-    The last digits of a sum of floating-point numbers can tell which were added (Mironov, CCS 2012): they do not leave.
+    The last digits of a floating-point sum can reveal its terms (Mironov, CCS 2012), so they are not released.
     """
     step = 2.0 ** (math.floor(math.log2(deviation)) - 20)
     return (values / step).round() * step
 
 
 def _log_cdf(x: float) -> float:
-    """log Φ(x), of the standard normal distribution."""
+    """Return log Φ(x) of the standard normal distribution."""
     return float(torch.special.log_ndtr(torch.tensor(x, dtype=torch.float64)))
 
 
 def _least(enough: Callable[[float], bool], low: float) -> float:
-    """The smallest x above ``low`` that is enough, where all larger ones are; rounded up."""
+    """Return the smallest x above ``low`` that satisfies a monotone condition, rounded up."""
     if enough(low):
         return low
     high = 1.0

@@ -1,4 +1,4 @@
-"""The probability simplex, on which methods that weight clients by their losses keep the weights."""
+"""Projection onto the probability simplex, for methods that weight clients by their losses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def project(v: Tensor) -> Tensor:
-    """The point of {p: p_i ≥ 0, Σ p_i = 1} that is nearest to v, ``[n] -> [n]``.
+    """Return the point of {p: p_i ≥ 0, Σ p_i = 1} nearest to v, ``[n] -> [n]``.
 
-    It is max(v - t, 0) for the t that makes it sum to 1, found by sorting: J. Duchi, S. Shalev-Shwartz, Y. Singer,
+    It is max(v - t, 0) for the t that makes the sum 1, found by sorting: J. Duchi, S. Shalev-Shwartz, Y. Singer,
     T. Chandra, Efficient projections onto the ℓ1-ball for learning in high dimensions, ICML 2008, Figure 1.
     """
     largest = v.sort(descending=True).values
