@@ -42,7 +42,7 @@ class Split:
     y: Tensor | None
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         return int(self.x.shape[0])
 
 
