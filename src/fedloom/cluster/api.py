@@ -172,9 +172,7 @@ class Api:
         return create_websocket(configuration, url, {"authorization": token} if token else {})
 
     def wait_for_change(self, kind: Kind, labels: str, version: str, wait_s: float) -> None:
-        """Return when a selected object has changed since a version, or after a timeout; the caller finds out what
-        changed.
-        """
+        """Return when a selected object has changed since a version, or after a timeout, without saying which."""
         from kubernetes.watch.watch import iter_resp_lines
         from urllib3.exceptions import HTTPError
 

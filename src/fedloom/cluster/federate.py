@@ -229,8 +229,12 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
 
 
 def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
-    """Check the settings and publish the pods' inputs; return the run's store, and a launcher unless the run is
-    complete.
+    """Check the settings and publish the pods' inputs.
+
+    Returns
+    -------
+    tuple
+        The run's store, and a launcher; None if the run is complete.
     """
     from fedloom.cluster.launcher import Launcher
     from fedloom.data.manifest import read_manifest

@@ -171,13 +171,12 @@ class Launcher:
                     (folder / f"{pod['metadata']['name']}.log").write_text(log)
 
     def remove(self, *, wait: bool = False) -> None:
-        """Delete the objects that this launcher created or adopted; with ``wait``, return when they and their pods are
-        gone.
+        """Delete the objects that this launcher created or adopted; with ``wait``, return when they are gone.
 
         Raises
         ------
         WorkerLostError
-            If an object still exists after two minutes.
+            If an object, or one of its pods, still exists after two minutes.
         """
         # Look up all objects first: deleting a Job may delete what it owns.
         for kind, found in self._own_objects(KINDS):
@@ -196,10 +195,8 @@ class Launcher:
         """Adopt the object of a name, or create it.
 
         The object is read first. Admission (quotas, webhooks) answers a create request before the API server checks
-        whether the
-        name is taken. At a quota's limit, creating an existing object is therefore refused with 403 instead of 409, and
-        a quota
-        stays charged for the refused request.
+        whether the name is taken. At a quota's limit, creating an existing object is therefore refused with 403 instead
+        of 409, and a quota stays charged for the refused request.
         """
         kind, name = cast(Kind, manifest["kind"]), manifest["metadata"]["name"]
         until = time.monotonic() + GONE_WITHIN_S

@@ -288,8 +288,7 @@ def _failures(action: str, component: str) -> Manifest:
 
 
 def _template(federation: Federation, component: str, pod: Manifest) -> Manifest:
-    # Disable sidecar injection in both ways, old and new: a sidecar would keep a Job from ending, and break early
-    # calls.
+    # Disable sidecar injection in both ways, old and new: a sidecar keeps a Job from ending, and breaks early calls.
     out = {"sidecar.istio.io/inject": "false"}
     metadata = {
         "labels": {**federation.labels(component), **out},

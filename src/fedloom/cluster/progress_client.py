@@ -20,8 +20,7 @@ DOUBT_AFTER_S = 60.0
 
 
 def launchers_credentials() -> Credentials:
-    """Return a launcher's credentials: those of the environment, as for a worker, but allowing plaintext, as pod
-    networks use.
+    """Return a launcher's credentials, from the environment as for a worker; plaintext is allowed, as on pod networks.
 
     Raises
     ------

@@ -20,8 +20,7 @@ def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDAr
     random order. With R clients still to choose, a class that has R places left must go to each of them; the other
     classes are drawn at random, in proportion to the places left. No class then has more than R - 1 places left for the
     R - 1 clients that remain, and the places add up to k(R - 1). There are therefore always k distinct classes to
-    choose
-    from, and the draw ends for every seed.
+    choose from, and the draw ends for every seed.
     """
     generator = keyed_generator(seed, "classes")
     places = np.full(classes, clients * per_client // classes)
@@ -46,6 +45,7 @@ def feasible_sizes(mixes: Mixes, available: NDArray[np.int64], cap: int | None =
 
     N_i = ⌊min_{c: π_ic > 0} p_c / Σ_j π_jc⌋, at most ``cap``. Equal mixes share a pool equally. Under Dirichlet
     mixes, where every π_ic > 0, all clients get the same size, which the class in greatest demand determines.
+
     Parameters
     ----------
     mixes
@@ -67,8 +67,7 @@ def quotas(
     """Round N_i π_i to whole examples by largest remainders, ``[n, C]``; no class exceeds ``available``.
 
     Each client first gets ⌊N_i π_ic⌋ examples of each class. The remaining N_i - Σ_c ⌊N_i π_ic⌋ come from its classes
-    of
-    largest remainder that have spare examples; clients choose in random order. When a pool is nearly used up, the
+    of largest remainder that have spare examples; clients choose in random order. When a pool is nearly used up, the
     last clients may find no spare examples in their classes. Another client then gives one up and takes one of another
     class. If no such exchange is possible, the client gets fewer examples (fewer than C are missing).
     """

@@ -4,9 +4,9 @@ All schemes except ``natural`` assign by class mix. One rule turns the mixes π_
 (``fedloom.data.schemes``) into example counts. It applies to the train, validation and test pools with the same π_i,
 so that all splits of a client have the same class mix:
 1. *Size* (:func:`~fedloom.data.apportion.feasible_sizes`). Client i gets N_i = min over its classes of p_c / Σ_j π_jc
-   examples, where p_c is the number of examples of class c in the pool, or its cap if that is less. Since
-   N_i π_ic ≤ p_c π_ic / Σ_j π_jc, no class runs out, whatever the draw, and nothing is redrawn. A scheme that
-   sets its own sizes gets them exactly or is rejected.
+   examples, where p_c is the number of examples of class c in the pool, or its cap if that is less. Since N_i π_ic ≤
+   p_c π_ic / Σ_j π_jc, no class runs out, whatever the draw, and nothing is redrawn. A scheme that sets its own sizes
+   gets them exactly or is rejected.
 2. *Counts* (:func:`~fedloom.data.apportion.quotas`). N_i π_i is rounded to whole examples by largest remainders.
 3. *Examples*. Each class of each pool is shuffled and dealt out by these counts, so that no example is assigned twice.
 """
@@ -119,8 +119,7 @@ def assign_examples(
     ------
     ExperimentError
         If the scheme cannot be satisfied, or a client would get no train, validation or test example, or none of a
-        class
-        that its scheme assigns to it.
+        class that its scheme assigns to it.
     """
     scheme = settings.scheme
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"

@@ -95,8 +95,8 @@ def _owner(path: Path) -> str:
 def published(folder: Path) -> Iterator[Path]:
     """Yield an empty staging folder that replaces ``folder`` when the block ends without an exception.
 
-    A process killed in the block leaves a staging folder, which readers ignore and the next writer removes.
-    Call this under :func:`locked`.
+    A process killed in the block leaves a staging folder, which readers ignore and the next writer removes. Call this
+    under :func:`locked`.
     """
     with naming_owner(folder):
         for leftover in folder.parent.glob(f".{folder.name}.staging-*"):

@@ -15,9 +15,7 @@ from fedloom.data.sources import Official, Pool, Source
 
 
 def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDArray[np.float64]:
-    """Return the mean of every client, ``[n, dimension]``: m_0 for the first seen client, m_0 plus a bias for the
-    others.
-    """
+    """Return the mean of every client, ``[n, dimension]``: m_0 for the first seen one, m_0 plus a bias for others."""
     d = scheme.dimension
     own = scheme.distance * _direction(seed, d, "user")
     means = np.tile(own + scheme.bias * _direction(seed, d, "helpers"), (scheme.clients, 1))

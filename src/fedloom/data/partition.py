@@ -157,8 +157,7 @@ def check_pool(source: Source, name: str, pool: Pool) -> None:
     ------
     DataError
         If inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are not below C,
-        or
-        if labels are outside 0 ... C - 1.
+        or if labels are outside 0 ... C - 1.
     """
     where = f"{name} examples of {source.name}"
     dtype = np.dtype(np.float32 if source.kind == "features" else np.uint8)

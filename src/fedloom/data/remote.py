@@ -137,8 +137,7 @@ class Remote:
         ----------
         cache
             Parent folder; the new folder is named by the partition's fingerprint. None: a temporary folder that is
-            removed
-            with this object.
+            removed with this object.
         """
         if cache is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="fedloom-shards-")

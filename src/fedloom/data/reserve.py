@@ -99,8 +99,7 @@ def reserved_classes(
     ----------
     group
         ``[n]``: the group of equal inputs that each example belongs to (:mod:`fedloom.data.copies`); a group is
-        reserved
-        as a whole or not at all. None: no input is repeated.
+        reserved as a whole or not at all. None: no input is repeated.
 
     Raises
     ------

@@ -469,8 +469,8 @@ class MeansScheme(_Scheme):
     """Examples drawn for each client around its own mean: the data of the noisy quadratic model (papers/004, §6).
 
     User 0 is the first seen client. Its mean m_0 lies at ``distance`` from 0, where the quadratic model starts. The
-    mean
-    of every other client lies at ``bias`` from m_0 in a common direction, plus ``spread`` in a direction of its own.
+    mean of every other client lies at ``bias`` from m_0 in a common direction, plus ``spread`` in a direction of its
+    own.
     """
 
     scheme: Literal["means"] = "means"

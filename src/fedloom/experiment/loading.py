@@ -61,8 +61,7 @@ def of_run(folder: Path) -> Experiment:
     """Read the experiment of a run's folder, without permission to call the factory that it names.
 
     The folder may be someone else's. Combinations of keys were checked when the run started. They are checked again
-    only
-    if that calls no factory, or a permitted one, and opens no local data set, which may be gone.
+    only if that calls no factory, or a permitted one, and opens no local data set, which may be gone.
 
     Raises
     ------

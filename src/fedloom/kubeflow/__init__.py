@@ -1,5 +1,4 @@
-"""Kubeflow Pipelines: code of the components, and compiling, submitting and running of the pipelines
-(docs/kubeflow.md).
+"""Kubeflow Pipelines: component code, and compiling, submitting and running pipelines (docs/kubeflow.md).
 
 The components and pipelines themselves are files at the top of the repository (:mod:`fedloom.kubeflow.catalog`).
 """

@@ -19,8 +19,7 @@ def component_image() -> str:
     ------
     ExperimentError
         If it has neither a tag nor a digest, or its tag is ``latest``. Kubeflow's cache compares image names, so a
-        moving
-        tag would make cached results untraceable.
+        moving tag would make cached results untraceable.
     """
     image = os.environ.get(VARIABLE) or f"fedloom/components:{fedloom.__version__}"
     try:

@@ -291,9 +291,7 @@ def sync(path: Path) -> None:
 
 
 def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int, float]]:
-    """Yield relative path, size and time of every complete file below a folder; files removed meanwhile may be left
-    out.
-    """
+    """Yield relative path, size and time of every complete file below a folder; skip files removed meanwhile."""
     try:
         with os.scandir(folder) as found:
             for entry in found:

@@ -53,8 +53,9 @@ _TRANSIENT = {
     "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "NoSuchUpload", "OperationAborted",
     "RequestTimeout", "ServiceUnavailable", "SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling",
 }  # fmt: skip
-"""Errors that may pass. ``NoSuchUpload``: a multipart upload was completed, its response lost, and the request
-repeated.
+"""Errors that may pass.
+
+``NoSuchUpload``: a multipart upload was completed, its response lost, and the request repeated.
 """
 
 

