@@ -1,1 +1,1 @@
-"""Starting a federation: as processes on this machine, or as pods on Kubernetes (docs/cluster.md)."""
+"""Starting of a federation: as processes on this machine, or as pods on Kubernetes (docs/cluster.md)."""

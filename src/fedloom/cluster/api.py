@@ -1,4 +1,4 @@
-"""The Kubernetes API as the launcher needs it: dictionaries in and out, and failures in FedLoom's own words."""
+"""Client of the Kubernetes API for the launcher: objects are dictionaries, failures are FedLoom errors."""
 
 from __future__ import annotations
 
@@ -31,31 +31,35 @@ NEEDED = (
     *((verb, "", "pods") for verb in ("get", "list")),
     ("get", "", "pods/log"),
 )
-"""Verb, API group and resource of everything a launcher does; components/federate/rbac.yaml allows it, and events."""
+"""Verb, API group and resource of everything a launcher does; components/federate/rbac.yaml allows these, and events.
+"""
 FORWARDING = (("get", "", "pods/portforward"), ("create", "", "pods/portforward"))
-"""What shows progress outside of the cluster. A connection begins with a GET; newer API servers ask for create, too."""
+"""Rights needed to show progress outside of the cluster.
+
+A connection begins with a GET; newer API servers also require create.
+"""
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONNECT_S, READ_S = 10.0, 30.0
 PASSING = (429, 500, 502, 503, 504)
-"""What an API server answers that is overloaded, or just being replaced."""
+"""Status codes of an API server that is overloaded or being replaced."""
 
 
 class Unreachable(WorkerLostError):
-    """The API server does not answer; what runs on the cluster runs on."""
+    """No response from the API server; whatever runs on the cluster keeps running."""
 
 
 class Api:
     """Objects of one namespace.
 
-    Credentials are those of $KUBECONFIG, else of the pod this runs in, else of ``~/.kube/config``.
+    Credentials are those of $KUBECONFIG, else of the pod this process runs in, else of ``~/.kube/config``.
 
     Parameters
     ----------
     namespace
-        Which; None is that of the pod, else of the kubeconfig's context, else ``default``.
+        Default: that of the pod, else of the kubeconfig's context, else ``default``.
     patience_s
-        How long an API server that does not answer, or answers that it cannot now, is asked again.
+        Seconds for which requests are repeated while the API server does not respond or is temporarily unavailable.
 
     Raises
     ------
@@ -73,7 +77,7 @@ class Api:
                 "backend kubernetes: found no package kubernetes here", hint="pip install 'fedloom[kubernetes]'"
             ) from error
         configuration, own = _configuration(client.Configuration())
-        configuration.retries = 0  # ours are slower, and know what may be repeated
+        configuration.retries = 0  # _call retries: more slowly, and only what may be repeated
         self._client = client.ApiClient(configuration)
         self._exceptions = client.exceptions.ApiException
         self.server = str(configuration.host)
@@ -81,7 +85,7 @@ class Api:
         self.patience_s = patience_s
 
     def create(self, manifest: Manifest) -> Manifest | None:
-        """Create an object; None if there is one of its name."""
+        """Create an object and return it; None if its name is taken."""
         try:
             made: Manifest = self._call("POST", self._path(manifest["kind"]), body=manifest)
         except _Conflict:
@@ -97,18 +101,18 @@ class Api:
         return found
 
     def select(self, kind: Kind, labels: str = "", fields: str = "") -> tuple[list[Manifest], str]:
-        """Return the objects that selectors select, and the version of the collection, to watch it from."""
+        """Return the objects that match the selectors, and the resource version from which to watch the collection."""
         query = [("labelSelector", labels), ("fieldSelector", fields)]
         found = self._call("GET", self._path(kind), query=[(key, value) for key, value in query if value])
         return [*(found.get("items") or ())], str(found.get("metadata", {}).get("resourceVersion", ""))
 
     def delete(self, kind: Kind, name: str, uid: str | None = None) -> None:
-        """Delete an object and, first, what it owns; that may take a while after this returns.
+        """Delete an object and, first, what it owns; deletion may continue after this returns.
 
         Parameters
         ----------
         uid
-            Delete it only if it is this one, and not another that has its name by now.
+            Delete the object only if it has this uid, and not a newer one of the same name.
         """
         body: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid is not None:
@@ -119,11 +123,11 @@ class Api:
             return
 
     def log(self, pod: str, container: str, lines: int = 10_000) -> str:
-        """Return the end of a container's log; empty if it has none, or none any more."""
+        """Return the end of a container's log; empty if there is none, or none any more."""
         query = [("container", container), ("tailLines", str(lines))]
         try:
             return str(self._call("GET", self._path("Pod", pod) + "/log", query=query, text=True))
-        except (_Absent, _Invalid, RefusedError):  # not started, or its node is gone: a log is never worth failing for
+        except (_Absent, _Invalid, RefusedError):  # not started, or its node is gone: a missing log is no failure
             return ""
 
     def follow_log(self, pod: str, container: str) -> Iterator[str]:
@@ -145,7 +149,7 @@ class Api:
             response.release_conn()
 
     def events(self, name: str) -> list[Manifest]:
-        """Return the events of an object, oldest first; none where they may not be read."""
+        """Return the events of an object, oldest first; none if reading events is not allowed."""
         try:
             found, _ = self.select("Event", fields=f"involvedObject.name={name}")
         except (RefusedError, _Absent):
@@ -153,12 +157,12 @@ class Api:
         return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
     def forward(self, pod: str, port: int) -> Any:
-        """Return a connection (``websocket.WebSocket``) to a port of a pod; its messages begin with a channel's number.
+        """Return a connection (``websocket.WebSocket``) to a port of a pod; each message begins with a channel number.
 
         Raises
         ------
         Exception
-            Of the libraries below, if there is no way there.
+            Any exception of the underlying libraries, if the connection fails.
         """
         from kubernetes.stream.ws_client import create_websocket, get_websocket_url
 
@@ -168,7 +172,7 @@ class Api:
         return create_websocket(configuration, url, {"authorization": token} if token else {})
 
     def wait_for_change(self, kind: Kind, labels: str, version: str, wait_s: float) -> None:
-        """Return when a selected object has changed since a version, or after some time; look yourself what it was."""
+        """Return when a selected object has changed since a version, or after a timeout, without saying which."""
         from kubernetes.watch.watch import iter_resp_lines
         from urllib3.exceptions import HTTPError
 
@@ -180,7 +184,7 @@ class Api:
             try:
                 for line in iter_resp_lines(response):
                     event = parsed_json(line)
-                    if event.get("type") == "ERROR":  # usually 410: the version is too old; a list gives a new one
+                    if event.get("type") == "ERROR":  # usually 410: the version is too old; listing gives a new one
                         log.debug("watch ended: %s", event.get("object"))
                         break
                     return
@@ -189,11 +193,11 @@ class Api:
                 response.release_conn()
         except (self._exceptions, HTTPError, OSError, ValueError) as error:
             log.debug("watch ended: %s", error)
-        # A watch that fails at once must not become a busy loop.
+        # A watch that fails immediately must not become a busy loop.
         time.sleep(max(0.0, min(1.0, wait_s) - (time.monotonic() - began)))
 
     def missing_rights(self, needed: Sequence[tuple[str, str, str]] = NEEDED) -> list[str]:
-        """Return what is needed and these credentials do not allow, such as ``create jobs``."""
+        """Return the needed rights that these credentials lack, such as ``create jobs``."""
         missing = []
         for verb, group, name in needed:
             resource, _, sub = name.partition("/")
@@ -206,7 +210,7 @@ class Api:
             }
             try:
                 answer = self._call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
-            except (_Absent, _Forbidden):  # nobody tells; then the first refusal does
+            except (_Absent, _Forbidden):  # rights cannot be queried; then the first refused request will tell
                 return []
             if not answer.get("status", {}).get("allowed", False):
                 missing.append(f"{verb} {name}")
@@ -225,7 +229,7 @@ class Api:
         body: Manifest | None = None,
         text: bool = False,
     ) -> Any:
-        """Ask, and ask again while the server cannot answer; everything we ask for may be asked twice."""
+        """Make a request, and repeat it while the server is unavailable; all our requests may be repeated."""
         from urllib3.exceptions import HTTPError
 
         until = time.monotonic() + self.patience_s
@@ -235,7 +239,7 @@ class Api:
                 response = self._once(method, path, query, body, read_s=READ_S)
                 return response.data.decode(errors="replace") if text else parsed_json(response.data)
             except self._exceptions as error:
-                if error.status not in PASSING:  # 0 is a certificate that is not accepted
+                if error.status not in PASSING:  # 0 means a rejected certificate
                     raise self._failure(error, f"{method} {path}") from error
                 problem = f"answers {error.status} {_message(error)}"
             except (HTTPError, OSError, ValueError) as error:
@@ -295,38 +299,38 @@ class Api:
 
 
 class _Absent(ExperimentError):
-    """404: the object, or the namespace in which it was to be made, is not there."""
+    """HTTP 404: the object, or the namespace to create it in, does not exist."""
 
 
 class _Conflict(ExperimentError):
-    """409: something of that name is there."""
+    """HTTP 409: the name is taken."""
 
 
 class _Invalid(ExperimentError):
-    """400 or 422: the API server does not take the manifest."""
+    """HTTP 400 or 422: the API server rejects the manifest."""
 
 
 class _Forbidden(RefusedError):
-    """403: the credentials are good, and do not allow it."""
+    """HTTP 403: the credentials are valid but insufficient."""
 
 
 def rights_hint(namespace: str) -> str:
-    """Say how a launcher gets the rights it needs."""
+    """Return the command that grants a launcher the rights it needs."""
     return f"kubectl apply -n {namespace} -f components/federate/rbac.yaml (its RoleBinding names the service account)"
 
 
 def own_pod() -> str | None:
-    """Return the name of the pod this process runs in, as Kubeflow or else the pod itself says; None outside of one."""
+    """Return the name of this process's pod, from Kubeflow's variable or the hostname; None outside of a pod."""
     return os.environ.get("KFP_POD_NAME") or (os.environ.get("HOSTNAME") if in_cluster() else None)
 
 
 def in_cluster() -> bool:
-    """Whether this process runs in a pod, and is to use its credentials."""
+    """Return True if this process runs in a pod and should use its credentials."""
     return "KUBECONFIG" not in os.environ and (SERVICE_ACCOUNT / "token").is_file()
 
 
 def _configuration(configuration: Any) -> tuple[Any, str]:
-    """Fill in where the API server is and who we are; return that, and the namespace that goes with it."""
+    """Fill in the API server and credentials; return the configuration and its default namespace."""
     from kubernetes import config
 
     if in_cluster():
@@ -344,13 +348,13 @@ def _configuration(configuration: Any) -> tuple[Any, str]:
     try:
         config.load_kube_config(config_file=path, client_configuration=configuration, persist_config=False)
         _, context = config.list_kube_config_contexts(config_file=path)
-    except Exception as error:  # it meets files of any content, and plug-ins of any kind
+    except Exception as error:  # files may have any content, and plug-ins may raise anything
         raise ExperimentError(f"{path}: not a kubeconfig that can be used: {error}") from error
     return configuration, str(context.get("context", {}).get("namespace") or "default")
 
 
 def _message(error: Any) -> str:
-    """What the API server said, without what surrounds it."""
+    """Return the API server's message, without the surrounding structure."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     try:
         said = parsed_json(body).get("message")
@@ -360,7 +364,7 @@ def _message(error: Any) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """The reason below the wrappings of an HTTP library."""
+    """Return the innermost reason in an HTTP library's nested exceptions."""
     while isinstance(reason := getattr(error, "reason", None), BaseException):
         error = reason
     return str(error).rpartition(">: ")[2] or type(error).__name__

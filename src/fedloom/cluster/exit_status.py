@@ -1,4 +1,4 @@
-"""How a federation on Kubernetes ended: from what the API says of Jobs and pods to a failure class of FedLoom. Pure."""
+"""Outcome of a federation on Kubernetes: maps the status of Jobs and pods to FedLoom errors. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AGAIN = "start it again with the same run id: it goes on from what was published
 
 @dataclass(frozen=True)
 class End:
-    """How a Job ended: well or not, and the reason and message of its condition."""
+    """Outcome of a Job: success or failure, and the reason and message of its condition."""
 
     complete: bool
     reason: str
@@ -24,7 +24,7 @@ class End:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a pod's container ended."""
+    """Termination of a pod's container."""
 
     pod: str
     code: int
@@ -33,7 +33,7 @@ class Exit:
 
     @property
     def words(self) -> str:
-        """What it said last: its error, if its log ends with one."""
+        """Last output: the error, if the log ends with one, else the last line."""
         lines = [line for line in self.message.strip().splitlines() if line.strip()]
         for i in range(len(lines) - 1, -1, -1):
             if lines[i].startswith("error: "):
@@ -42,7 +42,7 @@ class Exit:
 
 
 def end_of(job: Mapping[str, Any]) -> End | None:
-    """Return how a Job ended; None if it has not."""
+    """Return the outcome of a Job; None if it has not ended."""
     for condition in (job.get("status") or {}).get("conditions") or ():
         if condition.get("type") in ("Complete", "Failed") and condition.get("status") == "True":
             return End(condition["type"] == "Complete", condition.get("reason", ""), condition.get("message", ""))
@@ -50,7 +50,7 @@ def end_of(job: Mapping[str, Any]) -> End | None:
 
 
 def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
-    """Return how the containers of a component ended that failed, in the order in which they did."""
+    """Return the failed containers of a component, in the order in which they ended."""
     found = []
     for pod in pods:
         if (pod["metadata"].get("labels") or {}).get(COMPONENT) != component:
@@ -66,14 +66,14 @@ def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
 
 
 def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
-    """Return the failure that an aggregator's Job ended with.
+    """Return the error for an aggregator's failed Job.
 
     Parameters
     ----------
     end
-        Of the Job.
+        Outcome of the Job.
     failed
-        Of its pods, the last one last.
+        Failed containers of its pods, the last one last.
     """
     if end.reason == "DeadlineExceeded":
         return QuorumError(
@@ -92,16 +92,16 @@ def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
 
 
 def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) -> FedloomError | None:
-    """Return the failure that the workers' Job means for the federation; None if it means nothing.
+    """Return the federation's error for an ended workers' Job; None if the federation is unaffected.
 
     Parameters
     ----------
     job
-        The workers' Job; a worker that ended well was told that the run is over.
+        The workers' Job; a worker that ended successfully was told that the run is over.
     end
-        Of the Job.
+        Outcome of the Job.
     failed
-        Of its pods.
+        Failed containers of its pods.
     """
     status = job.get("status") or {}
     if end.complete or status.get("completedIndexes"):
@@ -126,7 +126,7 @@ def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) ->
 
 
 def count_indexes(ranges: str) -> int:
-    """Count the indexes of a Job's status, such as ``0,2-4``."""
+    """Return the number of indexes in a Job's status, such as ``0,2-4``."""
     count = 0
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
@@ -135,7 +135,7 @@ def count_indexes(ranges: str) -> int:
 
 
 def name_of(code: int) -> str:
-    """Return what an exit code stands for, such as ``QUORUM`` or ``signal 9``."""
+    """Return the meaning of an exit code, such as ``QUORUM`` or ``signal 9``."""
     try:
         return ExitCode(code).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""One federation from an experiment and its partition to a whole run's folder, wherever it runs."""
+"""Federations: from an experiment and its partition to a complete run folder, on any backend."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Say = Callable[[str], None]
 
 
 class _Stopped(InterruptedRun):
-    """This process was asked to stop; not the federation."""
+    """Request to stop this process, not the federation."""
 
 
 ORPHAN_AFTER_S = 600.0
 ENDPOINT = "FEDLOOM_S3_ENDPOINT"
 PLAIN = (ENDPOINT, "AWS_REGION")
-"""What pods are told of the launcher's environment; credentials come from a Secret."""
+"""Variables of the launcher's environment that are passed to pods; credentials come from a Secret."""
 
 
 def _print(line: str) -> None:
@@ -59,41 +59,41 @@ def federate(
     unattended: bool = False,
     say: Say = _print,
 ) -> None:
-    """Hold a federation, and leave the whole run's folder in ``out``.
+    """Run a federation, and leave the complete run folder in ``out``.
 
     Parameters
     ----------
     experiment
-        What to run.
+        Experiment to run.
     partition
         Folder of its partition.
     out
-        Becomes the run's folder. After a failure it holds logs, and what the run had got to.
+        Becomes the run's folder. After a failure it holds the logs, and the results so far.
     backend
         ``local``: worker processes on this machine, ``experiment.runtime.workers`` of them; ``storage`` is not used.
         ``kubernetes``: pods.
     cluster
-        For the backend ``kubernetes``; ``local`` only heeds ``deadline_s``.
+        Settings of the backend ``kubernetes``; ``local`` only uses ``deadline_s``.
     run_id, task
-        Together they are the identity of the federation. Called again with the same, after whatever happened, the
-        federation is taken up where it is: adopted, resumed, or only fetched. Two federations of one pipeline run need
+        Together they identify the federation. A repeated call with the same values continues the federation from its
+        current state: it adopts it, resumes it, or only fetches the result. Two federations of one pipeline run need
         different tasks.
     task_config
-        A ``kfp.dsl.TaskConfig`` as a mapping: what was set on the Kubeflow task, for the worker pods.
+        A ``kfp.dsl.TaskConfig`` as a mapping: settings of the Kubeflow task that apply to the worker pods.
     unattended
-        Whether it may run on without a launcher for as long as it takes, unless ``orphan_after_s`` is set.
+        True if it may run without a launcher indefinitely, unless ``orphan_after_s`` is set.
     say
-        Told lines of progress.
+        Called with lines of progress.
 
     Raises
     ------
     FedloomError
-        Of the class of what went wrong (docs/exit-codes.md), with one message that says what to do.
+        The error of the failed federation, of the class in docs/exit-codes.md; its message gives the remedy.
     """
     if backend == "local":
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, _terminable(say, ""):
             path = Path(folder) / f"{experiment.name}.yaml"
-            # What it makes is handed on as files; at a store all federations would have one place, their folder's.
+            # The result is returned as files; a store would give all federations one location, that of this folder.
             here = experiment.model_copy(update={"storage": None})
             path.write_text(here.resolved_yaml(), encoding="utf-8")
             local.run(path, partition, out, deadline_s=cluster.deadline_s, say=say)
@@ -105,26 +105,26 @@ def federate(
 
 
 def cleanup(run_id: str, namespace: str | None = None, *, say: Say = _print) -> list[str]:
-    """Delete every federation of a pipeline run that is still there; for exit handlers, which run whatever happened.
+    """Delete every remaining federation of a pipeline run; for exit handlers, which run after any outcome.
 
     Parameters
     ----------
     run_id
-        As it was given to :func:`federate`.
+        As given to :func:`federate`.
     namespace
-        Where; None is the launcher's own.
+        Namespace of the federations; None is the launcher's own.
     say
-        Told a line for each object.
+        Called with a line for each object.
 
     Returns
     -------
     list[str]
-        ``Kind name`` of each; none if all had been deleted before.
+        ``Kind name`` of each deleted object; empty if none was left.
 
     Raises
     ------
     FedloomError
-        If the cluster cannot be reached, or does not allow it.
+        If the cluster cannot be reached, or denies access.
     """
     from fedloom.cluster.launcher import delete
 
@@ -136,7 +136,7 @@ def cleanup(run_id: str, namespace: str | None = None, *, say: Say = _print) -> 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A federation that was started: the name of its objects, and where its run is published."""
+    """Submitted federation: the name of its objects, and the URL of its published run."""
 
     name: str
     run: str
@@ -145,17 +145,18 @@ class Submitted:
 def submit(
     experiment: Experiment, partition: Path, *, cluster: ClusterSettings, run_id: str, say: Say = _print
 ) -> Submitted:
-    """Start a federation on Kubernetes and leave it to itself, or find it.
+    """Start a detached federation on Kubernetes, or attach to a running one.
 
     Parameters
     ----------
     experiment, partition, cluster, run_id, say
-        As for :func:`federate`, which called with the same arguments and ``unattended`` sees it to its end.
+        As for :func:`federate`; calling that with the same arguments and ``unattended`` waits for the federation to
+        end.
 
     Raises
     ------
     FedloomError
-        If it cannot be started. What this call created is removed then.
+        If it cannot be started. The objects that this call created are then removed.
     """
     from fedloom.cluster.launcher import Occupied
 
@@ -182,7 +183,7 @@ def submit(
 
 @dataclass(frozen=True)
 class _Step:
-    """What a federation on Kubernetes is started with."""
+    """Arguments of a federation on Kubernetes."""
 
     experiment: Experiment
     partition: Path
@@ -202,7 +203,7 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
     if launcher is None:
         say(f"this federation has ended before: fetching {run.url}")
         _collect(run, out, say)
-        try:  # what its launcher had not come to
+        try:  # objects that an earlier launcher did not delete
             delete(Api(cluster.namespace), f"{INSTANCE}=fl-{identity(step.run_id, step.task)}")
         except FedloomError as error:
             say(f"its objects, if there are any, go by themselves: {error}")
@@ -215,7 +216,7 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
         with _terminable(say, "" if cluster.delete_on_interrupt else keep):
             launcher.run()
             _collect(run, out, say)
-    except (Occupied, Unreachable):  # what runs there is not ours to end, or runs on without us
+    except (Occupied, Unreachable):  # another federation's objects, or ours running on unreachably: do not delete
         raise
     except (_Stopped, KeyboardInterrupt):
         if cluster.delete_on_interrupt:
@@ -228,7 +229,13 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
 
 
 def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
-    """Check everything, and publish what pods read: the run's place, and a launcher unless the run is whole."""
+    """Check the settings and publish the pods' inputs.
+
+    Returns
+    -------
+    tuple
+        The run's store, and a launcher; None if the run is complete.
+    """
     from fedloom.cluster.launcher import Launcher
     from fedloom.data.manifest import read_manifest
     from fedloom.data.remote import publish
@@ -240,7 +247,7 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
     manifest = read_manifest(step.partition)
     plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
     own, endpoint_from = dict(os.environ), None
-    if cluster.s3_endpoint is not None:  # where pods reach the store; a launcher outside may reach it elsewhere
+    if cluster.s3_endpoint is not None:  # pods' address of the store; a launcher outside may use another
         plain[ENDPOINT] = cluster.s3_endpoint
         if not own.get(ENDPOINT):
             own[ENDPOINT] = cluster.s3_endpoint
@@ -295,12 +302,12 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
 
 
 def check(experiment: Experiment, cluster: ClusterSettings, task_config: TaskConfig) -> None:
-    """Refuse what cannot run on any cluster.
+    """Reject settings that cannot run on any cluster.
 
     Raises
     ------
     ExperimentError
-        Naming the key.
+        Names the key.
     """
     if not (experiment.storage or "").startswith("s3://"):
         raise ExperimentError(
@@ -331,20 +338,20 @@ def check(experiment: Experiment, cluster: ClusterSettings, task_config: TaskCon
 
 
 def _owners(api: Api) -> list[Manifest]:
-    """What the federation belongs to: the workflow whose pod this is; nothing outside of a cluster."""
+    """Return the owners of the federation: the workflow that controls this pod; none outside of a cluster."""
     name = own_pod()
     pod = api.read("Pod", name) if name is not None else None
     return [] if pod is None else owners_of_pod(pod)
 
 
 def _permission(experiment: Experiment) -> dict[str, str]:
-    """Return what permits pods to call the factory that the launcher's own experiment names."""
+    """Return the environment variable that lets pods call the factory that the launcher's own experiment names."""
     factory = getattr(experiment.model, "factory", None)
     return {} if factory is None else {FACTORIES: factory}
 
 
 def _finished(run: Store, experiment: Experiment) -> bool:
-    """Whether this very run has been published to its end."""
+    """Return True if this exact run has been published completely."""
     from fedloom.federation.published import SUMMARY
     from fedloom.storage import Absent
 
@@ -370,7 +377,7 @@ def _publish_experiment(run: Store, experiment: Experiment) -> None:
 
 
 def _experiment_at(run: Store) -> bytes:
-    """The experiment of a run: as it was published for the aggregator, or with the finished run."""
+    """Return the experiment of a run, as published for the aggregator or with the finished run."""
     try:
         return digests.unsealed("experiment.yaml", run.read("experiment.yaml"))
     except digests.Damaged as error:
@@ -378,12 +385,12 @@ def _experiment_at(run: Store) -> bytes:
 
 
 def _collect(run: Store, out: Path, say: Say) -> None:
-    """Fetch a finished run's folder, and say where it is.
+    """Fetch a finished run's folder, and print its location.
 
     Raises
     ------
     DataError
-        If the run is not whole.
+        If the run is incomplete.
     """
     from fedloom.federation.published import OF_ITS_OWN, SUMMARY
 
@@ -393,12 +400,12 @@ def _collect(run: Store, out: Path, say: Say) -> None:
     for name in sorted(names, key=lambda name: name == SUMMARY):
         run.download(name, out / name)
     say(f"the run is in {out}")
-    if "report.html" not in names:  # its pod has said so, in a log that is soon gone
+    if "report.html" not in names:  # its pod reported this, but its log will soon be gone
         say(f"it has no report, as the aggregator's image cannot make one; make it here: fedloom report {out}")
 
 
 def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
-    """At the end: keep the logs, delete the objects. What fails here changes no outcome: they have a time to live."""
+    """Save the logs and delete the objects; failures do not change the outcome, since the objects expire."""
     acts: tuple[Callable[[], None], ...] = (lambda: launcher.save_logs(out / "logs"), lambda: launcher.remove())
     for act in acts:
         try:
@@ -409,7 +416,7 @@ def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
 
 @contextmanager
 def _terminable(say: Say, note: str) -> Iterator[None]:
-    """Turn SIGTERM into an exception in the block, as Ctrl-C is one.
+    """Turn SIGTERM in the block into an exception, as Ctrl-C already is one.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The federations that a namespace has: how each is, what its pods say, and its end by hand."""
+"""Federations in a namespace: their status, their pods' logs, and stopping them."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from fedloom.transport.progress import Progress, follow
 OURS = f"{MANAGED_BY}=fedloom"
 INDEX = "batch.kubernetes.io/job-completion-index"
 ANSWERS_S = 5.0
-"""How long an aggregator may take to say how far it is."""
+"""Seconds that an aggregator may take to report its progress."""
 LOOK_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a federation is.
+    """Status of a federation.
 
     Attributes
     ----------
     name
-        Of its Service, ``fl-<12 hex>``.
+        Name of its Service, ``fl-<12 hex>``.
     run_id, task
-        What it was started with, as labels have them.
+        Run id and task it was started with, as label values.
     state
         ``starting``, ``running``, ``finished`` or ``failed``.
     detail
-        Why it does not start, or why it failed; else empty.
+        Reason why it does not start, or why it failed; else empty.
     attempt
-        Counts up from 1.
+        Number of the attempt, from 1.
     created
-        When, as the API writes it.
+        Creation time, as the API writes it.
     workers, workers_running
-        How many worker pods there are to be, and how many run.
+        Number of worker pods requested, and running.
     run
         URL of the run in the store.
     """
@@ -73,7 +73,7 @@ class Status:
 
 
 def federations(api: Api, selector: str = OURS) -> list[Status]:
-    """Return how the federations of the namespace are, oldest first."""
+    """Return the status of each federation in the namespace, oldest first."""
     jobs, pods = api.select("Job", selector)[0], api.select("Pod", selector)[0]
     roots = [job for job in jobs if _label(job, COMPONENT) == AGGREGATOR]
     found = []
@@ -85,7 +85,7 @@ def federations(api: Api, selector: str = OURS) -> list[Status]:
 
 
 def find(api: Api, name: str) -> Status:
-    """Return the federation of a name, or of a run id.
+    """Return the federation with a name or a run id.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def find(api: Api, name: str) -> Status:
 
 
 def progress(api: Api, status: Status) -> Progress | None:
-    """Ask an aggregator that runs how far it is; None if it does not answer."""
+    """Return the progress of a running aggregator; None if it does not answer."""
     if status.state != "running":
         return None
     pod = lambda: aggregator_pod(api.select("Pod", f"{INSTANCE}={status.name}")[0])  # noqa: E731
@@ -116,14 +116,14 @@ def progress(api: Api, status: Status) -> Progress | None:
 
 
 def logs(api: Api, status: Status, *, worker: int | None = None, followed: bool = False) -> Iterator[str]:
-    """Yield what a federation's aggregator, or one of its workers, has said: the newest pod's log, by lines.
+    """Yield the log lines of a federation's aggregator, or of one of its workers, from its newest pod.
 
     Parameters
     ----------
     worker
         Index of the worker; None is the aggregator.
     followed
-        Whether to wait for more, until the pod ends.
+        Wait for further lines until the pod ends.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def logs(api: Api, status: Status, *, worker: int | None = None, followed: bool 
 
 
 def stop(api: Api, status: Status) -> list[str]:
-    """End a federation: its pods are asked to stop, and its objects go; what it has published stays.
+    """Stop a federation: its pods are asked to stop and its objects are deleted; published results stay.
 
     Returns
     -------
@@ -182,7 +182,7 @@ def _status(api: Api, root: Manifest, workers: Sequence[Manifest], pods: Sequenc
 
 
 def _waiting(api: Api, things: Sequence[Manifest]) -> str:
-    """Why a federation does not start, if something says so."""
+    """Return why a federation does not start, if a pod or an event gives a reason."""
     for thing in things:
         seen = diagnose(thing) if "completions" not in thing["spec"] else None
         if seen is None or not seen.reason:

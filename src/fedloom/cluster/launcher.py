@@ -1,8 +1,8 @@
-"""Starting a federation on Kubernetes, or finding the one that an earlier launcher started, and seeing it to its end.
+"""Launcher of a federation on Kubernetes, which starts or adopts it and follows it to its end.
 
-A launcher may be killed at any moment, and another may start in its place: what exists is adopted if its specification
-is the same, and refused if it is not. Nothing here depends on a launcher's last words: Jobs have deadlines and a time
-to live, and an aggregator that nobody follows ends by itself.
+A launcher may be killed at any moment, and another may start in its place. Existing objects are adopted if their
+specification is the same, and rejected otherwise. Nothing depends on a launcher's orderly exit: Jobs have deadlines and
+a time to live, and an aggregator without a launcher ends by itself.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import ExperimentError, RefusedError, WorkerLostError
 
 POLL_S = 3.0
-"""How often pods are looked at while one of them does not run; a pod's trouble does not show in its Job."""
+"""Poll interval while some pod is not running: a pod's problems do not show in its Job."""
 SETTLED_POLL_S = 15.0
 GONE_WITHIN_S = 120.0
 REFUSED_PAUSE_S = 1.0
-"""After a refused create: a quota is charged a moment before what another launcher creates can be seen."""
+"""Pause after a refused create: a quota is charged shortly before another launcher's new object becomes visible."""
 API_PATIENCE_S = 300.0
 KINDS: tuple[Kind, ...] = ("Job", "Service")
 
 
 class Occupied(ExperimentError):
-    """Something is there under the names of this federation that is not this federation."""
+    """Conflict: an object of another specification has the name of one of this federation's objects."""
 
 
 class Launcher:
-    """One federation, from nothing or from wherever an earlier launcher left it.
+    """Launcher of one federation, from scratch or from the state that an earlier launcher left.
 
     Parameters
     ----------
     federation
-        What is to run.
+        Federation to run.
     api
-        Where.
+        Client of the cluster.
     say
-        Told lines for a person.
+        Called with lines of progress for the user.
     owners
-        References to what the federation belongs to: it is deleted with them.
+        References to the owners of the federation, with which it is deleted.
     inside
-        Whether this is a pod of the cluster, which reaches Services.
+        True if this process runs in a pod of the cluster, which can reach Services.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class Launcher:
         }
         self._reported: set[str] = set()
         self._said_last = ""
-        self._own: set[str] = set()  # uids of what was created or adopted here; nothing else is ever removed
+        self._own: set[str] = set()  # uids of objects created or adopted here; nothing else is ever removed
 
     def run(self) -> None:
-        """Create or adopt the federation, and return when it has ended well.
+        """Create or adopt the federation, and return when it has ended successfully.
 
         Raises
         ------
         FedloomError
-            Of the class of what went wrong. Its objects are still there: see :meth:`save_logs` and :meth:`remove`.
+            The federation's error. Its objects still exist: see :meth:`save_logs` and :meth:`remove`.
         """
         address = self.ensure()
         if address is None:
@@ -113,7 +113,7 @@ class Launcher:
 
     @contextmanager
     def _reached(self, address: str) -> Iterator[str]:
-        """Where the aggregator is reached from here: at its Service in the cluster, else through the API."""
+        """Yield the address of the aggregator: its Service inside the cluster, else a tunnel through the API."""
         if self._inside:
             yield address
         elif missing := self._api.missing_rights(FORWARDING):
@@ -124,17 +124,17 @@ class Launcher:
                 yield tunnel.address
 
     def ensure(self) -> str | None:
-        """Create what is not there, adopt what is.
+        """Create missing objects, and adopt existing ones.
 
         Returns
         -------
         str or None
-            Where the aggregator is, ``host:port``; None if it has ended well already.
+            Address of the aggregator, ``host:port``; None if it has already ended successfully.
 
         Raises
         ------
         Occupied
-            If something of these names is there and has another specification.
+            If an object of one of these names exists with another specification.
         FedloomError
             If an adopted federation has failed in a way that another attempt would only repeat.
         """
@@ -161,7 +161,7 @@ class Launcher:
         return f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
 
     def save_logs(self, folder: Path) -> None:
-        """Write the logs of the aggregator's pods, and of workers that failed, to a folder, one file each."""
+        """Write the logs of the aggregator's pods, and of failed workers, to a folder, one file each."""
         for pod in self._pods() if self._own else ():
             component = (pod["metadata"].get("labels") or {}).get(COMPONENT, "")
             if component == AGGREGATOR or (pod.get("status") or {}).get("phase") == "Failed":
@@ -171,14 +171,14 @@ class Launcher:
                     (folder / f"{pod['metadata']['name']}.log").write_text(log)
 
     def remove(self, *, wait: bool = False) -> None:
-        """Delete what this launcher has created or adopted; with ``wait``, return when it and its pods are gone.
+        """Delete the objects that this launcher created or adopted; with ``wait``, return when they are gone.
 
         Raises
         ------
         WorkerLostError
-            If something is still there after two minutes.
+            If an object, or one of its pods, still exists after two minutes.
         """
-        # All are looked up first: with a Job may go what it owns.
+        # Look up all objects first: deleting a Job may delete what it owns.
         for kind, found in self._own_objects(KINDS):
             self._api.delete(kind, found["metadata"]["name"], found["metadata"]["uid"])
         until = time.monotonic() + GONE_WITHIN_S
@@ -194,9 +194,9 @@ class Launcher:
     def _create_or_adopt(self, manifest: Manifest) -> Manifest:
         """Adopt the object of a name, or create it.
 
-        It is read first. Admission (quotas, webhooks) answers a create before the API server looks whether the name is
-        taken: at a quota's limit, creating what is there already is refused with 403 and not 409, and a quota stays
-        charged for what was refused.
+        The object is read first. Admission (quotas, webhooks) answers a create request before the API server checks
+        whether the name is taken. At a quota's limit, creating an existing object is therefore refused with 403 instead
+        of 409, and a quota stays charged for the refused request.
         """
         kind, name = cast(Kind, manifest["kind"]), manifest["metadata"]["name"]
         until = time.monotonic() + GONE_WITHIN_S
@@ -213,12 +213,12 @@ class Launcher:
                     return self._adopted(found)
                 if not _owners(found):
                     raise Occupied(f"{kind} {name} is there already, and belongs to no federation")
-                # What another Job owned is of an earlier attempt, and about to be collected.
+                # An object owned by another Job belongs to an earlier attempt, and will be garbage-collected.
             time.sleep(0.5)
         raise WorkerLostError(f"{kind} {name} is being deleted, and is still there after {GONE_WITHIN_S:.0f} s")
 
     def _create(self, kind: Kind, manifest: Manifest) -> Manifest | None:
-        """Create an object; None if another launcher was quicker."""
+        """Create an object; None if another launcher was faster."""
         try:
             return self._api.create(manifest)
         except (RefusedError, ExperimentError):
@@ -242,7 +242,7 @@ class Launcher:
         return found
 
     def _watch(self, client: ProgressClient) -> None:
-        ended: Manifest | None = None  # the workers' Job, once it has ended in a way that is no failure
+        ended: Manifest | None = None  # the workers' Job, once it has ended without failing the federation
         while True:
             jobs, version = self._api.select("Job", self._federation.selector)
             by_name = {job["metadata"]["name"]: job for job in jobs}
@@ -255,7 +255,7 @@ class Launcher:
                 if end.complete:
                     return
                 raise aggregator_failure(end, exits(pods, AGGREGATOR))
-            # A Job that has ended is removed after cluster.ttl_s, and the aggregator may take longer than that.
+            # An ended Job is removed after cluster.ttl_s, and the aggregator may run longer than that.
             workers = ended or self._present(by_name.get(f"{self._federation.name}-{WORKER}"), WORKER)
             finished = client.latest is not None and client.latest.state == "finished"
             if ended is None and (end := end_of(workers)):
@@ -276,7 +276,7 @@ class Launcher:
             own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(COMPONENT) == component]
             quiet, error = self._monitors[component].check(job, own, time.monotonic())
             settled = settled and quiet
-            # Once the rounds have begun, a worker that cannot run is one that is lost: the quorum decides.
+            # After the rounds have started, a worker that cannot run counts as lost: the quorum decides.
             if error is not None and (component == AGGREGATOR or not client.under_way):
                 raise error
         return settled
@@ -290,7 +290,7 @@ class Launcher:
         return job
 
     def _report_exits(self, pods: Sequence[Manifest]) -> None:
-        """Say once of each pod that failed how it did."""
+        """Report once for each failed pod how it ended."""
         failed: list[Exit] = [*exits(pods, AGGREGATOR), *exits(pods, WORKER)]
         for one in failed:
             if one.pod not in self._reported:
@@ -299,7 +299,7 @@ class Launcher:
                 self._say(f"{one.pod} ended with code {one.code} ({name_of(one.code)}{reason}): {one.words}")
 
     def _report_phases(self, pods: Sequence[Manifest]) -> None:
-        """Say how far the pods are, whenever that changes: all there is to see before the aggregator answers."""
+        """Report changes of the pods' phases: the only progress before the aggregator answers."""
         phases: dict[str, list[str]] = {AGGREGATOR: [], WORKER: []}
         for pod in pods:
             component = (pod["metadata"].get("labels") or {}).get(COMPONENT)
@@ -316,7 +316,7 @@ class Launcher:
         return self._api.select("Pod", self._federation.selector)[0]
 
     def _own_objects(self, kinds: Sequence[Kind]) -> list[tuple[Kind, Manifest]]:
-        """What this launcher has created or adopted, and what that owns, as far as it is there."""
+        """Return the existing objects that this launcher created or adopted, and those that they own."""
         own = []
         for kind in kinds:
             for found in self._api.select(kind, self._federation.selector)[0]:
@@ -328,14 +328,14 @@ class Launcher:
 
 
 def delete(api: Api, selector: str) -> list[str]:
-    """Delete all Jobs (with their pods) and Services that a selector selects.
+    """Delete all Jobs (with their pods) and Services that match a selector.
 
     Returns
     -------
     list[str]
         ``Kind name`` of each.
     """
-    # All are looked up first: with a Job may go what it owns.
+    # Look up all objects first: deleting a Job may delete what it owns.
     there = [(kind, found["metadata"]["name"]) for kind in KINDS for found in api.select(kind, selector)[0]]
     for kind, name in there:
         api.delete(kind, name)
@@ -343,7 +343,7 @@ def delete(api: Api, selector: str) -> list[str]:
 
 
 def aggregator_pod(pods: Sequence[Manifest]) -> str | None:
-    """Return the name of the aggregator's pod that runs, the newest; None if none does."""
+    """Return the name of the aggregator's newest running pod; None if none is running."""
     running = [
         pod["metadata"]
         for pod in pods

@@ -1,4 +1,4 @@
-"""The backend ``local``: a federation as processes of this machine, by ``fedloom run``; imports no torch, no gRPC."""
+"""Backend ``local``: a federation as processes of this machine, by ``fedloom run``; imports neither torch nor gRPC."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ if sys.platform == "linux":
         sys.exit(128 + signal.SIGTERM)
 runpy.run_module("fedloom", run_name="__main__", alter_sys=True)
 """
-"""``python -m fedloom``, told to end when the launcher is killed, which then cannot say so itself.
+"""``python -m fedloom`` that ends when the launcher is killed, which could not stop it then.
 
-It asks for that itself: a function of ours in a new process (``preexec_fn``) may crash where a process has threads.
+The new process sets this up itself: a ``preexec_fn`` may crash in a process with threads.
 """
 
 STOP_S = 60.0
-"""How long a run that is asked to stop may take: the round at hand, and a checkpoint."""
+"""Seconds that a run may take to stop: the current round, and a checkpoint."""
 
 
 def run(
     experiment: Path, partition: Path, out: Path, *, deadline_s: float | None = None, say: Callable[[str], None]
 ) -> None:
-    """Run an experiment on a partition in processes of their own.
+    """Run an experiment on a partition in separate processes.
 
     Parameters
     ----------
     experiment
         The experiment file.
     partition
-        The partition's folder; nothing is dealt.
+        The partition's folder; no partition is made.
     out
-        The run's folder. A run that is there already, of the same experiment, goes on.
+        The run's folder. An existing run of the same experiment is resumed.
     deadline_s
-        How long it may take.
+        Maximum duration of the run.
     say
-        Told the run's lines of progress.
+        Called with the run's lines of progress.
 
     Raises
     ------
     FedloomError
-        The one with which the run ended.
+        The error with which the run ended.
     """
     command = python("-c", _ENDS_WITH_ITS_PARENT, str(os.getpid()))
     command += ["run", str(experiment), "--partition", str(partition)]
@@ -60,7 +60,7 @@ def run(
     last = ""
     temporary = tempfile.TemporaryDirectory(prefix="fedloom-run-")
     told = Path(temporary.name) / "told.jsonl"
-    # A session of its own: Ctrl-C reaches us alone, who pass it on once, so that the round at hand can end.
+    # New session: Ctrl-C reaches only this process, which passes it on once, so that the current round can finish.
     with (
         temporary,
         subprocess.Popen(

@@ -1,7 +1,7 @@
-"""The objects of a federation on Kubernetes, as the API takes them: a Service, the aggregator's Job, the workers' Job.
+"""Kubernetes objects of a federation: a Service, the aggregator's Job, the workers' Job.
 
-Pure: settings in, dictionaries out. The aggregator's Job is the root: the Service and the workers' Job are owned by it,
-so that whatever ends it (time to live, the workflow that owns it, a person) takes them along.
+Pure functions from settings to dictionaries. The aggregator's Job is the root and owns the Service and the workers'
+Job, so that whatever deletes it (time to live, the workflow that owns it, a person) deletes them too.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ NAME, INSTANCE, COMPONENT, MANAGED_BY = (
 )
 AGGREGATOR, WORKER = "aggregator", "worker"
 FINAL = (int(ExitCode.EXPERIMENT), int(ExitCode.DATA), int(ExitCode.REFUSED))
-"""Exit codes that another try would only repeat."""
+"""Exit codes that another attempt would only repeat."""
 UNRETRIED = (*FINAL, int(ExitCode.ABANDONED))
-"""Exit codes after which Kubernetes starts nothing again: with the last one, the other side is gone."""
+"""Exit codes after which Kubernetes does not restart; for the last one, the other side is gone."""
 
 CHECKPOINT_GRACE_S = 60
 WORKER_GRACE_S = 15
 STARTUP_S = 600
-"""How long an aggregator may take until it serves: pulled, imported, its last checkpoint fetched."""
+"""Seconds that an aggregator may take to serve: image pull, imports, and fetching its last checkpoint."""
 
 
 def identity(run_id: str, task: str) -> str:
-    """Return 12 hex digits that name the federation of one task of one pipeline run, however often that is tried."""
+    """Return 12 hex digits that identify the federation of one task of one pipeline run, across retries."""
     return hashlib.sha256(f"{run_id}/{task}".encode()).hexdigest()[:12]
 
 
 def label(text: str) -> str:
-    """Return text as the value of a label: as it is where that is allowed, else its hash."""
+    """Return text as a label value: unchanged if it is valid, else its hash."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     return hashlib.sha256(text.encode()).hexdigest()[:40]
@@ -52,26 +52,26 @@ def label(text: str) -> str:
 
 @dataclass(frozen=True)
 class Federation:
-    """Everything that decides the objects of one federation.
+    """Complete input for the objects of one federation.
 
     Attributes
     ----------
     run_id, task
-        Of the pipeline; together they are the federation's identity.
+        Run id and task of the pipeline; together they identify the federation.
     namespace
-        Where the objects are.
+        Namespace of the objects.
     settings, task_config
-        What the user said about the cluster.
+        The user's cluster settings.
     experiment
-        The resolved experiment file, which lies at ``run_url/experiment.yaml``.
+        The resolved experiment file, stored at ``run_url/experiment.yaml``.
     run_url, partition_url
-        Where the store has the run and its partition.
+        URLs of the run and its partition in the store.
     clients
-        How many there are, seen and unseen.
+        Number of clients, seen and unseen.
     device, threads, clients_at_once
         The experiment's ``runtime``.
     storage_environment
-        What pods are told about the store in plain text (endpoint, region).
+        Variables about the store that pods get in plain text (endpoint, region).
     orphan_after_s
         Seconds without a launcher after which the aggregator ends; None is never.
     """
@@ -93,37 +93,37 @@ class Federation:
 
     @property
     def name(self) -> str:
-        """Of the Service, and the beginning of the Jobs' names."""
+        """Name of the Service, and prefix of the Jobs' names."""
         return f"fl-{identity(self.run_id, self.task)}"
 
     @property
     def workers(self) -> int:
-        """How many worker pods."""
+        """Number of worker pods."""
         per_worker = self.settings.clients_per_worker
         return self.settings.workers if per_worker is None else math.ceil(self.clients / per_worker)
 
     @property
     def selector(self) -> str:
-        """Selects every object and pod of the federation."""
+        """Selector for every object and pod of the federation."""
         return f"{INSTANCE}={self.name}"
 
     def labels(self, component: str | None = None) -> dict[str, str]:
-        """Labels of all its objects, and those of one of its two components."""
+        """Return the labels of all its objects or, with ``component``, of one of its two components."""
         own = {NAME: "federation", INSTANCE: self.name, MANAGED_BY: "fedloom", RUN_ID: label(self.run_id)}
         own |= {TASK: label(self.task)} | ({} if component is None else {COMPONENT: component})
         return {**self.settings.labels, **own}
 
     def digest(self) -> str:
-        """Sha256 of all that is to be created and of the experiment: equal specifications have equal digests."""
+        """Return the SHA-256 of all objects and the experiment: equal specifications have equal digests."""
         parts = [aggregator_job(self), service(self), worker_job(self), self.experiment]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def service(federation: Federation) -> Manifest:
-    """The address under which workers, and the launcher, find the aggregator, whichever pod it is."""
+    """Return the Service through which workers and the launcher reach the aggregator, whichever pod it runs in."""
     spec = {
         "selector": {INSTANCE: federation.name, COMPONENT: AGGREGATOR},
-        # An aggregator is asked for as soon as it listens, and says itself what it is not ready for.
+        # Clients connect as soon as an aggregator listens; it reports its own readiness.
         "publishNotReadyAddresses": True,
         "ports": [{"name": "grpc", "port": PORT, "targetPort": PORT, "protocol": "TCP", "appProtocol": "grpc"}],
     }
@@ -131,11 +131,11 @@ def service(federation: Federation) -> Manifest:
 
 
 def aggregator_job(federation: Federation) -> Manifest:
-    """One aggregator, started again from what it published when it or its node fails."""
+    """Return the Job of one aggregator, which is restarted from its published state if it or its node fails."""
     f, s = federation, federation.settings
     command = ["aggregator", f"{f.run_url}/experiment.yaml", "--partition", f.partition_url, "--out", "/work/run"]
     command += ["--publish", f.run_url, "--resume", "--listen", f"0.0.0.0:{PORT}", "--wait", _seconds(s.deadline_s)]
-    command += ["--insecure"]  # what reaches it is up to the cluster's network policies
+    command += ["--insecure"]  # access is up to the cluster's network policies
     if f.orphan_after_s is not None:
         command += ["--orphan-after", _seconds(f.orphan_after_s)]
     container = _container(f, AGGREGATOR, s.image, command, resources(s.aggregator))
@@ -163,7 +163,7 @@ def aggregator_job(federation: Federation) -> Manifest:
 
 
 def worker_job(federation: Federation) -> Manifest:
-    """All workers, each with an index and retries of its own."""
+    """Return the Job of all workers, each with its own index and retries."""
     f, s, task = federation, federation.settings, federation.task_config
     command = ["worker", "--aggregator", f"{f.name}.{f.namespace}.svc:{PORT}"]
     command += ["--name", "worker-$(JOB_COMPLETION_INDEX)", "--partition", f.partition_url]
@@ -208,7 +208,7 @@ def worker_job(federation: Federation) -> Manifest:
 def completed(
     manifest: Manifest, digest: str, owners: Sequence[Mapping[str, Any]], attempt: int | None = None
 ) -> Manifest:
-    """Return a manifest with what does not belong to the specification: its digest, its owners, and the attempt."""
+    """Return a manifest with what is not part of the specification: its digest, its owners, and the attempt."""
     metadata = manifest["metadata"]
     annotations = {**metadata["annotations"], DIGEST: digest} | ({} if attempt is None else {ATTEMPT: str(attempt)})
     owned = {"ownerReferences": [*owners]} if owners else {}
@@ -216,15 +216,15 @@ def completed(
 
 
 def owner(found: Mapping[str, Any], *, api_version: str = "batch/v1", kind: str = "Job") -> Manifest:
-    """Return the reference to an object that exists, for what it is to own."""
+    """Return an owner reference to an existing object."""
     metadata = found["metadata"]
-    # blockOwnerDeletion would ask for rights on the owner's finalizers.
+    # blockOwnerDeletion would require rights on the owner's finalizers.
     reference = {"apiVersion": api_version, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
     return {**reference, "controller": False, "blockOwnerDeletion": False}
 
 
 def owners_of_pod(pod: Mapping[str, Any]) -> list[Manifest]:
-    """Return the reference to what controls a pod, such as the workflow of a pipeline: none if nothing does."""
+    """Return a reference to the controller of a pod, such as a pipeline's workflow; empty if there is none."""
     references = pod["metadata"].get("ownerReferences") or []
     controlling = [reference for reference in references if reference.get("controller")] or references
     keys = ("apiVersion", "kind", "name", "uid")
@@ -237,16 +237,16 @@ def owners_of_pod(pod: Mapping[str, Any]) -> list[Manifest]:
 def resources(
     own: Resources, gpu: Mapping[str, int] | None = None, task: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, str]]:
-    """Put together what a container asks for.
+    """Return the resource requests and limits of a container.
 
     Parameters
     ----------
     own
         From the settings.
     gpu
-        Resource and count, where GPUs are asked for.
+        Resource and count of GPUs, if requested.
     task
-        From the task of the pipeline, with ``requests`` and ``limits``; it has the last word.
+        From the task of the pipeline, with ``requests`` and ``limits``; it takes precedence.
     """
     task = task or {}
     limits = {**own.limits, **(gpu or {}), **(task.get("limits") or {})}
@@ -288,7 +288,7 @@ def _failures(action: str, component: str) -> Manifest:
 
 
 def _template(federation: Federation, component: str, pod: Manifest) -> Manifest:
-    # Both ways to keep a service mesh out, old and new: a sidecar would keep a Job from ending, and break early calls.
+    # Disable sidecar injection in both ways, old and new: a sidecar keeps a Job from ending, and breaks early calls.
     out = {"sidecar.istio.io/inject": "false"}
     metadata = {
         "labels": {**federation.labels(component), **out},
@@ -348,7 +348,7 @@ def _container(
         "args": arguments,
         "env": env,
         "resources": {**needs},
-        # The end of the log says why a container ended, when nothing else does.
+        # Fall back to the end of the log as the reason of an exit.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,

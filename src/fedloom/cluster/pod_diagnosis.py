@@ -1,4 +1,4 @@
-"""Why a pod does not run yet: whether waiting helps, and what to tell the person who can help if it does not."""
+"""Diagnosis of pods that do not run: whether waiting helps, and otherwise what the user can do."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fedloom.errors import ExperimentError, FedloomError, QuorumError
 
 
 class Verdict(Enum):
-    """What a launcher does about a pod that does not run."""
+    """Launcher's reaction to a pod that does not run."""
 
     START = "start"
-    """It is starting; nothing is wrong."""
+    """The pod is starting; nothing is wrong."""
     WAIT = "wait"
-    """It needs something that others may give back: a node, a GPU."""
+    """The pod needs something that may become free: a node, a GPU."""
     FAIL = "fail"
-    """Only a person can fix it."""
+    """Only a person can fix the problem."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What keeps a pod from running."""
+    """Reason why a pod does not run."""
 
     verdict: Verdict
     reason: str
     message: str
 
     def error(self, who: str, waited_s: float) -> FedloomError:
-        """Return the failure that this has become."""
+        """Return the error for this diagnosis."""
         text = f"{who} does not start: {self.reason}: {self.message}".rstrip(": ")
         if self.verdict is Verdict.WAIT:
             return QuorumError(
@@ -57,16 +57,16 @@ IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverP
 CONFIGURATION = {"CreateContainerConfigError"}
 CREATION = {"CreateContainerError", "RunContainerError", "StartError"}
 EVENTS = {"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"}
-"""Reasons of events that say what a status does not."""
+"""Reasons of events that report problems missing from a status."""
 
 
 def diagnose(pod: Mapping[str, Any]) -> Diagnosis | None:
-    """Say why a pod does not run.
+    """Diagnose why a pod does not run.
 
     Parameters
     ----------
     pod
-        As the API gives it.
+        As returned by the API.
 
     Returns
     -------
@@ -84,14 +84,14 @@ def diagnose(pod: Mapping[str, Any]) -> Diagnosis | None:
             return Diagnosis(Verdict.FAIL, reason, f"{container.get('image', '')}: {message}".removeprefix(": "))
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            gated = condition.get("reason") == "SchedulingGated"  # a queue holds it, and will let it go
+            gated = condition.get("reason") == "SchedulingGated"  # a queue holds the pod and will release it
             verdict = Verdict.START if gated else Verdict.WAIT
             return Diagnosis(verdict, condition.get("reason", "Unschedulable"), condition.get("message", ""))
     return Diagnosis(Verdict.START, "", "")
 
 
 def diagnose_events(events: Iterable[Mapping[str, Any]]) -> Diagnosis | None:
-    """Return what the last of some events says, if it is one that keeps a pod from existing or starting."""
+    """Return the diagnosis in the last of some events, if that keeps a pod from existing or starting."""
     told = [event for event in events if event.get("type", "Warning") == "Warning"]
     if told and told[-1].get("reason") in EVENTS:
         return Diagnosis(Verdict.FAIL, told[-1]["reason"], str(told[-1].get("message", "")))
@@ -99,7 +99,7 @@ def diagnose_events(events: Iterable[Mapping[str, Any]]) -> Diagnosis | None:
 
 
 def count_missing(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
-    """Count the pods that a job should have and has not: they were refused, or it waits before it tries again."""
+    """Return how many of a Job's pods are missing: refused, or waiting for a retry."""
     spec, status = job.get("spec") or {}, job.get("status") or {}
     if spec.get("suspend"):
         return 0
@@ -109,18 +109,18 @@ def count_missing(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> 
 
 
 class PodMonitor:
-    """How long each pod has been kept from running, and by what.
+    """Monitor of pods that do not run, with the duration and reason of each.
 
     Parameters
     ----------
     pending_timeout_s
-        How long a pod may wait for what others may give back.
+        Seconds that a pod may wait for resources that may become free.
     failing_timeout_s
-        How long it may wait for what only a person can give: a registry or a Secret can be a moment late.
+        Seconds that it may wait for a person's fix: a registry or a Secret may be slightly late.
     events
-        Gives the events of an object, by its name; asked only about what neither runs nor says why.
+        Returns the events of an object, by its name; called only for objects that neither run nor give a reason.
     say
-        Told once of each thing that is waited for.
+        Called once for each reason of waiting.
     """
 
     def __init__(
@@ -135,28 +135,28 @@ class PodMonitor:
         self._quiet_s = min(5.0, failing_timeout_s)
         self._events = events
         self._say = say
-        self._pending: dict[str, float] = {}  # since when a pod has not run, whatever the reason
-        self._failing: dict[str, float] = {}  # since when waiting has not helped
+        self._pending: dict[str, float] = {}  # start of not running, whatever the reason
+        self._failing: dict[str, float] = {}  # start of a problem that waiting has not solved
         self._said: set[tuple[str, str]] = set()
 
     def check(
         self, job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], now: float
     ) -> tuple[bool, FedloomError | None]:
-        """Look at a job's pods.
+        """Check a Job's pods.
 
         Parameters
         ----------
         job, pods
-            As the API gives them; the pods are the job's.
+            As returned by the API; the pods are the Job's.
         now
             Seconds of a monotonic clock.
 
         Returns
         -------
         settled
-            Whether every pod that should be there runs or has run.
+            True if every expected pod runs or has run.
         error
-            Why the federation should be given up, if it should.
+            Reason to give up the federation, if there is one.
         """
         found: dict[str, Diagnosis] = {}
         for pod in pods:

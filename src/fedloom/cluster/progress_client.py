@@ -1,4 +1,4 @@
-"""Following an aggregator's progress, which also tells it that it is no orphan."""
+"""Client that follows an aggregator's progress; watching also shows the aggregator that it has a launcher."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ DOUBT_AFTER_S = 60.0
 
 
 def launchers_credentials() -> Credentials:
-    """What a launcher dials an aggregator with: its environment says, as of a worker; pods' networks are plaintext.
+    """Return a launcher's credentials, from the environment as for a worker; plaintext is allowed, as on pod networks.
 
     Raises
     ------
     RefusedError, ExperimentError
-        If the environment has something else in a token's or a certificate's place.
+        If the environment's token or certificate is invalid.
     """
     return Credentials(replace(ClientOptions.from_environment(), insecure=True))
 
 
 class ProgressClient:
-    """Says how far a run is, through restarts of its aggregator.
+    """Reporter of a run's progress, through restarts of its aggregator.
 
     Parameters
     ----------
     address
         ``host:port`` of the aggregator.
     say
-        Told lines for a person.
+        Called with lines of progress for the user.
     orphan_after_s
-        Seconds without anyone watching after which the aggregator ends; None is never.
+        Seconds without a watcher after which the aggregator ends; None is never.
 
     Attributes
     ----------
     latest
-        What the aggregator told last; None before it has told anything.
+        Latest progress from the aggregator; None before the first.
     """
 
     def __init__(self, address: str, say: Callable[[str], None], *, orphan_after_s: float | None = None) -> None:
@@ -61,13 +61,13 @@ class ProgressClient:
 
     @property
     def under_way(self) -> bool:
-        """Whether the rounds have begun: from then on the aggregator judges what it can do without."""
+        """True once the rounds have started; the aggregator then decides which workers it can do without."""
         return self.latest is not None and self.latest.state not in ("waiting", "failed")
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow in the block, in a thread of its own."""
-        # Not waited for: it may be in the middle of dialling, and there is nothing of it to keep.
+        """Follow the progress in a separate thread during the block."""
+        # Not joined: it may be connecting, and has no state to keep.
         threading.Thread(target=self._follow, name="follow", daemon=True).start()
         try:
             yield
@@ -88,7 +88,7 @@ class ProgressClient:
             except (RefusedError, ExperimentError) as error:
                 self._say(f"progress is not shown: {error}{self._warning()}")
                 return
-            except ConnectionError as error:  # not there yet, or about to be replaced
+            except ConnectionError as error:  # not started yet, or about to be replaced
                 if not self._doubted and time.monotonic() - self._heard_at > self._doubt_after_s:
                     self._doubted = True
                     self._say(f"no progress is shown: {error}{self._warning()}")
@@ -121,7 +121,7 @@ class ProgressClient:
 
 
 def _measured(line: dict[str, object]) -> str:
-    """Accuracies of an evaluation, or the losses of data without classes."""
+    """Return the accuracies of an evaluation, or the losses for data without classes."""
     parts, what = [], "pooled test accuracy"
     for name in ("seen", "unseen", "global"):
         group = line.get(name)

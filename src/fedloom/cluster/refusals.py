@@ -1,4 +1,4 @@
-"""What a cluster does not admit (quotas, limit ranges, pod security, webhooks), and which setting answers it. Pure."""
+"""Admission refusals of a cluster (quotas, limit ranges, pod security, webhooks), and the settings to change."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ UNSPECIFIED = re.compile(r"failed quota: (?P<quota>[^\s:]+): must specify (?P<ne
 FOR = re.compile(r"(?P<resources>[a-z0-9./-]+(?:,[a-z0-9./-]+)*) for: (?P<containers>[a-z0-9-]+(?:,[a-z0-9-]+)*)")
 WEBHOOK = re.compile(r'admission webhook "(?P<name>[^"]+)" denied the request')
 UNAUTHORIZED = re.compile(r'User "[^"]*" cannot ')
-"""A right is missing: that is no refusal of what was asked for."""
+"""Missing right, which is not a refusal of the request's content."""
 
 
 def refusal(said: str) -> tuple[type[FedloomError], str] | None:
-    """Return the class of a refusal by an admission controller, and what to do about it.
+    """Return the error class for a refusal by an admission controller, and the remedy.
 
     Parameters
     ----------
     said
-        The API server's words, from its answer or from an event.
+        The API server's message, from its response or from an event.
 
     Returns
     -------
     tuple or None
-        Class of failure and hint; None if these words are no such refusal.
+        Error class and hint; None if the message is no such refusal.
     """
     if found := UNSPECIFIED.search(said):
         return RefusedError, f"set {_settings(found['needed'])}, which quota {found['quota']} asks for"
@@ -54,7 +54,7 @@ def refusal(said: str) -> tuple[type[FedloomError], str] | None:
 
 
 def _settings(needed: str) -> str:
-    """``limits.memory for: aggregator`` as the settings that say so."""
+    """Return the settings for a quota's required resources, such as ``limits.memory for: aggregator``."""
     return ", ".join(
         f"cluster.{container}.{resource if '.' in resource else f'requests.{resource}'}"
         for found in FOR.finditer(needed)
@@ -64,7 +64,7 @@ def _settings(needed: str) -> str:
 
 
 def _asked(requested: str, said: str) -> str:
-    """The settings behind what was asked for; all that could be where that is not known."""
+    """Return the settings behind the requested resources; all possible ones if unknown."""
     component = next((name for name in ("aggregator", "worker") if f"-{name}-" in said), None)
     components = [component] if component else ["aggregator", "worker"]
     named = []

@@ -1,4 +1,4 @@
-"""What a federation on Kubernetes is given: images, sizes, GPUs, credentials, patience."""
+"""Settings of a federation on Kubernetes: images, sizes, GPUs, credentials, timeouts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedloom.storage.folder import read_file
 from fedloom.words import parsed_json
 
 OWN = "fedloom.dev/"
-"""Prefix of our own labels and annotations."""
+"""Prefix of FedLoom's own labels and annotations."""
 
 ALLOWED_IMAGE = "NAME:TAG or NAME@sha256:DIGEST, not :latest"
 DEFAULT_REQUESTS: Mapping[str, str] = {"cpu": "500m", "memory": "1Gi"}
-"""Asked for where neither a request nor a limit says otherwise."""
+"""Default requests, where neither a request nor a limit is set."""
 
 
 IMAGE = re.compile(
@@ -31,12 +31,12 @@ IMAGE = re.compile(
 
 
 def check_image(image: str) -> str:
-    """Return an image's name, if it always means the same image.
+    """Return an image's name, if it is pinned by a tag or a digest.
 
     Raises
     ------
     ValueError
-        If it has neither a tag nor a digest, or its tag is ``latest``: what runs could change between two runs.
+        If it has neither a tag nor a digest, or its tag is ``latest``: the image could change between two runs.
     """
     parts = IMAGE.fullmatch(image)
     if parts is None or (parts["digest"] is None and parts["tag"] in (None, "latest")):
@@ -65,11 +65,11 @@ Quantities = Annotated[dict[str, str | int], AfterValidator(_are_quantities)]
 Image = Annotated[str, AfterValidator(check_image)]
 Words = Annotated[dict[str, str], AfterValidator(_names_of_others)]
 KubernetesObject = dict[str, Any]
-"""Handed to the API server as it is, which checks it."""
+"""Kubernetes object passed on unchanged; the API server validates it."""
 
 
 class Resources(Settings):
-    """What a container asks for, and what it may use at most; such as ``{"cpu": "2", "memory": "4Gi"}``."""
+    """Resource requests and limits of a container, such as ``{"cpu": "2", "memory": "4Gi"}``."""
 
     requests: Quantities = Field(
         default={}, description="Asked for; by default 500m CPU and 1Gi memory where there is no limit either."
@@ -78,7 +78,7 @@ class Resources(Settings):
 
 
 class AggregatorPod(Resources):
-    """The aggregator's container, where it runs, and what it alone is told."""
+    """Resources, node placement and environment of the aggregator's container."""
 
     tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Taints that it stands.")
     node_selector: dict[str, str] = Field(default={}, description="Labels that its node must have.")
@@ -98,7 +98,7 @@ class Gpu(Settings):
 
 
 class ClusterSettings(Settings):
-    """Everything about a federation on Kubernetes that changes no number of its result."""
+    """Settings of a federation on Kubernetes, none of which changes its numeric results."""
 
     namespace: str | None = Field(
         default=None, min_length=1, description="Where it runs; null is the launcher's own, else the kubeconfig's."
@@ -179,19 +179,19 @@ class ClusterSettings(Settings):
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cluster settings") -> ClusterSettings:
-        """Read settings from JSON, as pipelines carry them.
+        """Read settings from JSON, as pipelines pass them.
 
         Parameters
         ----------
         text
             A JSON object; empty text gives the defaults.
         source
-            What the text is, for messages.
+            Name of the text in messages.
 
         Raises
         ------
         ExperimentError
-            If it is no JSON object, or a setting is not allowed; every mistake is named, with what is allowed.
+            If it is not a JSON object, or a setting is invalid; lists every error with the values allowed.
         """
         return _read(cls, text or "{}", source)
 
@@ -202,7 +202,7 @@ class ClusterSettings(Settings):
         Raises
         ------
         ExperimentError
-            If it cannot be read, is no YAML, or a setting is not allowed.
+            If the file cannot be read or is not YAML, or a setting is invalid.
         """
         try:
             value, _ = parse(read_file(path).decode("utf-8"), str(path))
@@ -214,7 +214,7 @@ class ClusterSettings(Settings):
 
 
 class TaskConfig(Settings):
-    """What was set on the Kubeflow task of the launcher and is meant for the workers (``kfp.dsl.TaskConfig``)."""
+    """Settings of the launcher's Kubeflow task that apply to the workers (``kfp.dsl.TaskConfig``)."""
 
     resources: KubernetesObject | None = None
     tolerations: tuple[KubernetesObject, ...] | None = None
@@ -226,12 +226,12 @@ class TaskConfig(Settings):
 
     @classmethod
     def read(cls, value: Mapping[str, Any] | None) -> TaskConfig:
-        """Check what Kubeflow hands over; numbers that it made floats on the way become whole again.
+        """Validate Kubeflow's values; integers that it turned into floats become integers again.
 
         Raises
         ------
         ExperimentError
-            If it has a field that is not known here, or of another shape.
+            If a field is unknown or has another type.
         """
         return _read(cls, json.dumps(_whole(dict(value or {}))), "task_config")
 
@@ -254,7 +254,7 @@ def _read(settings: type[_S], text: str, source: str) -> _S:
 
 
 def _whole(value: Any) -> Any:
-    """Numbers cross Kubeflow as floats; Kubernetes takes 3600 and refuses 3600.0."""
+    """Return a value with integral floats as integers: Kubeflow passes floats, and Kubernetes rejects 3600.0."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):

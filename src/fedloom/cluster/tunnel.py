@@ -1,4 +1,4 @@
-"""A port of this machine that leads to a pod's, through the Kubernetes API: for launchers outside of the cluster."""
+"""Local port that forwards to a pod's port through the Kubernetes API, for launchers outside of the cluster."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fedloom.cluster.api import Api
 log = logging.getLogger("fedloom.cluster")
 
 DATA, ERROR = 0, 1
-"""Channels of a forwarded port; a message begins with the channel's number."""
+"""Channels of a forwarded port; each message begins with the channel number."""
 BINARY, CLOSE = 0x2, 0x8
-"""Kinds of WebSocket frames (RFC 6455, section 11.8)."""
+"""Opcodes of WebSocket frames (RFC 6455, section 11.8)."""
 CHUNK = 1 << 16
 
 
 class Tunnel:
-    """Forwards every connection to ``address`` to a port of the pod that is the right one at that moment.
+    """Forwarder of connections from ``address`` to a port of the current pod.
 
     Parameters
     ----------
     api
-        Of the cluster.
+        Client of the cluster.
     pod
-        Returns the name of the pod; None while there is none, and the connection is closed.
+        Returns the name of the current pod; None if there is none, which closes the connection.
     port
-        Of the pod.
+        Port of the pod.
     """
 
     def __init__(self, api: Api, pod: Callable[[], str | None], port: int) -> None:
@@ -44,19 +44,19 @@ class Tunnel:
 
     @property
     def address(self) -> str:
-        """``host:port`` on this machine."""
+        """Local address, ``host:port``."""
         host, port = self._listener.getsockname()
         return f"{host}:{port}"
 
     def __enter__(self) -> Self:
-        """Begin to forward."""
+        """Start forwarding."""
         threading.Thread(target=self._accept, name="tunnel", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -74,7 +74,7 @@ class Tunnel:
             try:
                 pod = self._pod()
                 remote = None if pod is None else self._api.forward(pod, self._port)
-            except Exception as error:  # many libraries meet here; whoever dials sees a closed connection
+            except Exception as error:  # many libraries may raise here; the caller sees a closed connection
                 log.debug("no way to the pod: %s", error)
                 return
             if remote is None:
@@ -87,10 +87,10 @@ class Tunnel:
 
 
 def _pump(local: socket.socket, remote: Any) -> None:
-    """Copy both ways until one side ends; in one thread, since a TLS connection is not to be used by two."""
+    """Copy in both directions until one side ends; in one thread, since a TLS connection must not be used by two."""
     announced: set[int] = set()
     while True:
-        # What TLS has read ahead does not show in select.
+        # Data that TLS has buffered does not show in select.
         ahead = isinstance(remote.sock, ssl.SSLSocket) and remote.sock.pending()
         ready = [remote.sock] if ahead else select.select([local, remote.sock], [], [])[0]
         if local in ready:
@@ -104,7 +104,7 @@ def _pump(local: socket.socket, remote: Any) -> None:
                 return
             if opcode == BINARY:
                 channel, content = frame.data[0], frame.data[1:]
-                if channel not in announced:  # the first message of each channel is the port's number
+                if channel not in announced:  # the first message of each channel is the port number
                     announced.add(channel)
                 elif channel == DATA:
                     local.sendall(content)

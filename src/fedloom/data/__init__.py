@@ -1,4 +1,5 @@
-"""Data: sources (official data sets), partition (who gets what), and the federated data set on disk (docs/data.md).
+"""Data sources (official data sets), partitions, and the federated data set on disk (docs/data.md).
 
-Everything but ``federated`` runs without torch, so that fetching, partitioning and checking an experiment start fast.
+Everything except ``federated`` runs without torch, so that fetching, partitioning and validating an experiment start
+fast.
 """

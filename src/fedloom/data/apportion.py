@@ -1,4 +1,4 @@
-"""Apportionment: class mixes become whole numbers of examples."""
+"""Apportionment: turn class mixes into whole numbers of examples."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Mixes: TypeAlias = NDArray[np.float64]
 
 
 def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDArray[np.int64]:
-    """Give k distinct classes to every client, each class as often as any other (±1); ``[n, k]``, in the order drawn.
+    """Assign k distinct classes to every client, each class equally often (±1); ``[n, k]``, in the order drawn.
 
-    Each of the C classes gets ⌊nk/C⌋ or ⌈nk/C⌉ places, at random where they are not equal. Clients choose in
-    random order. With R clients still to choose, a class that has R places left must go to every one of them; the
-    rest are drawn at random, in proportion to the places left. Then no class has more than R - 1 places left for the
-    R - 1 clients that remain and the places add up to k(R - 1): so there are always k distinct classes to choose from,
-    and the draw ends, whatever the seed.
+    Each of the C classes gets ⌊nk/C⌋ or ⌈nk/C⌉ places; which classes get the extra one is random. Clients choose in
+    random order. With R clients still to choose, a class that has R places left must go to each of them; the other
+    classes are drawn at random, in proportion to the places left. No class then has more than R - 1 places left for the
+    R - 1 clients that remain, and the places add up to k(R - 1). There are therefore always k distinct classes to
+    choose from, and the draw ends for every seed.
     """
     generator = keyed_generator(seed, "classes")
     places = np.full(classes, clients * per_client // classes)
@@ -34,17 +34,17 @@ def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDAr
             drawn = int(np.searchsorted(np.cumsum(free), int(generator.random() * free.sum()), side="right"))
             picked.append(drawn)
             free[drawn] = 0
-        # Mixed, so that a share is not tied to the classes that had to be taken.
+        # Shuffled, so that a client's share of a class does not depend on whether the class had to be taken.
         held[client] = np.asarray(picked)[shuffled(generator, per_client)]
         places[picked] -= 1
     return held
 
 
 def feasible_sizes(mixes: Mixes, available: NDArray[np.int64], cap: int | None = None) -> NDArray[np.int64]:
-    """Return how many examples each client gets of a pool, ``[n]``.
+    """Return the number of examples that each client gets of a pool, ``[n]``.
 
-    N_i = ⌊min_{c: π_ic > 0} p_c / Σ_j π_jc⌋, at most ``cap``. Equal mixes share a pool equally; under Dirichlet
-    mixes, where every π_ic > 0, all clients get the same size, and the class in greatest demand sets it.
+    N_i = ⌊min_{c: π_ic > 0} p_c / Σ_j π_jc⌋, at most ``cap``. Equal mixes share a pool equally. Under Dirichlet
+    mixes, where every π_ic > 0, all clients get the same size, which the class in greatest demand determines.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def feasible_sizes(mixes: Mixes, available: NDArray[np.int64], cap: int | None =
     demand = mixes.sum(0)
     per_unit = np.divide(available, demand, out=np.full(len(demand), np.inf), where=demand > 0)
     largest = np.where(mixes > 0, per_unit, np.inf).min(1)
-    # What should be a whole number may come out just below it.
+    # Rounding errors may put a whole number just below itself.
     whole: NDArray[np.int64] = np.floor(largest * (1 + 1e-12) + 1e-9).astype(np.int64)
     return whole if cap is None else np.minimum(whole, cap)
 
@@ -66,10 +66,10 @@ def quotas(
 ) -> NDArray[np.int64]:
     """Round N_i π_i to whole examples by largest remainders, ``[n, C]``; no class exceeds ``available``.
 
-    Each client first gets ⌊N_i π_ic⌋ of each class; the N_i - Σ_c ⌊N_i π_ic⌋ left over go to its classes of largest
-    remainder that have examples to spare, clients choosing in random order. Where a pool is used up to its last
-    examples, the last to choose may find none to spare in their classes: then another client gives one up and takes
-    one of another class. Where no exchange is left either, a client goes without (fewer than C examples).
+    Each client first gets ⌊N_i π_ic⌋ examples of each class. The remaining N_i - Σ_c ⌊N_i π_ic⌋ come from its classes
+    of largest remainder that have spare examples; clients choose in random order. When a pool is nearly used up, the
+    last clients may find no spare examples in their classes. Another client then gives one up and takes one of another
+    class. If no such exchange is possible, the client gets fewer examples (fewer than C are missing).
     """
     exact = mixes * size[:, None]
     counts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
@@ -78,7 +78,7 @@ def quotas(
     spare = available - counts.sum(0)
     missing = size - counts.sum(1)
     for client in shuffled(keyed_generator(seed, "round", split), len(size)):
-        # Ties go to the class with most to spare.
+        # Ties go to the class with most spare examples.
         order = np.lexsort((-spare, -np.round(remainders[client], 9)))
         chosen = [c for c in order if spare[c] > 0 and open_to[client, c]][: missing[client]]
         counts[client, chosen] += 1
@@ -98,10 +98,10 @@ def _exchange(
     spare: NDArray[np.int64],
     remainders: NDArray[np.float64],
 ) -> bool:
-    """Get a client one more example by an exchange with another; False if there is no such exchange.
+    """Get a client one more example through an exchange with another client; return False if no exchange is possible.
 
-    Of all the others that hold a rounded-up example of a class that the client is open to, and are open to a class
-    with examples to spare, the one whose mix suffers least.
+    The other client must hold a rounded-up example of a class open to this client, and be open to a class with spare
+    examples. Among all such exchanges, choose the one that distorts the other client's mix least.
     """
     rounded_up = (remainders > 1e-9) & ~open_to
     instead = np.where(open_to & (spare > 0), remainders, -np.inf)
@@ -121,15 +121,15 @@ def _exchange(
 
 
 def largest_remainders(exact: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Round numbers so that their sum is the rounded sum: down, then up where the remainder is largest."""
+    """Round numbers so that their sum is the rounded sum: round down, then up where the remainder is largest."""
     counts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
-    missing = round(round(float(exact.sum()), 9)) - int(counts.sum())  # a half is a half, whatever its floats add up to
+    missing = round(round(float(exact.sum()), 9)) - int(counts.sum())  # a half stays a half despite float errors
     counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
     return counts
 
 
 def stratified(labels: NDArray[np.int64], size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
-    """Draw ``size`` of m examples at random, each class in proportion to how often it occurs (largest remainders).
+    """Draw ``size`` of m examples at random, each class in proportion to its frequency (largest remainders).
 
     Parameters
     ----------

@@ -1,15 +1,14 @@
-"""Assignment: who gets which example.
+"""Assignment of examples to clients.
 
-All schemes but ``natural`` assign by class mix. The mixes π_i of a scheme (``fedloom.data.schemes``) become example
-counts by one rule, applied to the train, the validation and the test pool with the same π_i, so that a client's splits
-have one class mix:
-
+All schemes except ``natural`` assign by class mix. One rule turns the mixes π_i of a scheme
+(``fedloom.data.schemes``) into example counts. It applies to the train, validation and test pools with the same π_i,
+so that all splits of a client have the same class mix:
 1. *Size* (:func:`~fedloom.data.apportion.feasible_sizes`). Client i gets N_i = min over its classes of p_c / Σ_j π_jc
-   examples, p_c being the number of examples of class c in the pool, or its cap if that is less. Since
-   N_i π_ic ≤ p_c π_ic / Σ_j π_jc, no class runs out, whatever was drawn, and nothing is ever drawn again. A
-   scheme that wants sizes of its own gets them exactly, or is refused.
+   examples, where p_c is the number of examples of class c in the pool, or its cap if that is less. Since N_i π_ic ≤
+   p_c π_ic / Σ_j π_jc, no class runs out, whatever the draw, and nothing is redrawn. A scheme that sets its own sizes
+   gets them exactly or is rejected.
 2. *Counts* (:func:`~fedloom.data.apportion.quotas`). N_i π_i is rounded to whole examples by largest remainders.
-3. *Examples*. Each class of each pool is shuffled and handed out by these counts, so that no example is assigned twice.
+3. *Examples*. Each class of each pool is shuffled and dealt out by these counts, so that no example is assigned twice.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from fedloom.errors import ExperimentError
 from fedloom.words import counted
 
 UNUSED = 0.2
-"""Part of a pool that may stay unused without a note."""
+"""Fraction of a pool that may stay unused without a note."""
 
 
 @dataclass(frozen=True)
 class PartitionSettings:
-    """Everything that decides who gets which example of a source."""
+    """Settings that determine which client gets which example of a source."""
 
     scheme: Scheme
     seed: int
@@ -54,12 +53,12 @@ class PartitionSettings:
     validation_fraction: float
 
     def check(self, source: Source) -> None:
-        """Refuse what cannot work with a source, without reading its data.
+        """Reject settings that cannot work with a source, without reading its data.
 
         Raises
         ------
         ExperimentError
-            Naming the key, what was found and what is allowed.
+            Names the key, the value found and the values allowed.
         """
         if not 0 <= self.unseen_fraction < 1:
             raise ExperimentError(f"data.unseen_fraction: found {self.unseen_fraction}; allowed: 0 or more, below 1")
@@ -73,7 +72,9 @@ class PartitionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Who gets what. Positions are in the official examples, those of the train set first, then those of the test set.
+    """Examples of each client.
+
+    Positions count the official train examples first, then the official test examples.
 
     Attributes
     ----------
@@ -84,13 +85,13 @@ class Assignment:
     training_pool
         Positions that training examples were drawn from, ascending.
     measured
-        Those of the training pool that normalization is measured on, ascending: all but what unseen clients hold.
+        Positions of the training pool that normalization is measured on, ascending: all that no unseen client holds.
     owners
         For each client, the name of its natural owner; None if it has none.
     reserved
-        What was kept back before; None: nothing.
+        Examples or owners reserved for new clients; None if there are none.
     notes
-        Sentences on what a person should know: who or what was left out, and which inputs are repeated.
+        Sentences for the user: owners or examples left out, and repeated inputs.
     """
 
     seen: NDArray[np.bool_]
@@ -112,13 +113,13 @@ def assign_examples(
     classes
         C.
     dataset
-        What to call the source in errors.
+        Name of the source in errors.
 
     Raises
     ------
     ExperimentError
-        If the scheme cannot be met, or a client would go without a train, validation or test example, or without one
-        of the classes that its scheme gives it.
+        If the scheme cannot be satisfied, or a client would get no train, validation or test example, or none of a
+        class that its scheme assigns to it.
     """
     scheme = settings.scheme
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
@@ -139,7 +140,7 @@ def assign_examples(
 
 
 def _assign_by_mix(official: Official, classes: int, scheme: MixScheme, settings: PartitionSettings) -> Assignment:
-    """Assign examples by class mix; raises as :func:`assign_examples`."""
+    """Assign examples by class mix; raises like :func:`assign_examples`."""
     seed = settings.seed
     seen = draw_seen(scheme.clients, settings.unseen_fraction, seed)
     train = _by_class(official.train.labels, classes)
@@ -183,7 +184,7 @@ def _by_class(labels: NDArray[np.int64], classes: int) -> list[NDArray[np.int64]
 
 
 def _hand_out(members: ByClass, counts: NDArray[np.int64], seed: int, split: str) -> list[NDArray[np.int64]]:
-    """Hand each class out in a random order: ``counts`` [n, C] -> for each client, ascending positions."""
+    """Deal each class out in random order: ``counts`` [n, C] -> ascending positions for each client."""
     hands: list[list[NDArray[np.int64]]] = [[] for _ in range(len(counts))]
     for c, positions in enumerate(members):
         order = positions[shuffled(keyed_generator(seed, "deal", split, c), len(positions))]
@@ -193,7 +194,7 @@ def _hand_out(members: ByClass, counts: NDArray[np.int64], seed: int, split: str
 
 
 def _notes_on_copies(official: Official) -> list[str]:
-    """Return notes on the repeated inputs of a data set of one's own: how many, and those in both given splits."""
+    """Return notes on the repeated inputs of a local data set: their number, and those in both given splits."""
     if official.equal is None:
         return []
     notes, first_test = [], len(official.train)
@@ -215,7 +216,7 @@ def _notes_on_copies(official: Official) -> list[str]:
 
 
 def _unused(scheme: MixScheme, split: str, size: NDArray[np.int64], used: int, available: int) -> bool:
-    """Return whether much of a pool is dealt to nobody, though no limit asks for that."""
+    """Return True if a large part of a pool is assigned to no client although no limit asks for that."""
     cap = scheme.cap(split)
     exact = isinstance(scheme, FixedScheme) or (isinstance(scheme, ImbalancedScheme) and split == "train")
     asked = exact or (cap is not None and bool((size >= cap).all()))
@@ -225,7 +226,7 @@ def _unused(scheme: MixScheme, split: str, size: NDArray[np.int64], used: int, a
 def _note_unused(
     splits: Sequence[str], used: Mapping[str, int], available: Mapping[str, NDArray[np.int64]], mixes: Mixes
 ) -> str:
-    """Return a note on the examples of these splits that are dealt to nobody, and the class that limits the others."""
+    """Return a note on the unassigned examples of these splits and on the class that limits the assignment."""
     demand, pool = mixes.sum(0), available[splits[0]]
     scarce = int(np.divide(pool, demand, out=np.full(len(demand), np.inf), where=demand > 0).argmin())
     dealt = ", ".join(f"{used[split]:,} of {available[split].sum():,} {split} examples" for split in splits)
@@ -249,7 +250,7 @@ def _refuse_shortfall(
     scheme: MixScheme,
     available: NDArray[np.int64],
 ) -> None:
-    """Refuse a split in which a client has nothing, lacks a class it was given, or is short of an exact size."""
+    """Reject a split in which a client has no example, lacks one of its classes, or falls short of an exact size."""
     empty = counts.sum(1) == 0
     if empty.any():
         remedy = "fewer clients, or a larger data.validation_fraction" if split == "validation" else "fewer clients"

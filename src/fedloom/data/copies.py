@@ -1,8 +1,8 @@
-"""Equal inputs, and draws that keep them together: no input is trained on and tested on.
+"""Duplicate inputs, and draws that keep them together so that no input is both trained and tested on.
 
-Examples with equal inputs form a *group*, named by the position of its first example; every example without a copy is
-a group of its own. A group belongs to the class of its first example. All draws here take whole groups, and where no
-input is repeated they are the draws of single examples.
+Examples with equal inputs form a *group*, named by the position of its first example. An example without duplicates is
+a group of its own. A group belongs to the class of its first example. All draws here take whole groups; where no
+input is repeated, they equal draws of single examples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Positions: TypeAlias = NDArray[np.int64]
 
 
 def equal_inputs(x: NDArray[Any]) -> Positions:
-    """Return ``[n]``: the position of the first example with the same input."""
+    """Return the position of the first example with the same input, ``[n]``."""
     rows = np.ascontiguousarray(x.reshape(len(x), -1) + x.dtype.type(0))  # -0.0 becomes 0.0
     raw = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).reshape(-1)
     _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
@@ -36,8 +36,8 @@ def firsts_of(positions: Positions, group: Positions) -> Positions:
 def near(sizes: Positions, target: int) -> NDArray[np.bool_]:
     """Choose groups, in the order given, whose sizes add up to about ``target``.
 
-    A group is chosen if it brings the sum nearer to the target. At least one group is chosen where two or more could
-    be and the target is not 0, and one is left unless the target is everything.
+    A group is chosen if it brings the sum nearer to the target. If there are two or more groups, at least one is chosen
+    unless the target is 0, and at least one is left unless the target is everything.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def near(sizes: Positions, target: int) -> NDArray[np.bool_]:
 
 
 def leading(sizes: Positions, target: int) -> NDArray[np.bool_]:
-    """Choose the first groups whose sizes add up to about ``target``; a larger target chooses these and more.
+    """Choose the first groups whose sizes add up to about ``target``; a larger target only adds groups.
 
     Returns
     -------
@@ -80,7 +80,7 @@ def leading(sizes: Positions, target: int) -> NDArray[np.bool_]:
 def hold_out(
     train: Sequence[Positions], group: Positions, fraction: float, seed: int
 ) -> tuple[list[Positions], list[Positions]]:
-    """Divide the training examples of each class into those that are kept and those for validation.
+    """Split the training examples of each class into those kept and those held out for validation.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def hold_out(
     group
         ``[n]``: the group of each example of the data set.
     fraction
-        Part of each class that is for validation.
+        Fraction of each class held out for validation.
     """
     sizes = np.bincount(np.concatenate([np.zeros(0, dtype=np.int64), *(group[members] for members in train)]))
     firsts = [members[group[members] == members] for members in train]
@@ -109,21 +109,21 @@ def hold_out(
 
 
 def fill_pools(members: Sequence[Positions], needed: NDArray[np.int64], group: Positions) -> list[list[Positions]]:
-    """Fill pools with exact numbers of examples of each class, one pool after the other; each group is in one pool.
+    """Fill pools one after another with exact numbers of examples of each class; each group goes to one pool.
 
-    Copies for which the pool of their group has no room are left out.
+    Duplicates that exceed the room in the pool of their group are left out.
 
     Parameters
     ----------
     members
         Positions of the examples of each class, in the order in which they are taken.
     needed
-        ``[C, pools]``: how many examples of each class each pool takes.
+        ``[C, pools]``: number of examples of each class that each pool takes.
 
     Returns
     -------
     list
-        For each pool, the positions of each class; fewer than needed where a class runs out.
+        For each pool, the positions of each class; fewer than needed if a class runs out.
     """
     pool_of: dict[int, int] = {}
     filled: list[list[Positions]] = [[] for _ in range(needed.shape[1])]

@@ -1,4 +1,4 @@
-"""The federated data set: a manifest, and one shard per client that a worker loads alone."""
+"""Federated data set: a manifest, and one shard per client that a worker loads separately."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ __all__ = ["ClientData", "ClientEntry", "FederatedDataset", "Manifest", "Normali
 class Split:
     """Examples of one client: ``x`` [n, *input_shape]; ``y`` [n] int64, or None if unlabelled.
 
-    ``x`` is float32, normalized, for pixels and features, and uint8 as it is for tokens.
+    ``x`` is normalized float32 for pixels and features, and unchanged uint8 for tokens.
     """
 
     x: Tensor
     y: Tensor | None
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         return int(self.x.shape[0])
 
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """One client's private data.
+    """Private data of one client.
 
     Attributes
     ----------
     id
         Stable id, as in the manifest.
     train, validation, test
-        Disjoint, of one class mix.
+        Disjoint splits with the same class mix.
     classes
-        C, of the whole data set.
+        C, number of classes in the whole data set.
     """
 
     id: str
@@ -68,7 +68,7 @@ class ClientData:
 
     @property
     def present(self) -> Tensor:
-        """``[C]`` bool: the labels that occur in the train split.
+        """Labels that occur in the train split, ``[C]`` bool.
 
         Raises
         ------
@@ -84,22 +84,22 @@ class ClientData:
 
 
 class FederatedDataset:
-    """A partition, read one client at a time.
+    """Partition that is read one client at a time.
 
     Attributes
     ----------
     hint
-        What to do about damage.
+        Advice in errors about damaged files.
 
     Parameters
     ----------
     folder
-        Holds ``partition.json`` and ``shards/<client>.safetensors``; with a ``source``, only the shards that have
-        been asked for.
+        Holds ``partition.json`` and ``shards/<client>.safetensors``; with a ``source``, only the shards requested so
+        far.
     manifest
-        What ``partition.json`` says.
+        Content of ``partition.json``.
     source
-        Where the partition is published, if it is not all in the folder.
+        Published partition to fetch from, if the folder does not hold all of it.
     """
 
     hint: ClassVar = FIX
@@ -112,23 +112,23 @@ class FederatedDataset:
 
     @classmethod
     def open(cls, where: Path | str, cache: Path | None = None) -> FederatedDataset:
-        """Open a partition; reads the manifest and no shard.
+        """Open a partition; read its manifest but no shard.
 
         Parameters
         ----------
         where
-            Its folder, or the URL it is published at (:func:`fedloom.data.remote.publish`). Of the latter, a shard is
-            fetched when it is first asked for.
+            Its folder, or the URL where it is published (:func:`fedloom.data.remote.publish`). Shards of a published
+            partition are fetched on first use.
         cache
-            Folder for what is fetched, which any number of processes may share and which outlives them; without, a
-            temporary one that goes with the data set.
+            Folder for fetched files. Any number of processes may share it, and it outlives them. Default: a temporary
+            folder that is removed with the data set.
 
         Raises
         ------
         DataError
             If the manifest is missing or damaged.
         StorageError, RefusedError, ExperimentError
-            If ``where`` is a URL: the store fails, refuses us, or the URL is none.
+            If ``where`` is a URL and the store fails, the store denies access, or the URL is invalid.
         """
         if not is_url(where):
             return cls(Path(where), read_manifest(Path(where)))
@@ -137,16 +137,16 @@ class FederatedDataset:
         return cls(source.cached(manifest, cache), manifest, source)
 
     def described_by(self, manifest: Manifest) -> FederatedDataset:
-        """Return the same data, as another manifest describes them."""
+        """Return the same data under another manifest."""
         return FederatedDataset(self.folder, manifest, self.source)
 
     def verify(self, clients: Iterable[str] | None = None) -> None:
-        """Check shards against their hashes, keeping nothing in memory; of a URL, they are fetched.
+        """Check shards against their hashes and keep none in memory; shards of a published partition are fetched.
 
         Parameters
         ----------
         clients
-            Whose; all clients' by default.
+            Ids of the clients to check; default: all.
 
         Raises
         ------
@@ -161,12 +161,12 @@ class FederatedDataset:
         return read_shard(self.folder, entry) if self.source is None else self.source.shard(self.folder, entry)
 
     def client(self, client: str) -> ClientData:
-        """Return one client's data, checked against the manifest, normalized, and kept.
+        """Return one client's data, checked against the manifest and normalized; the result is cached.
 
         Raises
         ------
         DataError
-            If there is no such client, or its shard is missing or not what the manifest says.
+            If there is no such client, or its shard is missing or does not match the manifest.
         """
         if client not in self._loaded:
             self._loaded[client] = self._load(self.manifest.entry(client))
@@ -176,7 +176,7 @@ class FederatedDataset:
         return shard_path(self.folder, client)
 
     def tensors(self, client: str) -> dict[str, Tensor]:
-        """Return what is in a client's shard, as it is; nothing is kept.
+        """Return the raw content of a client's shard; nothing is cached.
 
         Parameters
         ----------
@@ -229,14 +229,14 @@ class FederatedDataset:
 
 
 class OwnDataset(FederatedDataset):
-    """Clients with data of their own, each in the folder that its owner packed.
+    """Clients with their own data, each in the folder that its owner packed.
 
     Parameters
     ----------
     clients
-        Those whose folders are at hand.
+        Clients whose folders are available.
     manifest
-        Of these clients, or of more: the data of others are not here.
+        Manifest of these clients, and possibly of others whose data are elsewhere.
     """
 
     hint: ClassVar = AGAIN
@@ -246,7 +246,7 @@ class OwnDataset(FederatedDataset):
         self.clients = clients
 
     def described_by(self, manifest: Manifest) -> OwnDataset:
-        """Return the same data, as another manifest describes them."""
+        """Return the same data under another manifest."""
         return OwnDataset(self.clients, manifest)
 
     def _path(self, client: str) -> Path:
@@ -265,12 +265,12 @@ def normalize(x: Tensor, kind: Kind, normalization: Normalization) -> Tensor:
     ----------
     x
         Pixels, uint8 ``[n, channels, ...]``, are scaled to 0 ... 1 and standardized per channel; features, float32
-        ``[n, f]``, per feature; tokens stay as they are.
+        ``[n, f]``, are standardized per feature; tokens are returned unchanged.
 
     Returns
     -------
     Tensor
-        Of the same shape: float32, or the tokens.
+        Same shape; float32, or the tokens.
     """
     if kind == "tokens":
         return x

@@ -1,4 +1,4 @@
-"""Where data lies, and how a folder appears there: whole or not at all."""
+"""Data root, folder locks, and atomic publication of folders."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ def data_root(root: Path | str | None = None) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is about to be made; others wait. It goes when the process goes, killed or not.
+    """Hold the lock of a folder that is about to be created; other processes wait.
 
-    Several users may share the folders above: whoever may read the lock may hold it.
+    The lock is released when the process ends, even if it is killed. Several users may share the parent folders: anyone
+    who can read the lock file can hold the lock.
 
     Raises
     ------
     StorageError
-        If this user may not make the lock: who owns the place, and what to do.
+        If this user cannot create the lock; names the owner of the folder and the remedy.
     """
     path = folder.parent / f".{folder.name}.lock"
     with naming_owner(path):
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except PermissionError:  # another user's
+        except PermissionError:  # another user's lock file
             if not path.exists():
                 raise
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -52,12 +53,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def naming_owner(path: Path) -> Iterator[None]:
-    """Say what to do where another user's permissions end what is done in the block.
+    """Turn a permission error in the block into an error that names the owner and the remedy.
 
     Raises
     ------
     StorageError
-        Who owns the nearest folder that is there.
+        Names the owner of the nearest existing folder.
     """
     try:
         yield
@@ -83,7 +84,7 @@ def _is_there(path: Path) -> bool:
 def _owner(path: Path) -> str:
     try:
         return path.owner()
-    except (KeyError, OSError):  # of a user whom this machine does not know
+    except (KeyError, OSError):  # a user unknown to this machine
         try:
             return f"the user {path.stat().st_uid}"
         except OSError:
@@ -92,10 +93,10 @@ def _owner(path: Path) -> str:
 
 @contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """Give an empty staging folder that takes the place of ``folder`` when the block ends without an exception.
+    """Yield an empty staging folder that replaces ``folder`` when the block ends without an exception.
 
-    A process killed in the block leaves a staging folder, which no reader looks at and the next writer removes.
-    Call it under :func:`locked`.
+    A process killed in the block leaves a staging folder, which readers ignore and the next writer removes. Call this
+    under :func:`locked`.
     """
     with naming_owner(folder):
         for leftover in folder.parent.glob(f".{folder.name}.staging-*"):

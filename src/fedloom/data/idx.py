@@ -1,4 +1,4 @@
-"""The IDX format of MNIST and its kin: a magic number, the shape, then the elements."""
+"""IDX format of MNIST and related data sets: a magic number, the shape, then the elements."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def parse(content: bytes, name: str, dimensions: int) -> NDArray[np.uint8]:
     content
         The whole file, uncompressed.
     name
-        What to call it in errors.
+        Name of the file in errors.
     dimensions
-        How many dimensions it must have: 3 for images, 1 for labels.
+        Required number of dimensions: 3 for images, 1 for labels.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def parse(content: bytes, name: str, dimensions: int) -> NDArray[np.uint8]:
 
 
 def parse_int32(content: bytes, name: str, dimensions: int) -> NDArray[np.int64]:
-    """Return the array in an IDX file of 32-bit integers; parameters and errors as of :func:`parse`."""
+    """Return the array in an IDX file of 32-bit integers; parameters and errors as for :func:`parse`."""
     shape, header = _shape(content, name, dimensions, INT32, "32-bit integers", 4)
     return np.frombuffer(content, dtype=">i4", offset=header).reshape(shape).astype(np.int64)
 
@@ -45,7 +45,7 @@ def parse_int32(content: bytes, name: str, dimensions: int) -> NDArray[np.int64]
 def _shape(
     content: bytes, name: str, dimensions: int, element: int, elements: str, width: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the shape that the header says, and the size of the header.
+    """Return the shape given in the header, and the size of the header.
 
     The header is two zero bytes, the element type, the number of dimensions, and each dimension as a big-endian 32-bit
     integer.

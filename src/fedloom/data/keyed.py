@@ -1,4 +1,4 @@
-"""Random generators named by a seed and a purpose."""
+"""Random generators keyed by a seed and a purpose."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 
 def keyed_generator(seed: int, *purpose: str | int) -> np.random.Generator:
-    """Return the generator of one purpose: the same on every machine, independent of all others.
+    """Return the generator for one purpose: the same on every machine, independent of all others.
 
     Parameters
     ----------
     seed
         The experiment's seed.
     purpose
-        What the numbers are for, e.g. ``("deal", "train", 3)``.
+        Use of the numbers, e.g. ``("deal", "train", 3)``.
     """
     key = json.dumps([seed, *purpose]).encode()
     entropy = int.from_bytes(hashlib.blake2b(key, digest_size=16).digest(), "little")
@@ -26,8 +26,7 @@ def keyed_generator(seed: int, *purpose: str | int) -> np.random.Generator:
 def shuffled(generator: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return a random order of ``0 ... count - 1``.
 
-    Sorting uniform draws needs nothing of numpy but its bit stream, which (unlike ``permutation``) numpy keeps
-    from one release to the next.
+    Sorting uniform draws depends only on numpy's bit stream, which (unlike ``permutation``) is stable across releases.
     """
     order: np.ndarray[tuple[int], np.dtype[np.int64]] = np.argsort(generator.random(count), kind="stable")
     return order

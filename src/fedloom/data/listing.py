@@ -1,4 +1,4 @@
-"""Files below a folder of examples: links are followed, and what operating systems leave behind is passed over."""
+"""Files below a folder of examples: links are followed, and files that operating systems leave behind are skipped."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ LEFT_BEHIND = frozenset(
         "lost+found",
     }
 )
-"""Names, in lower case, of files and folders that Windows, macOS and network disks put beside a user's own."""
+"""Names, in lower case, of files and folders that Windows, macOS and network drives add to a user's own."""
 
 MOST_FOLDERS = 1_000_000
-"""Folders below one: links to each other can make more paths of a few folders than anyone can walk."""
+"""Maximum number of folders to walk: a few folders linked to each other can make an unbounded number of paths."""
 
 
 def is_passed_over(name: str) -> bool:
-    """Return whether a name is hidden, or one that an operating system leaves behind."""
+    """Return True if a name is hidden or one that an operating system leaves behind."""
     return name.startswith(".") or name.lower() in LEFT_BEHIND
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield every file below a folder, in an order that is the same everywhere: of each folder its files first.
+    """Yield every file below a folder in a deterministic order: the files of each folder before its subfolders.
 
-    Links to folders are followed. Hidden files and those of :data:`LEFT_BEHIND` are passed over.
+    Links to folders are followed. Hidden files and those of :data:`LEFT_BEHIND` are skipped.
 
     Raises
     ------
     DataError
-        If a folder cannot be read, or a link leads to a folder above it.
+        If a folder cannot be read, a link leads to a folder above it, or there are more than :data:`MOST_FOLDERS`
+        folders.
     """
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     walked = 0
@@ -62,12 +63,12 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def folders_in(folder: Path) -> list[str]:
-    """Return the names of the folders directly in a folder, in order; as of :func:`files_below`."""
+    """Return the sorted names of the folders directly in a folder; raises and skips like :func:`files_below`."""
     return _entries(folder)[1]
 
 
 def _entries(folder: Path) -> tuple[list[str], list[str], tuple[int, int]]:
-    """Return names of files and of folders, in order, and what tells this folder from all others."""
+    """Return the sorted names of files and of folders, and the (device, inode) pair that identifies this folder."""
     files: list[str] = []
     folders: list[str] = []
     try:

@@ -1,8 +1,8 @@
-"""Data sets of one's own, without a package: a folder of images, a table, or arrays, with or without owners.
+"""Local data sets: a folder of images, a table, or arrays, with or without owners.
 
-They are read once, by the readers that pack a member's data (:mod:`fedloom.data.pack`), and kept in the data root as
-one file and what is known of it, named by a hash of the content: the same examples are the same data set, wherever they
-lay. From there on such a data set is a source like any other.
+The readers that pack a client's data (:mod:`fedloom.data.pack`) read them once. The data root keeps each as one file of
+examples and a card, named by a hash of the content: equal examples are the same data set, wherever they came from.
+Afterwards such a data set is a source like any other.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LOCAL = ("arrays", "folder", "table")
-"""What ``data.dataset`` says of them."""
+"""Values of ``data.dataset`` for local data sets."""
 
 CARD, EXAMPLES = "dataset.json", "examples.safetensors"
 VERSION = 1
 TEST_FRACTION = 0.2
-"""Part of the examples that is for testing, where neither the source nor a scheme divides them."""
+"""Fraction of the examples used for testing, where neither the source nor a scheme sets a test split."""
 
 Reader = Callable[[Path, Request, Mistakes, Tell], Examples]
 
@@ -56,13 +56,13 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
     "folder": {"": read_images},
     "table": {".csv": read_csv, ".parquet": read_parquet, ".pq": read_parquet},
 }
-"""By data set, and by the end of a file's name; a folder has none."""
+"""Readers by data set and file extension; a folder has no extension."""
 
 KEYS = {name: f"data.source.{name}" for name in ("label", "split", "client")}
-"""What messages call the columns, where an experiment names them."""
+"""Names of the columns in messages, where an experiment names them."""
 
 READ = 2
-"""Version of the rules by which sources are read: with another one they are read again."""
+"""Version of the reading rules; sources read under another version are read again."""
 
 COLUMNS = (
     "a column with labels is named at data.source.label, one that says whose a row is at data.source.client, one with "
@@ -71,7 +71,7 @@ COLUMNS = (
 
 
 class LocalFiles(Settings):
-    """Where a data set of one's own lies, and how it is read."""
+    """Location of a local data set, and how to read it."""
 
     path: str = Field(
         min_length=1,
@@ -98,7 +98,7 @@ _told: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class Card:
-    """What is known of a data set: all but its examples."""
+    """Description of a data set: everything except its examples."""
 
     kind: Any
     input_shape: tuple[int, ...]
@@ -109,17 +109,17 @@ class Card:
     sha256: str
 
     def to_json(self) -> str:
-        """Return it as JSON."""
+        """Return the card as JSON."""
         return json.dumps({"version": VERSION, **vars(self)}, sort_keys=True, ensure_ascii=False, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Card:
-        """Read one.
+        """Read a card.
 
         Raises
         ------
         DataError
-            If it is damaged, or of another version.
+            If it is damaged or of another version.
         """
         try:
             content = read_file(path)
@@ -136,7 +136,7 @@ class Card:
 
 
 def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Source:
-    """Return a data set of one's own as a source; it is read now if it has not been read before.
+    """Return a local data set as a source; read it unless it has been read before.
 
     Parameters
     ----------
@@ -148,17 +148,17 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     Raises
     ------
     ExperimentError
-        If there is nothing at the path, or something else, or a package that reads it is not installed.
+        If the path does not exist or holds something else, or a package needed to read it is not installed.
     DataError
-        If anything is wrong with what is there: all mistakes, each kind counted. Then nothing is kept.
+        If the content is invalid; lists all errors, with a count of each kind. Nothing is kept then.
     """
     path = expanded(files.path)
-    if (path / CARD).is_file():  # read before, and named as it is kept
+    if (path / CARD).is_file():  # read before, and given by its kept folder
         return _source(path.parent, path.name)
     reader = _reader(dataset, path)
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or what was made of it is gone
+    with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or the kept data set is gone
         kept = parsed_json(record.read_bytes())
         found = _source(home, kept["name"])
         tell_notes(str(path), kept["notes"])
@@ -183,7 +183,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
 
 
 def tell_notes(where: str, notes: Sequence[str]) -> None:
-    """Log what was done to examples that their owner should know, once in a process."""
+    """Log notes on changes to examples that their owner should know; each note once per process."""
     for note in notes:
         if (where, note) not in _told:
             _told.add((where, note))
@@ -191,17 +191,17 @@ def tell_notes(where: str, notes: Sequence[str]) -> None:
 
 
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
-    """Keep a data set in the data root, and return its name there.
+    """Store a data set in the data root and return its name there.
 
     Parameters
     ----------
     where
-        What to call it in errors.
+        Name of the data set in errors.
 
     Raises
     ------
     DataError
-        If there are no examples, or none for training or testing.
+        If there are no labelled examples, or none for training or testing.
     """
     n = len(examples.x)
     if not n or examples.y is None:
@@ -236,12 +236,12 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
 
 
 def _named_by(content: bytes) -> str:
-    """How the name of a kept data set ends, by the content of its card."""
+    """Return the suffix of a stored data set's name, a hash of its card."""
     return f"-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def _source(home: Path, name: str) -> Source:
-    """The source that a kept data set is."""
+    """Return the source for a stored data set."""
     card = Card.read(home / name / CARD)
 
     def read(contents: Mapping[str, bytes]) -> Official:
@@ -278,19 +278,19 @@ def _reader(dataset: str, path: Path) -> Reader:
 
 
 def _stamp(dataset: str, files: LocalFiles, path: Path) -> str:
-    """Changes whenever what is at the path may have changed, or is to be read otherwise."""
+    """Return a digest that changes whenever the files at the path or the reading options may have changed."""
     told = hashlib.sha256(json.dumps([READ, dataset, files.model_dump(), str(path.resolve())]).encode())
     for file in files_below(path) if path.is_dir() else [path]:
-        about = file.stat() if file.exists() else file.lstat()  # a link to nothing has nothing else
+        about = file.stat() if file.exists() else file.lstat()  # a broken link has only its own status
         read = [str(file), about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
         told.update(json.dumps(read).encode())
     return told.hexdigest()
 
 
 def _tested(examples: Examples) -> NDArray[np.bool_]:
-    """Which examples are for testing, ``[n]``: those that the source says, else a part of each class.
+    """Return the examples for testing, ``[n]`` bool: those that the source marks, else a fraction of each class.
 
-    Equal inputs are on one side.
+    Equal inputs go to the same side.
     """
     assert examples.y is not None
     if examples.split is not None:
@@ -308,43 +308,43 @@ def of_arrays(
     classes: Sequence[str] | None,
     root: Path | str | None,
 ) -> Path:
-    """Keep arrays as a data set, and return its folder, which ``data.source.path`` may name.
+    """Store arrays as a data set and return its folder, which ``data.source.path`` may name.
 
     Parameters
     ----------
     parts
-        The owner's name (None: nobody's), and ``x`` ``[n, *input_shape]`` with ``y`` ``[n]``; or ``train_x``,
-        ``train_y``, ``test_x``, ``test_y``, and perhaps ``validation_x`` and ``validation_y``.
+        The owner's name (None: no owner), and ``x`` ``[n, *input_shape]`` with ``y`` ``[n]``; or ``train_x``,
+        ``train_y``, ``test_x``, ``test_y``, and optionally ``validation_x`` and ``validation_y``.
     classes
-        Their names in the order of the labels; None: those that are found.
+        Class names in label order; None: those found.
 
     Raises
     ------
     DataError
-        If anything is wrong with them: whose, which array, what was found and what is allowed.
+        If the arrays are invalid; names the owner, the array, the value found and the values allowed.
     """
     return keep_in_memory(examples_of(parts, classes), "the arrays", root)
 
 
 def of_frame(frame: DataFrame, label: str, client: str | None, root: Path | str | None) -> Path:
-    """Keep the rows of a DataFrame as a data set, and return its folder, which ``data.source.path`` may name.
+    """Store the rows of a DataFrame as a data set and return its folder, which ``data.source.path`` may name.
 
     Parameters
     ----------
     label, client
-        The columns with the classes, and with whose a row is (None: nobody's).
+        Columns with the classes and with the owner of each row (None: no owners).
 
     Raises
     ------
     DataError
-        If anything is wrong with it: all mistakes, each kind counted.
+        If the frame is invalid; lists all errors, with a count of each kind.
     """
     request = Request(None, True, label, None, False, client, {"label": "label", "client": "client"})
     return keep_in_memory(read_frame(frame, request, Mistakes("the frame")), "the frame", root)
 
 
 def keep_in_memory(examples: Examples, where: str, root: Path | str | None) -> Path:
-    """Keep examples that no file holds, tell what was done to them, and return their folder."""
+    """Store in-memory examples, log the notes on them, and return their folder."""
     folder = data_root(root) / "datasets" / keep("arrays", examples, where, root)
     tell_notes(f"{where} ({folder.name})", examples.notes)
     return folder

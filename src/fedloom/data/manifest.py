@@ -1,4 +1,4 @@
-"""The manifest of a federated data set: everything about it but the data."""
+"""Manifest of a federated data set: everything about it except the data."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind: TypeAlias = Literal["pixels", "features", "tokens"]
-"""What an input is: ``pixels`` [channels, height, width] uint8, standardized per channel after division by 255;
-``features`` [f] float32, standardized per feature; ``tokens`` [length] uint8, indices into a vocabulary that is the
-list of classes (next-token prediction), used as they are."""
+"""Kind of input.
+
+``pixels`` [channels, height, width] uint8, standardized per channel after division by 255; ``features`` [f] float32,
+standardized per feature; ``tokens`` [length] uint8, indices into a vocabulary that is the list of classes (next-token
+prediction), used unchanged.
+"""
 
 AXES: Mapping[Kind, tuple[str, ...]] = {
     "pixels": ("channels", "height", "width"),
     "features": ("features",),
     "tokens": ("tokens",),
 }
-"""What the axes of one input are called."""
+"""Names of the axes of one input."""
 
 CLIENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""An id names a file, so it must not be able to name one elsewhere."""
+"""Pattern of client ids. An id names a file, so it must not be able to name one in another folder."""
 
 VERSION = 3
 FIX = "make it again: fedloom partition EXPERIMENT"
@@ -47,22 +50,22 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class ClientEntry:
-    """What the manifest says of one client.
+    """Manifest entry of one client.
 
     Attributes
     ----------
     id
         Stable id; also the name of its shard.
     seen
-        Whether it takes part in training.
+        True if the client takes part in training.
     train, validation, test
         Number of examples in each split.
     class_counts
         For each split, examples of each class ``[C]``; all zero where the split has no labels.
     sha256
-        Of the shard file, hex.
+        SHA-256 of the shard file, hex.
     owner
-        What its natural owner is called in the source; None where examples were drawn without regard to owners.
+        Name of its natural owner in the source; None where examples were drawn without regard to owners.
     """
 
     id: str
@@ -75,7 +78,7 @@ class ClientEntry:
     owner: str | None = None
 
     def size(self, split: str) -> int:
-        """Number of examples in a split, by its name."""
+        """Return the number of examples in a split, given by name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}[split]
 
 
@@ -92,27 +95,27 @@ class Normalization:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A federated data set without its data: who has how much of what, and how it came about.
+    """Federated data set without its data: each client's examples by split and class, and how the partition was made.
 
     Attributes
     ----------
     version
-        Of this format.
+        Version of this format.
     dataset, classes, class_names, input_shape, kind
-        The source: its name, C, what the classes are called, shape of one input, and what an input is.
+        The source: its name, C, class names, shape of one input, and kind of input.
     scheme, seed, unseen_fraction, validation_fraction
-        The settings it was made with.
+        Settings that the partition was made with.
     normalization
-        To apply to every input.
+        Applied to every input.
     source_sha256
-        Of the official files, hex, by name.
+        SHA-256 of each official file, hex, by name.
     clients
-        In order.
+        Entries in order.
     reserved
-        What was kept back for new clients; None, and not written: nothing.
+        Examples or owners reserved for new clients; None, and omitted from the JSON, if there are none.
     shift_groups
-        The group of each client where labels are permuted or images turned (``scheme.shift``); None, and not written:
-        they are as the data set has them.
+        Group of each client where labels are permuted or images rotated (``scheme.shift``); None, and omitted from the
+        JSON, if the data are unchanged.
     """
 
     version: int
@@ -143,7 +146,7 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 of the canonical JSON, hex: names this partition."""
+        """SHA-256 of the canonical JSON, hex; identifies this partition."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @cached_property
@@ -155,7 +158,7 @@ class Manifest:
         return {client.owner: client for client in self.clients if client.owner is not None}
 
     def entry(self, client: str) -> ClientEntry:
-        """Return what is known of a client.
+        """Return the entry of a client.
 
         Raises
         ------
@@ -171,7 +174,7 @@ class Manifest:
         return self._entries[client]
 
     def named(self, client: str) -> ClientEntry:
-        """Return what is known of a client, by its id or by its owner's name.
+        """Return the entry of a client, given its id or its owner's name.
 
         Raises
         ------
@@ -188,20 +191,20 @@ class Manifest:
             raise DataError(f"{error}{also}") from None
 
     def class_proportions(self, clients: Sequence[str] | None = None) -> Tensor:
-        """Return the class mixes π of train splits, by default of all, ``[n, C]`` float64; zeros where not known."""
-        import torch  # here, so that whoever only reads a manifest need not import torch
+        """Return the class mixes π of train splits, ``[n, C]`` float64, default all clients; zeros if unlabelled."""
+        import torch  # here, so that reading a manifest does not import torch
 
         entries = self.clients if clients is None else [self.entry(client) for client in clients]
         counts = torch.tensor([entry.class_counts["train"] for entry in entries], dtype=torch.float64)
         return counts / counts.sum(1, keepdim=True).clamp(min=1)
 
     def to_json(self) -> str:
-        """Return the canonical JSON: sorted keys, no spaces, and the digest of all that at its end."""
-        # Not dataclasses.asdict, which copies every count: seconds for a thousand clients.
+        """Return the canonical JSON: sorted keys, no spaces, and a digest of the rest at its end."""
+        # Not dataclasses.asdict, which copies every count and takes seconds for a thousand clients.
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         known |= {"normalization": vars(self.normalization), "clients": [vars(client) for client in self.clients]}
         if self.reserved is None:
-            del known["reserved"]  # as before there was one: the text names the partition
+            del known["reserved"]  # omitted, as before the key existed: the text identifies the partition
         else:
             known["reserved"] = vars(self.reserved)
         if self.shift_groups is None:
@@ -215,12 +218,12 @@ class Manifest:
         Parameters
         ----------
         where
-            What to call it in errors.
+            Name of the text in errors.
 
         Raises
         ------
         DataError
-            If it is not a manifest of this version, or contradicts itself.
+            If the text is not a manifest of this version, or contradicts itself.
         """
         content = text.encode() if isinstance(text, str) else text
         try:
@@ -246,7 +249,7 @@ _ADAPTER = TypeAdapter(Manifest)
 
 
 def _why(error: digests.Damaged | ValidationError) -> str:
-    """What is wrong with a text, and where."""
+    """Return the key and the error of an invalid text."""
     if isinstance(error, digests.Damaged):
         return str(error)
     first = error.errors()[0]
@@ -255,7 +258,7 @@ def _why(error: digests.Damaged | ValidationError) -> str:
 
 
 def _version(text: str | bytes) -> int | None:
-    """Return the version of what may be a manifest of another format; None if it says none."""
+    """Return the version of what may be a manifest of another format; None if it has none."""
     try:
         found = parsed_json(text)
     except ValueError:
@@ -284,12 +287,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def shard_path(folder: Path, client: str) -> Path:
-    """Where a client's shard is in a partition."""
+    """Return the path of a client's shard in a partition."""
     return folder / "shards" / f"{client}.safetensors"
 
 
 def read_shard(folder: Path, entry: ClientEntry) -> bytes:
-    """Return the bytes of a client's shard, compared with their hash.
+    """Return the bytes of a client's shard, checked against their hash.
 
     Raises
     ------
@@ -309,12 +312,12 @@ def read_shard(folder: Path, entry: ClientEntry) -> bytes:
 
 
 def check_shard(content: bytes, entry: ClientEntry, where: str, hint: str) -> None:
-    """Compare the bytes of a client's shard with their hash.
+    """Check the bytes of a client's shard against their hash.
 
     Raises
     ------
     DataError
-        If they differ: where the shard is, and the hint.
+        If they differ; names the shard and gives the hint.
     """
     found = hashlib.sha256(content).hexdigest()
     if found != entry.sha256:
@@ -322,7 +325,7 @@ def check_shard(content: bytes, entry: ClientEntry, where: str, hint: str) -> No
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """Say what is wrong within a manifest, or None."""
+    """Return a contradiction within a manifest, or None."""
     if manifest.version != VERSION:
         return f"version is {manifest.version}, expected {VERSION}"
     if len(manifest.class_names) != manifest.classes:
@@ -339,7 +342,7 @@ def _contradiction(manifest: Manifest) -> str | None:
         return f"normalization.mean is {list(manifest.normalization.mean)}, expected finite numbers"
     if not all(0 < std < math.inf for std in manifest.normalization.std):
         return f"normalization.std is {list(manifest.normalization.std)}, expected finite numbers above 0"
-    if not manifest.clients and manifest.dataset != "own":  # whose clients may come later
+    if not manifest.clients and manifest.dataset != "own":  # clients may join later
         return "it has no clients"
     if len({client.id for client in manifest.clients}) != len(manifest.clients):
         return "a client id occurs twice"
@@ -349,7 +352,7 @@ def _contradiction(manifest: Manifest) -> str | None:
 
 
 def entry_contradiction(client: ClientEntry, classes: int) -> str | None:
-    """Say what is wrong with what is said of a client, or None."""
+    """Return a contradiction within a client's entry, or None."""
     if not CLIENT_ID.fullmatch(client.id):
         return f"client id {client.id!r}, expected letters, digits, '.', '_' and '-'"
     if not re.fullmatch(r"[0-9a-f]{64}", client.sha256):

@@ -1,4 +1,4 @@
-"""The scheme ``means``: Gaussian examples around a mean for each client, drawn from the seed."""
+"""Scheme ``means``: Gaussian examples around a mean for each client, drawn from the seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.data.sources import Official, Pool, Source
 
 
 def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDArray[np.float64]:
-    """Return the mean of every client, ``[n, dimension]``: m_0 of the first seen one, m_0 plus a bias of others."""
+    """Return the mean of every client, ``[n, dimension]``: m_0 for the first seen one, m_0 plus a bias for others."""
     d = scheme.dimension
     own = scheme.distance * _direction(seed, d, "user")
     means = np.tile(own + scheme.bias * _direction(seed, d, "helpers"), (scheme.clients, 1))
@@ -26,9 +26,9 @@ def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDA
 
 
 def draw_means(source: Source, scheme: MeansScheme, settings: PartitionSettings) -> tuple[Source, Official, Assignment]:
-    """Draw examples and assign them; also returns the source with the shape that the examples have.
+    """Draw examples and assign them; also return the source with the shape of the examples.
 
-    A client's validation examples are the last ``validation_fraction`` of those it does not test on.
+    A client's validation examples are the last ``validation_fraction`` of those not used for testing.
     """
     seen = draw_seen(scheme.clients, settings.unseen_fraction, settings.seed)
     means = client_means(scheme, seen, settings.seed)
@@ -53,14 +53,14 @@ def draw_means(source: Source, scheme: MeansScheme, settings: PartitionSettings)
 
 
 def _normals(seed: int, shape: tuple[int, ...], *purpose: str | int) -> NDArray[np.float64]:
-    """Standard normal numbers, by Box and Muller: numpy keeps its uniform ones from release to release, not these."""
+    """Return standard normal numbers by Box-Muller: numpy keeps only its uniform stream stable across releases."""
     uniform = keyed_generator(seed, "means", *purpose).random((2, *shape))
     normals: NDArray[np.float64] = np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * math.pi * uniform[1])
     return normals
 
 
 def _direction(seed: int, dimension: int, *purpose: str | int) -> NDArray[np.float64]:
-    """A unit vector."""
+    """Return a random unit vector."""
     drawn = _normals(seed, (dimension,), "direction", *purpose)
     direction: NDArray[np.float64] = drawn / np.linalg.norm(drawn)
     return direction

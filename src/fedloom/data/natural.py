@@ -1,9 +1,9 @@
-"""The natural scheme: one client per owner, each with its own examples.
+"""Natural scheme: one client per owner, each with its own examples.
 
-Every owner's examples are divided by themselves, before anything is drawn, so that what a client holds depends neither
-on how many owners become clients nor on which. Exchangeable examples are divided at random, class by class. Examples
-in time order that share content with their neighbours (windows of a text) are divided by time, with a gap before
-what is held out, so that held-out windows share no text with training windows.
+Every owner's examples are split on their own, before owners are drawn, so that a client's data depend neither on how
+many owners become clients nor on which. Exchangeable examples are split at random, class by class. Examples in time
+order that share content with their neighbours (windows of a text) are split by time, with a gap before the held-out
+windows, so that these share no text with training windows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fedloom.errors import ExperimentError
 from fedloom.words import counted
 
 TEST_FRACTION = 0.2
-"""Part of an owner's examples that is for testing, where neither the data set nor the user divides them (as LEAF)."""
+"""Fraction of an owner's examples for testing, where neither the data set nor the user sets a split (as in LEAF)."""
 
 
 NAMED = 5
-"""Owners named in a note."""
+"""Maximum number of owners named in a note."""
 
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """What the owners that became clients hold; see :class:`~fedloom.data.assignment.Assignment`.
+    """Examples of the owners that became clients; see :class:`~fedloom.data.assignment.Assignment`.
 
     Attributes
     ----------
@@ -53,12 +53,12 @@ class Owned:
 def assign_owners(
     official: Official, scheme: NaturalScheme, validation_fraction: float, seed: int, dataset: str
 ) -> Owned:
-    """Divide every owner's examples, and draw the owners that become clients.
+    """Split every owner's examples, and draw the owners that become clients.
 
     Raises
     ------
     ExperimentError
-        If the data set has no owners, or fewer of them qualify than are asked for.
+        If the data set has no owners, or fewer of them qualify than requested.
     """
     if official.owners is None or official.train.owners is None or official.test.owners is None:
         raise ExperimentError(
@@ -121,7 +121,7 @@ def assign_owners(
 
 
 def _left_out(names: Sequence[str], few: Sequence[bool], empty: Sequence[bool], min_examples: int) -> str:
-    """Return a note that names the owners who do not qualify, and why."""
+    """Return a note that names the owners that do not qualify, and why."""
     lacking = [is_empty and not is_few for is_empty, is_few in zip(empty, few, strict=True)]
     why = []
     for which, reason in ((few, f"fewer than {min_examples} examples (min_examples)"), (lacking, "an empty split")):
@@ -133,7 +133,7 @@ def _left_out(names: Sequence[str], few: Sequence[bool], empty: Sequence[bool], 
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """One owner's examples, divided: positions, ascending."""
+    """Positions of one owner's examples in each split, ascending."""
 
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
@@ -146,21 +146,21 @@ class _Parts:
 
 @dataclass(frozen=True, eq=False)
 class _Division:
-    """How one owner's examples are divided: test first, then validation out of what is left.
+    """Splitter of each owner's examples: test first, then validation from the rest.
 
     Attributes
     ----------
     labels
-        Of all examples.
+        Labels of all examples.
     first_test
         Position of the first official test example.
     test_fraction
-        None: the official division stays.
+        None: keep the official split.
     group
-        ``[n]``: the group of equal inputs that each example is in. A group stays in one split, also across owners: the
-        first owner that has it decides which.
+        ``[n]``: the group of equal inputs that each example belongs to. A group stays in one split, also across owners;
+        the first owner of the group determines which.
     place
-        ``[n]``: the position in ``SPLITS`` of the groups that are divided so far, -1 of all others; filled in here.
+        ``[n]``: the position in ``SPLITS`` of each group split so far, -1 for all others; filled in here.
     """
 
     labels: NDArray[np.int64]
@@ -173,7 +173,7 @@ class _Division:
     place: NDArray[np.int64]
 
     def divide(self, name: str, mine: NDArray[np.int64]) -> _Parts:
-        """Divide an owner's positions, ascending; a part may come out empty."""
+        """Split an owner's positions, ascending; a part may be empty."""
         if self.overlap:
             return self._by_time(mine)
         given = self.test_fraction is None
@@ -189,7 +189,7 @@ class _Division:
         return _Parts(train, validation, mine[mine >= self.first_test] if given else test)
 
     def _by_time(self, mine: NDArray[np.int64]) -> _Parts:
-        """Divide positions in time order: the last ones are held out, with a gap before them."""
+        """Split positions in time order: the last ones are held out, with a gap before them."""
         if self.test_fraction is None:
             train, test = mine[mine < self.first_test], mine[mine >= self.first_test]
         else:
@@ -198,16 +198,16 @@ class _Division:
         return _Parts(train, validation, test)
 
     def _last(self, positions: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return what is kept and what is held out."""
+        """Return the positions kept and those held out."""
         cut = len(positions) - _held_out(fraction, len(positions))
         return positions[: max(cut - self.overlap, 0)], positions[cut:]
 
     def _hold_out(
         self, firsts: NDArray[np.int64], place: NDArray[np.int64], fraction: float, name: str, split: str
     ) -> None:
-        """Draw groups for a split, beside those that are in it already, and note it in ``place`` ``[len(firsts)]``."""
+        """Draw groups for a split besides those already in it, and record them in ``place`` ``[len(firsts)]``."""
         own = SPLITS.index(split)
-        candidates = place <= own  # not held out for a later split, which comes first
+        candidates = place <= own  # not held out for a later split, which is drawn first
         free = np.flatnonzero(place < 0)
         size = _held_out(fraction, int(candidates.sum())) - int((place == own).sum())
         if len(free) and size > 0:
@@ -227,5 +227,5 @@ class _Division:
 
 
 def _held_out(fraction: float, count: int) -> int:
-    """Return how many of so many examples are held out: a fraction, at least one if there is one."""
+    """Return how many of ``count`` examples are held out: a fraction, but at least one if there is any."""
     return min(max(1, math.floor(fraction * count + 0.5)), count)

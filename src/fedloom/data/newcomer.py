@@ -1,4 +1,4 @@
-"""The data of a client that is none of a run's, and asks for a model: arrays, or a packed folder."""
+"""Data of a client that is not part of a run and requests a model: arrays, or a packed folder."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from fedloom.errors import DataError
 from fedloom.words import composed
 
 MOST_EXAMPLES = 1_000_000
-"""Of a client: more are no better a description of it, and would fill its memory."""
+"""Maximum examples of a client: more would not describe it better and would fill its memory."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a client must bring.
+    """Requirements on a client's data.
 
     Attributes
     ----------
     dataset, kind, input_shape, class_names, normalization
-        As of :class:`~fedloom.data.manifest.Manifest`.
+        As in :class:`~fedloom.data.manifest.Manifest`.
     features
-        As of :class:`~fedloom.data.own.Own`.
+        As in :class:`~fedloom.data.own.Own`.
     """
 
     dataset: str
@@ -48,7 +48,7 @@ class Wanted:
 
     @classmethod
     def of(cls, problem: Problem, features: tuple[str, ...] | None) -> Wanted:
-        """Return what a run's problem asks for, and its experiment of the columns."""
+        """Return the requirements of a run's problem, with the columns of its experiment."""
         return cls(
             problem.dataset,
             problem.kind,
@@ -60,12 +60,12 @@ class Wanted:
 
 
 class Newcomer(FederatedDataset):
-    """A data set of one client that never trains.
+    """Data set of one client that never trains.
 
     Parameters
     ----------
     client
-        The id that it goes by.
+        Its id.
     x
         ``[n, *input_shape]``, raw: pixels uint8, features float32, tokens uint8.
     y
@@ -74,7 +74,7 @@ class Newcomer(FederatedDataset):
     Raises
     ------
     DataError
-        If they are not what is wanted.
+        If the data do not meet the requirements.
     """
 
     def __init__(self, client: str, x: Tensor, y: Tensor | None, wanted: Wanted) -> None:
@@ -104,12 +104,12 @@ class Newcomer(FederatedDataset):
 
     @classmethod
     def from_arrays(cls, client: str, x: Any, y: Any, wanted: Wanted) -> Newcomer:
-        """Take tensors, arrays, or what numpy makes arrays of; labels may be the names of classes.
+        """Accept tensors, arrays, or anything numpy converts to arrays; labels may be class names.
 
         Raises
         ------
         DataError
-            If they are not what is wanted.
+            If the data do not meet the requirements.
         """
         columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
         if columns is not None and wanted.features is not None and columns != wanted.features:
@@ -122,12 +122,12 @@ class Newcomer(FederatedDataset):
     def from_folder(cls, folder: Path, wanted: Wanted) -> Newcomer:
         """Read the train split of a packed client (``fedloom data pack``).
 
-        Its classes may be some of those wanted: labels go by their names.
+        Its classes may be a subset of the run's: labels are matched by class name.
 
         Raises
         ------
         DataError
-            If it is missing, damaged, or not what is wanted.
+            If the folder is missing, damaged, or does not meet the requirements.
         """
         card = read_card(folder)
         for what, found, needed in (
@@ -156,20 +156,20 @@ class Newcomer(FederatedDataset):
 
     @property
     def client_id(self) -> str:
-        """The id that the client goes by."""
+        """Id of the client."""
         return self.manifest.clients[0].id
 
     def verify(self, clients: object = None) -> None:
-        """They were checked when they came."""
+        """Do nothing: the data were checked on construction."""
 
 
 def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
-    """Return inputs as the shards of a run hold them.
+    """Return inputs in the form that the run's shards have.
 
     Raises
     ------
     DataError
-        If kind, shape, number or range is another.
+        If the kind, shape, number or range differs.
     """
     shape = list(wanted.input_shape)
     if list(x.shape[1:]) != shape or x.dim() == 0:
@@ -194,7 +194,7 @@ def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
     Raises
     ------
     DataError
-        If they are not one class of each example.
+        If they are not one class per example.
     """
     if list(y.shape) != [examples]:
         raise DataError(f"y: found shape {list(y.shape)}; allowed: [{examples}], a label for each example")
@@ -209,12 +209,17 @@ def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
 
 
 def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
-    """Return features as 32-bit floats, by the same rule as those that were trained on.
+    """Return features as 32-bit floats, by the same rule as the run's training data.
 
     Parameters
     ----------
     spread
-        Standard deviations ``[f]`` of those.
+        Standard deviations ``[f]`` of the training data.
+
+    Raises
+    ------
+    DataError
+        If a value is no number, is not finite in 32 bits, or loses too much precision.
     """
     try:
         values = numbers((x.double() if x.is_floating_point() else x).numpy())
@@ -234,19 +239,19 @@ def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
 
 
 def _positions(y: Any, wanted: Wanted) -> Tensor:
-    """Return labels as positions in the run's classes; they may be the names of these.
+    """Return labels as positions in the run's classes; labels may be class names.
 
     Raises
     ------
     DataError
-        If one is neither.
+        If a label is neither a position nor a class name.
     """
     try:
         values = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
     except (TypeError, ValueError):
         raise DataError("y: it is no array of labels; give one whole number or name for each example") from None
     if values.ndim != 1 or not wanted.class_names:
-        return _tensor(y, "y")  # refused for that
+        return _tensor(y, "y")  # rejects it
     mistakes = Mistakes("y", outcome="")
     found, _ = numbered([values], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", mistakes)
     mistakes.refuse()
@@ -254,7 +259,7 @@ def _positions(y: Any, wanted: Wanted) -> Tensor:
 
 
 def _range(values: Tensor) -> tuple[int, int]:
-    """Return the smallest and the largest of integers; of unsigned ones torch itself cannot tell."""
+    """Return the smallest and the largest of integers; torch cannot compute these for unsigned types."""
     array = values.numpy()
     return int(array.min()), int(array.max())
 
@@ -264,7 +269,7 @@ def _tensor(values: Any, what: str) -> Tensor:
         return values.detach().cpu()
     try:
         array = np.ascontiguousarray(values)
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch knows the machine's own order alone
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch supports only the machine's byte order
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
         raise DataError(f"{what}: found {type(values).__name__}; allowed: numbers, in an array or a list") from error

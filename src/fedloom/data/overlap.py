@@ -1,4 +1,4 @@
-"""Whether new clients have examples that a run was trained on."""
+"""Overlap between new clients' examples and those that a run was trained on."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fedloom.data.shift import Shift
 
 @dataclass(frozen=True)
 class Overlap:
-    """What of new clients' examples the seen clients of a run trained on.
+    """New clients' examples that the seen clients of a run trained on.
 
     Attributes
     ----------
     train, validation, test
-        New clients' examples of each split that are among them.
+        Number of overlapping examples in each split of the new clients.
     clients
-        New clients that have any.
+        Number of new clients that have any.
     known_by
-        The reserve that both partitions keep back, or the comparison of all examples.
+        Evidence: the reserve that both partitions share, or a comparison of all examples.
     """
 
     train: int
@@ -37,12 +37,12 @@ class Overlap:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """True if there is any overlap."""
         return self.clients > 0
 
 
 def apart_by_reserve(trained_on: Manifest, new: Manifest) -> Overlap | None:
-    """An overlap of nothing, if the manifests alone show it: one partition deals what the other keeps back."""
+    """Return an empty overlap if the manifests alone prove it: one partition assigns what the other reserves."""
     both = (trained_on, new)
     sides = {bool((manifest.scheme.get("reserve") or {}).get("deal")) for manifest in both}
     same = trained_on.reserved is not None and trained_on.reserved == new.reserved
@@ -72,7 +72,7 @@ def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
 
 
 def _digests(dataset: FederatedDataset, client: str, shard: Mapping[str, Tensor], split: str) -> Iterator[bytes]:
-    """One for each example of a split, as the data set has it."""
+    """Yield a digest for each example of a split, in its form before any shift."""
     manifest = dataset.manifest
     x, y = shard[f"{split}_x"].numpy(), shard.get(f"{split}_y")
     labels = np.full(len(x), -1) if y is None else y.numpy()

@@ -1,4 +1,4 @@
-"""Clients with data of their own: what an experiment asks of them, and what a packed client says of itself."""
+"""Clients with their own data: an experiment's requirements, and the cards of packed clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHARD = "shard.safetensors"
 CARD_VERSION = 3
 AGAIN = "pack it again: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT"
 OWN = "own"
-"""What manifests and summaries call the data set of clients with data of their own."""
+"""Data-set name of clients with their own data, in manifests and summaries."""
 
 
 AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -45,14 +45,14 @@ Words: TypeAlias = Annotated[tuple[str, ...], AsTuple]
 
 
 class Given(Settings):
-    """A normalization that was known beforehand."""
+    """Normalization given in advance."""
 
     mean: Numbers = Field(description="Mean of each channel (of pixels scaled to 0 ... 1) or feature.")
     std: Numbers = Field(description="Standard deviation of each channel or feature, above 0.")
 
 
 class Own(Settings):
-    """What every client must bring."""
+    """Requirements on every client's data."""
 
     kind: Kind = Field(description="What an input is: pixels, features, or tokens (docs/data.md).")
     input_shape: Annotated[tuple[int, ...], AsTuple] = Field(
@@ -107,15 +107,15 @@ class Own(Settings):
 
 @dataclass(frozen=True)
 class Moments:
-    """What a client's training examples say of their scale.
+    """Moments of a client's training examples, for normalization.
 
     Attributes
     ----------
     count
-        Values of each channel or feature.
+        Number of values of each channel or feature.
     sum, squares
-        Of each channel's values (0 ... 255, exact integers) or each feature's (correctly rounded): their sum, and the
-        sum of their squares. Empty for tokens.
+        Sum and sum of squares of each channel's values (0 ... 255, exact integers) or each feature's (correctly
+        rounded). Empty for tokens.
     """
 
     count: int
@@ -124,14 +124,14 @@ class Moments:
 
 
 def pooled(kind: Kind, numbers: int, moments: Iterable[Moments]) -> Normalization:
-    """Return mean and standard deviation over the clients' training examples together; in exact arithmetic.
+    """Return mean and standard deviation over all clients' training examples together, computed in exact arithmetic.
 
     Parameters
     ----------
     numbers
-        Channels or features.
+        Number of channels or features.
     moments
-        Of each client; at least one with an example.
+        Moments of each client; at least one has an example.
     """
     if kind == "tokens":
         return Normalization((), ())
@@ -144,35 +144,35 @@ def pooled(kind: Kind, numbers: int, moments: Iterable[Moments]) -> Normalizatio
         second = sum((Fraction(one.squares[i]) for one in each), Fraction(0))
         mean.append(float(first / count / scale))
         variance = max(Fraction(0), (second * count - first * first) / (count * count * scale * scale))
-        # A constant channel or feature carries nothing; dividing by 1 keeps it at zero.
+        # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
         std.append(math.sqrt(variance) or 1.0)
     return Normalization(tuple(mean), tuple(std))
 
 
 @dataclass(frozen=True)
 class ClientCard:
-    """What ``client.json`` of a packed folder says.
+    """Content of ``client.json`` in a packed folder.
 
     Attributes
     ----------
     version
-        Of this format.
+        Version of this format.
     id
-        The client's, chosen by its owner.
+        Id of the client, chosen by its owner.
     kind, input_shape, classes
         As in the experiment: see :class:`Own`.
     labelled
-        Whether the examples have labels.
+        True if the examples have labels.
     train, validation, test, class_counts, sha256
-        As of :class:`~fedloom.data.manifest.ClientEntry`.
+        As in :class:`~fedloom.data.manifest.ClientEntry`.
     moments
-        Of the training examples.
+        Moments of the training examples.
     division
-        How the splits came about: ``{"given": true}``, or seed and fractions.
+        Origin of the splits: ``{"given": true}``, or seed and fractions.
     source
-        What it was made from: the format.
+        Format of the source.
     features
-        Of features from a table: the names of the columns, in order. None: the source names none.
+        Column names of features from a table, in order. None: the source has no names.
     """
 
     version: int
@@ -192,13 +192,13 @@ class ClientCard:
     features: tuple[str, ...] | None = None
 
     def entry(self, *, seen: bool = True) -> ClientEntry:
-        """Return what a manifest says of the client; unless it is seen, it is measured and never trains."""
+        """Return the client's manifest entry; a client that is not seen is evaluated but never trains."""
         return ClientEntry(
             self.id, seen, self.train, self.validation, self.test, self.class_counts, self.sha256, owner=None
         )
 
     def to_json(self) -> str:
-        """Return the JSON that ``client.json`` holds: a key a line, and its digest."""
+        """Return the JSON of ``client.json``: one key per line, and its digest."""
         lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in asdict(self).items())
         return digests.sealed(CARD, "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -207,7 +207,7 @@ _CARD = TypeAdapter(ClientCard)
 
 
 def read_card(folder: Path) -> ClientCard:
-    """Return what a packed folder says of its client.
+    """Return the card of a packed folder.
 
     Raises
     ------
@@ -255,16 +255,16 @@ def _contradiction(card: ClientCard) -> str | None:
 
 @dataclass(frozen=True)
 class OwnClients:
-    """Packed folders that are served, or used, together.
+    """Packed folders that are served or used together.
 
     Attributes
     ----------
     folders
-        By client id, in order of the ids.
+        Folder by client id, in order of the ids.
     cards
-        Likewise.
+        Card by client id, in the same order.
     observers
-        Ids of those who are measured and never train.
+        Ids of the clients that are evaluated but never train.
     """
 
     folders: Mapping[str, Path]
@@ -273,17 +273,17 @@ class OwnClients:
 
     @classmethod
     def open(cls, data: Sequence[Path], observe: Sequence[Path] = ()) -> OwnClients:
-        """Read the cards of packed folders; no shard.
+        """Read the cards of packed folders, but no shard.
 
         Parameters
         ----------
         data, observe
-            Packed folders, or folders that hold some: of clients that train, and of clients that are measured alone.
+            Packed folders, or folders that contain some: of clients that train, and of clients that are only evaluated.
 
         Raises
         ------
         DataError
-            If one is missing, damaged, or there twice; or they are of different kinds of data.
+            If a folder is missing or damaged, a client occurs twice, or the clients' kinds of data differ.
         """
         found: dict[str, tuple[Path, ClientCard, bool]] = {}
         for given, observer in [*((path, False) for path in data), *((path, True) for path in observe)]:
@@ -314,12 +314,12 @@ class OwnClients:
         )
 
     def check(self, own: Own) -> None:
-        """Refuse clients who do not bring what an experiment asks for.
+        """Reject clients that do not meet an experiment's requirements.
 
         Raises
         ------
         DataError
-            The folder, the key, what was found and what is needed.
+            Names the folder, the key, the value found and the value needed.
         """
         for name, card in self.cards.items():
             for what in ("kind", "input_shape", "classes"):
@@ -333,12 +333,12 @@ class OwnClients:
             check_features(self.folders[name], card, own.features)
 
     def check_labels(self) -> None:
-        """Refuse clients who are to train and have no labels.
+        """Reject training clients without labels.
 
         Raises
         ------
         DataError
-            The folder, and what else it may be.
+            Names the folder and the alternatives.
         """
         for name, card in self.cards.items():
             if name not in self.observers and not card.labelled:
@@ -350,28 +350,28 @@ class OwnClients:
 
     @cached_property
     def entries(self) -> tuple[ClientEntry, ...]:
-        """What a manifest says of them."""
+        """Manifest entries of the clients."""
         return tuple(card.entry(seen=name not in self.observers) for name, card in self.cards.items())
 
     def measured(self, own: Own) -> Normalization:
-        """Return the normalization that an experiment asks for, measured on those who train if it is to be.
+        """Return the normalization that an experiment asks for, measured on the training clients if required.
 
         Raises
         ------
         DataError
-            If it is to be measured, and nobody trains.
+            If it must be measured and no client trains.
         """
         training = [card.moments for name, card in self.cards.items() if name not in self.observers]
         return normalization(own, training)
 
 
 def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:
-    """Refuse a table whose columns are others than an experiment names, or in another order.
+    """Reject a table whose columns differ from those of the experiment, or are in another order.
 
     Raises
     ------
     DataError
-        The folder, what was found and what is needed.
+        Names the folder, the columns found and those needed.
     """
     if needed is not None and card.features is not None and card.features != needed:
         raise DataError(
@@ -385,12 +385,12 @@ def normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
     Parameters
     ----------
     moments
-        Of the clients that train.
+        Moments of the clients that train.
 
     Raises
     ------
     DataError
-        If it is to be measured, and nobody trains.
+        If it must be measured and no client trains.
     """
     if isinstance(own.normalization, Given):
         return Normalization(own.normalization.mean, own.normalization.std)
@@ -400,7 +400,7 @@ def normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
 
 
 def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Normalization) -> Manifest:
-    """Return the manifest of clients with data of their own, in the order given."""
+    """Return the manifest of clients with their own data, in the order given."""
     return Manifest(
         version=VERSION,
         dataset=OWN,
@@ -419,12 +419,12 @@ def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Nor
 
 
 def read_own_shard(folder: Path, card: ClientCard) -> bytes:
-    """Return the bytes of a packed client's shard, compared with their hash.
+    """Return the bytes of a packed client's shard, checked against their hash.
 
     Raises
     ------
     DataError
-        If it is missing or damaged.
+        If the shard is missing or damaged.
     """
     path = folder / SHARD
     try:
@@ -440,7 +440,7 @@ def read_own_shard(folder: Path, card: ClientCard) -> bytes:
 
 
 def _packed(given: Path) -> list[Path]:
-    """The packed folder, or those that a folder holds."""
+    """Return the packed folder itself, or the packed folders in it."""
     if (given / CARD).exists() or not given.is_dir():
         return [given]
     inside = sorted(path.parent for path in given.glob(f"*/{CARD}"))
@@ -450,7 +450,7 @@ def _packed(given: Path) -> list[Path]:
 
 
 def _plain(value: object) -> object:
-    """Return a value by which two are compared: names of classes in one Unicode form."""
+    """Return a value in a form for comparison: class names in one Unicode form."""
     return tuple(composed(str(item)) for item in value) if isinstance(value, tuple) else value
 
 

@@ -37,13 +37,13 @@ from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 log = logging.getLogger("fedloom.data")
 
 ASSIGNMENT = 2
-"""Version of how examples are assigned and normalized: to be raised with every change of either."""
+"""Version of the assignment and normalization rules; raise it with every change to either."""
 
 NOTES, NOTES_VERSION = "notes.json", 1
-"""File beside the manifest, where there is anything to note: its version, and sentences."""
+"""File beside the manifest, present if there are notes: its version, and sentences."""
 
 CHUNK = 4096
-"""Examples taken at once where a pass over a whole pool is made: pools may be views that are far larger than memory."""
+"""Examples read at once in a pass over a pool, which may be a view far larger than memory."""
 
 
 def partition(
@@ -56,10 +56,10 @@ def partition(
     root: Path | str | None = None,
     fix: bool = False,
 ) -> Path:
-    """Return the folder of a partition, made now if no earlier call with the same inputs made it.
+    """Return the folder of a partition; create it unless an earlier call with the same inputs did.
 
-    The folder, ``<root>/partitions/<dataset>-<key>``, is named by a hash of everything that decides its content,
-    and appears whole or not at all. Its bytes depend on nothing else.
+    The folder, ``<root>/partitions/<dataset>-<key>``, is named by a hash of everything that determines its content,
+    and is created atomically. Its bytes depend on nothing else.
 
     Parameters
     ----------
@@ -70,13 +70,13 @@ def partition(
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
     fix
-        Compare an existing folder with its hashes, and make it again if it is damaged. Without it an existing folder
-        is returned as it is, and damage is an error where it is read.
+        Check an existing folder against its hashes, and recreate it if it is damaged. Otherwise an existing folder is
+        returned unchecked, and damage is an error when it is read.
 
     Raises
     ------
     ExperimentError
-        If the settings cannot be met: the key, what was found and what is allowed.
+        If the settings cannot be satisfied; names the key, the value found and the values allowed.
     DataError
         If the data set is missing or damaged.
     """
@@ -93,7 +93,7 @@ def partition(
 
 
 def notes_of(folder: Path) -> tuple[str, ...]:
-    """Return what a person should know of a partition: who or what was left out, and which inputs are repeated.
+    """Return the notes on a partition: owners or examples left out, and repeated inputs.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def _make(
     root: Path | str | None,
     fix: bool,
 ) -> None:
-    """Make a partition, unless another process has made it meanwhile, or it is there and whole."""
+    """Create a partition, unless an intact one already exists."""
     scheme = settings.scheme
     with locked(folder):
         if folder.exists() and not (fix and _damaged(folder)):
@@ -138,7 +138,7 @@ def _make(
 
 
 def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path | None:
-    """Return the folder of the partition in a data root that has this manifest; None if it is not there."""
+    """Return the folder of the partition in a data root that has this manifest; None if there is none."""
     for path in sorted((data_root(root) / "partitions").glob(f"{manifest.dataset}-*/partition.json")):
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == manifest.fingerprint:
             return path.parent
@@ -146,18 +146,18 @@ def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path |
 
 
 def check_pool(source: Source, name: str, pool: Pool) -> None:
-    """Refuse examples that are not what their source says they are.
+    """Reject examples that do not match the description of their source.
 
     Parameters
     ----------
     name
-        What to call the pool: ``train`` or ``test``.
+        Name of the pool: ``train`` or ``test``.
 
     Raises
     ------
     DataError
-        If inputs are not of the source's shape, of the dtype of its kind, finite, and (tokens) below C, or labels not
-        in 0 ... C - 1.
+        If inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are not below C,
+        or if labels are outside 0 ... C - 1.
     """
     where = f"{name} examples of {source.name}"
     dtype = np.dtype(np.float32 if source.kind == "features" else np.uint8)
@@ -201,12 +201,12 @@ def write(
     """Write a manifest and one shard per client into an empty folder, and return the manifest.
 
     A shard is a safetensors file with ``train_x`` [n, *input_shape] (uint8; features float32), ``train_y`` [n]
-    int64 unless the data have no classes, and so on for validation and test.
+    int64 unless the data have no classes, and the same for validation and test.
 
     Parameters
     ----------
     checksums
-        Sha256 of the source's files, hex, by name.
+        SHA-256 of the source's files, hex, by name.
     """
     shards = folder / "shards"
     shards.mkdir(PRIVATE_FOLDER)
@@ -225,10 +225,10 @@ def write(
             if source.classes:
                 tensors[f"{split}_y"] = labels
                 counts[split] = tuple(np.bincount(labels, minlength=source.classes).tolist())
-        # Without metadata: safetensors writes more than one key of it in any order.
+        # Without metadata: safetensors writes several metadata keys in arbitrary order.
         content = safetensors.numpy.save(tensors)
         name = f"client-{client:0{width}d}"
-        # No wait for the disk: a shard that a power cut leaves short does not have its hash, and is found out.
+        # No fsync: a shard truncated by a power cut does not match its hash, and is detected.
         fill(shard_path(folder, name), content, durably=False, private=True)
         digest = hashlib.sha256(content).hexdigest()
         train_size, validation_size, test_size = (len(assignment.examples[split][client]) for split in SPLITS)
@@ -259,29 +259,29 @@ def write(
 
 
 def normalization(official: Official, kind: Kind, pool: NDArray[np.int64]) -> Normalization:
-    """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature; nothing for tokens.
+    """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature; empty for tokens.
 
     The sums are exact, so that they are the same on every machine.
 
     Parameters
     ----------
     pool
-        Positions of the training examples that count, ascending.
+        Positions of the training examples to measure, ascending.
     """
     if kind == "tokens":
         return Normalization((), ())
     moments = _pixel_moments(official, pool) if kind == "pixels" else _feature_moments(official, pool)
-    # A constant channel or feature carries nothing; dividing by 1 keeps it at zero.
+    # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
     return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
 
 
 def _as_they_are(source: Source) -> Normalization:
-    """Drawn examples mean something in the units they are drawn in: they are not standardized."""
+    """Return the identity normalization: synthetic examples keep the units they are drawn in."""
     return Normalization((0.0,) * source.input_shape[0], (1.0,) * source.input_shape[0])
 
 
 def _pixel_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each channel, from counts of the 256 values."""
+    """Return mean and standard deviation of each channel, from counts of the 256 values."""
     channels = official.train.inputs.shape[1]
     counts = np.zeros((channels, 256), dtype=np.int64)
     for start in range(0, len(pool), CHUNK):
@@ -298,7 +298,7 @@ def _pixel_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[fl
 
 
 def _feature_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each feature, from correctly rounded sums."""
+    """Return mean and standard deviation of each feature, from correctly rounded sums."""
     features = take(official, pool)[0].astype(np.float64)
     moments = []
     for column in features.T:
@@ -308,7 +308,7 @@ def _feature_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[
 
 
 def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettings) -> str:
-    """Hash of everything that decides the content of a partition, 12 hex digits."""
+    """Return a hash of everything that determines the content of a partition, 12 hex digits."""
     inputs = {
         "version": VERSION,
         "dealing": ASSIGNMENT,
@@ -322,7 +322,7 @@ def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettin
 
 
 def _damaged(folder: Path) -> bool:
-    """Whether a partition on disk is not what its manifest says; logs what is wrong."""
+    """Return True if a partition on disk does not match its manifest, and log the error."""
     try:
         notes_of(folder)
         for client in read_manifest(folder).clients:

@@ -1,4 +1,7 @@
-"""A run's problem: what a client must know of it before it asks for a model. It comes from a server: a stranger."""
+"""Problem of a run: the data description that a client needs before it requests a model.
+
+It comes from a server and is untrusted.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from fedloom.data.manifest import Kind, Normalization
 from fedloom.errors import DataError
 
 LONGEST = 16 * 2**20
-"""Characters of a problem at most."""
+"""Maximum characters of a problem."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Problem:
     Attributes
     ----------
     dataset, kind, input_shape, class_names, normalization
-        As of :class:`~fedloom.data.manifest.Manifest`.
+        As in :class:`~fedloom.data.manifest.Manifest`.
     clients
         Number of the run's own clients.
     """
@@ -35,19 +38,19 @@ class Problem:
 
     @classmethod
     def from_json(cls, text: str) -> Problem:
-        """Read one.
+        """Parse a problem.
 
         Raises
         ------
         DataError
-            If the text is too long, no JSON, nested too deeply, or no problem that can be.
+            If the text is too long, not JSON, nested too deeply, or inconsistent.
         """
         if len(text) > LONGEST:
             raise DataError(
                 f"the problem that the server tells has {len(text):,} characters; at most {LONGEST:,} are read"
             )
         try:
-            problem = _PROBLEM.validate_json(text)  # which refuses deep nesting itself
+            problem = _PROBLEM.validate_json(text)  # rejects deep nesting itself
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "the whole text"

@@ -1,4 +1,4 @@
-"""A partition in a store: published once, and fetched one client at a time by those who serve the client."""
+"""Published partition in a store, from which workers fetch one client at a time."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ log = logging.getLogger("fedloom.data")
 
 MANIFEST = "partition.json"
 AT_ONCE = 4
-"""Shards that are uploaded at the same time: they are small, and each waits for an answer."""
+"""Shards uploaded in parallel: they are small, and each upload waits for a response."""
 
 
 def publish(folder: Path, store: Store) -> None:
     """Copy a partition to a store.
 
-    Shards that are there already are left, so that what was interrupted goes on; the manifest comes last, so that what
-    has one is whole. It is written again where it is there: age says which partitions nobody needs.
+    Shards that exist are kept, so that an interrupted upload resumes. The manifest is written last, so that a partition
+    with a manifest is complete. An existing manifest is rewritten to refresh its age, by which unused partitions are
+    found.
 
     Parameters
     ----------
     folder
         The partition on disk.
     store
-        For this partition alone: its place is best named by the manifest's ``fingerprint``.
+        A store for this partition only, best named by the manifest's ``fingerprint``.
 
     Raises
     ------
     DataError
         If the partition is missing or damaged, or the store has another.
     StorageError, RefusedError
-        If the store fails, or refuses us.
+        If the store fails or denies access.
     """
     manifest = read_manifest(folder)
     try:
@@ -48,7 +49,7 @@ def publish(folder: Path, store: Store) -> None:
         pass
     else:
         if there == manifest.to_json().encode():
-            store.write(MANIFEST, there)  # as new, so that nobody removes it for its age just now
+            store.write(MANIFEST, there)  # refreshes its age, so that it is not removed now
             return
         raise DataError(
             f"{store.url}: found another partition there than that of {folder}",
@@ -75,24 +76,24 @@ def publish(folder: Path, store: Store) -> None:
 def is_published(
     store: Store, dataset: str, scheme: Mapping[str, Any], seed: int, unseen_fraction: float, validation_fraction: float
 ) -> Manifest | None:
-    """Return the manifest of a partition that is published already, whole; None if none is, or another.
+    """Return the manifest of a complete published partition; None if there is none, or it was made otherwise.
 
-    Who finds it needs no data set to go on: an aggregator that starts anew must not depend on whoever offers one for
-    download. It is published anew as to its age, as by :func:`publish`.
+    A caller that finds it does not need the data set: a restarted aggregator must not depend on a download server. The
+    age of the manifest is refreshed, as in :func:`publish`.
 
     Parameters
     ----------
     store
-        For this partition alone.
+        A store for this partition only.
     dataset, scheme, seed, unseen_fraction, validation_fraction
-        What it would be made with; ``scheme`` as JSON.
+        Settings that the partition must have been made with; ``scheme`` as JSON.
 
     Raises
     ------
     DataError
-        If what is there is no manifest.
+        If the stored text is not a manifest.
     StorageError, RefusedError
-        If the store fails, or refuses us.
+        If the store fails or denies access.
     """
     try:
         there = store.read(MANIFEST)
@@ -107,7 +108,7 @@ def is_published(
 
 
 class Remote:
-    """A published partition, as whoever serves some of its clients sees it."""
+    """Published partition, as read by workers that serve some of its clients."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -130,12 +131,13 @@ class Remote:
             ) from None
 
     def cached(self, manifest: Manifest, cache: Path | None) -> Path:
-        """Make the folder for what is fetched, and put the manifest into it.
+        """Create the folder for fetched files, and put the manifest into it.
 
         Parameters
         ----------
         cache
-            Where to make it, under the partition's fingerprint; None for a temporary one that goes with this object.
+            Parent folder; the new folder is named by the partition's fingerprint. None: a temporary folder that is
+            removed with this object.
         """
         if cache is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="fedloom-shards-")
@@ -146,14 +148,14 @@ class Remote:
         return folder
 
     def shard(self, folder: Path, entry: ClientEntry) -> bytes:
-        """Return the bytes of a client's shard, from the folder or else the store, compared with their hash.
+        """Return the bytes of a client's shard, from the folder or else the store, checked against their hash.
 
         Raises
         ------
         DataError
-            If it is missing in the store, or damaged there.
+            If the shard is missing or damaged in the store.
         StorageError, RefusedError
-            If the store fails, or refuses us.
+            If the store fails or denies access.
         """
         path = shard_path(folder, entry.id)
         if path.exists():
@@ -171,7 +173,7 @@ class Remote:
             ) from None
         again = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"
         check_shard(content, entry, f"{self._store.url}/{name}", again)
-        # Without waiting for the disk: what a power cut leaves short does not have its hash, and is fetched again.
+        # No fsync: a shard truncated by a power cut does not match its hash, and is fetched again.
         write_atomically(path, content, durably=False, private=True)
         return content
 

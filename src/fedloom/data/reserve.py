@@ -1,7 +1,7 @@
-"""Examples that are kept back before anything is assigned, so that new clients have some that nobody trained on.
+"""Reserve: examples set aside before anything is assigned, so that new clients have data that no client trained on.
 
-Which ones depends on the data set alone, not on the seed: what one partition keeps back, every other one with the same
-reserve keeps back too, whatever its seed and scheme, and a larger reserve holds a smaller one.
+The choice depends on the data set alone, not on the seed. All partitions with the same reserve set aside the same
+examples, whatever their seed and scheme, and a larger reserve contains a smaller one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.errors import ExperimentError
 
 _SEED = 0
-"""Of the order in which examples are kept back: not the experiment's, so that it is one for all."""
+"""Seed of the reserve's order: not the experiment's, so that all experiments reserve the same examples."""
 
 
 class Reserve(BaseModel):
-    """What is kept back, and which side of it clients get."""
+    """Size of the reserve, and the side of it that clients get."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,12 +48,12 @@ class Reserve(BaseModel):
         return self
 
     def size(self, whole: int, what: str) -> int:
-        """How many of so many are kept back.
+        """Return how many of ``whole`` items are reserved.
 
         Parameters
         ----------
         what
-            What they are, for messages.
+            Name of the items, for messages.
 
         Raises
         ------
@@ -73,14 +73,14 @@ class Reserve(BaseModel):
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a partition says of its reserve.
+    """Reserve of a partition, as its manifest records it.
 
     Attributes
     ----------
     examples
-        How many are kept back (natural: owners).
+        Number of reserved examples (natural: owners).
     sha256
-        Of which ones, hex: equal for partitions that keep the same back.
+        SHA-256 of their identities, hex: equal for partitions with the same reserve.
     """
 
     examples: int
@@ -93,18 +93,18 @@ def reserved_classes(
     reserve: Reserve,
     group: NDArray[np.int64] | None = None,
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], Reserved]:
-    """Return the positions of each class that clients are given, of train and of test, and what is kept back.
+    """Return the positions of each class available to clients, for train and for test, and the reserve.
 
     Parameters
     ----------
     group
-        ``[n]``: the group of equal inputs that each example is in (:mod:`fedloom.data.copies`), kept back whole or not
-        at all; None: no input is repeated.
+        ``[n]``: the group of equal inputs that each example belongs to (:mod:`fedloom.data.copies`); a group is
+        reserved as a whole or not at all. None: no input is repeated.
 
     Raises
     ------
     ExperimentError
-        If nothing of a class would be left.
+        If no example of a class would be left.
     """
     if group is None:
         group = np.arange(1 + max(int(members.max(initial=-1)) for members in (*train, *test)))
@@ -124,7 +124,7 @@ def reserved_classes(
 
 
 def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.bool_], Reserved]:
-    """Return which owners may become clients, and what is kept back.
+    """Return which owners may become clients, ``[len(names)]`` bool, and the reserve.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""Partition schemes: what each client gets of a data set, as settings and as the draw itself.
+"""Partition schemes: how a data set is divided among clients, as settings and as code that draws the partition.
 
-Six schemes assign examples to clients by class. Such a scheme says one row π_i per client, the fractions of its
-examples that come from each class; the shared rule of ``fedloom.data.assignment`` does the rest. A scheme may also say
-how large clients are (``imbalanced``) or which examples make the pools (``fixed``). The seventh, ``natural``, assigns
-nothing: whose the examples are is known (``fedloom.data.natural``). The last, ``means``, draws examples
+Six schemes assign examples to clients by class. Such a scheme defines one row π_i per client, the fractions of its
+examples that come from each class; the shared rule of ``fedloom.data.assignment`` does the rest. A scheme may also set
+client sizes (``imbalanced``) or the examples in the pools (``fixed``). The seventh scheme, ``natural``, follows the
+known owners of the examples (``fedloom.data.natural``). The last, ``means``, draws the examples themselves
 (``fedloom.data.means``).
 """
 
@@ -42,17 +42,17 @@ _TEST_CAP = "At most this many test examples per client; the class mix stays."
 
 
 class _Scheme(BaseModel):
-    """What all schemes share."""
+    """Base of all schemes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def check(self, classes: int) -> None:
-        """Refuse settings that cannot be met with ``classes`` classes; 0 is data without classes.
+        """Reject settings that cannot be satisfied with ``classes`` classes; 0 means data without classes.
 
         Raises
         ------
         ExperimentError
-            Naming the key, what was found and what is allowed.
+            Names the key, the value found and the values allowed.
         """
         if classes == 0:
             raise ExperimentError(
@@ -60,17 +60,17 @@ class _Scheme(BaseModel):
             )
 
     def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
-        """Refuse inputs of a kind, or a shape, that the settings cannot be met with.
+        """Reject a kind or shape of inputs that does not fit the settings.
 
         Raises
         ------
         ExperimentError
-            Naming the key, what was found and what is allowed.
+            Names the key, the value found and the values allowed.
         """
 
 
 class _ReservingScheme(_Scheme):
-    """A scheme that may keep examples back, and change what clients have."""
+    """Scheme that can reserve examples for new clients and shift clients' data."""
 
     reserve: Reserve | None = Field(
         default=None,
@@ -85,7 +85,7 @@ class _ReservingScheme(_Scheme):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without the keys that say nothing: partitions are named by this."""
+        """Omit unset keys: this JSON determines the names of partitions."""
         written: dict[str, object] = handler(self)
         for key in ("reserve", "shift"):
             if written[key] is None:
@@ -93,13 +93,13 @@ class _ReservingScheme(_Scheme):
         return written
 
     def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
-        """Refuse a shift that cannot be made."""
+        """Reject a shift that the inputs do not allow."""
         if self.shift is not None:
             self.shift.check(kind, shape)
 
 
 class MixScheme(_ReservingScheme):
-    """A scheme that assigns pools of examples by class, and what it may decide of that."""
+    """Scheme that assigns pools of examples by class, with methods to override."""
 
     clients: int = Field(ge=1, description=_CLIENTS)
 
@@ -116,7 +116,7 @@ class MixScheme(_ReservingScheme):
         """
 
     def cap(self, split: str) -> int | None:
-        """Return the most examples that a client may get of a split; None is no limit."""
+        """Return the maximum number of examples of a split per client; None means no limit."""
         return None
 
     def sizes(
@@ -138,32 +138,34 @@ class MixScheme(_ReservingScheme):
     ) -> Mapping[str, ByClass]:
         """Return the disjoint pools that the three splits are drawn from.
 
-        Test is the official test set; ``validation_fraction`` of each class of the official train set is held out.
+        The test pool is the official test set; ``validation_fraction`` of each class of the official train set is held
+        out.
 
         Parameters
         ----------
         train, test
             Positions of the official examples of each class.
         group
-            ``[n]``: the group of equal inputs that each example is in, which stays whole (:mod:`fedloom.data.copies`).
+            ``[n]``: the group of equal inputs that each example belongs to; groups stay whole
+            (:mod:`fedloom.data.copies`).
         """
         kept, validation = hold_out(train, group, validation_fraction, seed)
         return {"train": kept, "validation": validation, "test": test}
 
 
 class _CappedScheme(MixScheme):
-    """A scheme whose clients are as large as their mixes allow, up to a cap."""
+    """Scheme whose clients are as large as their mixes allow, up to a cap."""
 
     train_per_client: int | None = Field(default=None, ge=1, description=_TRAIN_CAP)
     test_per_client: int | None = Field(default=None, ge=1, description=_TEST_CAP)
 
     def cap(self, split: str) -> int | None:
-        """Return the cap of the train and of the test split."""
+        """Return the cap of the train or test split; None for validation."""
         return {"train": self.train_per_client, "validation": None, "test": self.test_per_client}[split]
 
 
 class ClassesScheme(_CappedScheme):
-    """Each client has examples of a few classes only (the pathological split of McMahan et al. 2017)."""
+    """Examples of only a few classes for each client (the pathological split of McMahan et al. 2017)."""
 
     scheme: Literal["classes"] = "classes"
     classes_per_client: int = Field(ge=1, description="k: how many distinct classes each client has.")
@@ -192,7 +194,7 @@ class ClassesScheme(_CappedScheme):
         return self
 
     def check(self, classes: int) -> None:
-        """Refuse more classes per client than there are."""
+        """Reject more classes per client than the data set has."""
         super().check(classes)
         _check_classes("classes_per_client", self.classes_per_client, classes)
 
@@ -204,7 +206,7 @@ class ClassesScheme(_CappedScheme):
 
 
 class DirichletScheme(_CappedScheme):
-    """Each client's class mix is drawn from a Dirichlet (papers/001 §4, Analysis of Client Descriptors)."""
+    """Class mix of each client drawn from a Dirichlet distribution (papers/001 §4, Analysis of Client Descriptors)."""
 
     scheme: Literal["dirichlet"] = "dirichlet"
     alpha: float = Field(ge=1e-3, le=1e6, description="α of the clients (of the seen ones, if alpha_unseen is given).")
@@ -215,7 +217,7 @@ class DirichletScheme(_CappedScheme):
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
         """Draw π_i ~ Dir(α, ..., α) for each client from a generator of its own.
 
-        So a seen client's π_i depends neither on ``alpha_unseen`` nor on the number of clients.
+        A seen client's π_i therefore depends neither on ``alpha_unseen`` nor on the number of clients.
         """
         unseen = self.alpha if self.alpha_unseen is None else self.alpha_unseen
         return np.stack(
@@ -227,7 +229,7 @@ class DirichletScheme(_CappedScheme):
 
 
 class IidScheme(_CappedScheme):
-    """Every client has the class mix of the whole data set."""
+    """Class mix of the whole data set for every client."""
 
     scheme: Literal["iid"] = "iid"
 
@@ -237,13 +239,13 @@ class IidScheme(_CappedScheme):
 
 
 class DominantScheme(_CappedScheme):
-    """Client i has a share ρ of class i, and (1 - ρ)/(C - 1) of each other class (papers/002 §5.2)."""
+    """Share ρ of class i for client i, and (1 - ρ)/(C - 1) of each other class (papers/002 §5.2)."""
 
     scheme: Literal["dominant"] = "dominant"
     rho: float = Field(le=1, description="ρ: the fraction of a client's examples that come from its dominant class.")
 
     def check(self, classes: int) -> None:
-        """Refuse a ρ with which the class would not dominate."""
+        """Reject a ρ with which the class would not dominate."""
         super().check(classes)
         _check_dominant("rho", self.rho, classes)
 
@@ -253,10 +255,10 @@ class DominantScheme(_CappedScheme):
 
 
 class ImbalancedScheme(MixScheme):
-    """A few clients have many training examples, all others few (papers/002 §5.1: one has 5000, nine have 20).
+    """Many training examples for a few clients and few for all others (papers/002 §5.1: one has 5000, nine have 20).
 
-    Only train splits differ in size: of the validation and the test pool every client gets an equal share with its own
-    mix, so that small clients are measured as well as large ones.
+    Only train splits differ in size. Every client gets an equal share of the validation and test pools, in its own mix,
+    so that small clients are measured as accurately as large ones.
     """
 
     scheme: Literal["imbalanced"] = "imbalanced"
@@ -295,7 +297,7 @@ class ImbalancedScheme(MixScheme):
         return self
 
     def check(self, classes: int) -> None:
-        """Refuse a share with which no class would dominate, and more classes per client than there are."""
+        """Reject a share with which no class would dominate, or more classes per client than the data set has."""
         super().check(classes)
         if self.dominant_share is not None:
             _check_dominant("dominant_share", self.dominant_share, classes)
@@ -318,12 +320,12 @@ class ImbalancedScheme(MixScheme):
     def sizes(
         self, split: str, mixes: Mixes, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int
     ) -> NDArray[np.int64]:
-        """Return the sizes asked for of the train split, as large as possible of the others.
+        """Return the configured sizes for the train split, and the largest possible sizes for the others.
 
         Raises
         ------
         ExperimentError
-            If there are not that many training examples, in all or of one class.
+            If there are too few training examples, in total or of one class.
         """
         if split != "train":
             return super().sizes(split, mixes, available, seen, seed)
@@ -344,9 +346,9 @@ class ImbalancedScheme(MixScheme):
         return size
 
     def _large(self, seen: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
-        """Draw the large clients: one of the seen first, then any.
+        """Draw the large clients: the first among the seen clients, the others among all.
 
-        Without a large client among the seen, training would know nothing of the imbalance that the scheme is for.
+        Without a large client among the seen ones, training would never meet the imbalance that the scheme is for.
         """
         order = shuffled(keyed_generator(seed, "large"), self.clients)
         first = order[seen[order]][:1]
@@ -357,7 +359,7 @@ class ImbalancedScheme(MixScheme):
 
 
 class FixedScheme(MixScheme):
-    """So many examples of each of a few labels, from the official sets joined (papers/003 §5: small, medium, large)."""
+    """Fixed numbers of examples of a few labels, from the joined official sets (papers/003 §5: small to large)."""
 
     scheme: Literal["fixed"] = "fixed"
     train_per_class: int = Field(ge=1, description="Training examples of each label of a client, exactly.")
@@ -370,7 +372,7 @@ class FixedScheme(MixScheme):
     )
 
     def check(self, classes: int) -> None:
-        """Refuse more labels per client than there are."""
+        """Reject more labels per client than the data set has."""
         super().check(classes)
         _check_classes("labels_per_client", self.labels_per_client, classes)
 
@@ -382,9 +384,10 @@ class FixedScheme(MixScheme):
     def pools(
         self, train: ByClass, test: ByClass, group: NDArray[np.int64], validation_fraction: float, seed: int
     ) -> Mapping[str, ByClass]:
-        """Return pools, from the official sets joined, of just what the clients that hold each class need.
+        """Return pools, from the joined official sets, with exactly the examples that the holders of each class need.
 
-        With p_c = h_c m, h_c clients holding class c, the shared rule gives each k m examples, m of each label.
+        With p_c = h_c m, where h_c clients hold class c, the shared rule gives each client k m examples, m of each
+        label.
 
         Raises
         ------
@@ -440,7 +443,7 @@ class FixedScheme(MixScheme):
 
 
 class NaturalScheme(_ReservingScheme):
-    """One client per owner: a writer, a speaker, a role of a play. Its own examples make its splits."""
+    """One client per owner (a writer, a speaker, a role of a play); its own examples make its splits."""
 
     scheme: Literal["natural"] = "natural"
     clients: int | None = Field(
@@ -463,10 +466,11 @@ class NaturalScheme(_ReservingScheme):
 
 
 class MeansScheme(_Scheme):
-    """Examples drawn for each client around a mean of its own: the noisy quadratic model's data (papers/004, §6).
+    """Examples drawn for each client around its own mean: the data of the noisy quadratic model (papers/004, §6).
 
-    User 0 is the first seen client. Its mean m_0 lies ``distance`` from 0, where the quadratic model starts, and that
-    of every other client ``bias`` from m_0 in one direction, plus ``spread`` in a direction of its own.
+    User 0 is the first seen client. Its mean m_0 lies at ``distance`` from 0, where the quadratic model starts. The
+    mean of every other client lies at ``bias`` from m_0 in a common direction, plus ``spread`` in a direction of its
+    own.
     """
 
     scheme: Literal["means"] = "means"
@@ -480,7 +484,7 @@ class MeansScheme(_Scheme):
     test_per_client: int = Field(default=200, ge=1, description="Test examples of each client.")
 
     def check(self, classes: int) -> None:
-        """Refuse a data set with examples of its own."""
+        """Reject a data set that already has examples."""
         if classes:
             raise ExperimentError(
                 "data.partition.scheme: found means, which draws its own examples; allowed: it with dataset gaussian, "
@@ -499,11 +503,11 @@ Scheme: TypeAlias = Annotated[
     | MeansScheme,
     Field(discriminator="scheme"),
 ]
-"""Any scheme, told apart by its key ``scheme``."""
+"""Union of all schemes, discriminated by the key ``scheme``."""
 
 
 def unseen_count(clients: int, unseen_fraction: float) -> int:
-    """Number of unseen clients: the fraction rounded to the nearest, halves up, so that at least one is seen."""
+    """Return the number of unseen clients: the fraction, rounded half up, but always leaving one seen client."""
     return min(math.floor(clients * unseen_fraction + 0.5), clients - 1)
 
 
@@ -515,7 +519,7 @@ def _shared_out(held: NDArray[np.int64], classes: int, shares: NDArray[np.float6
 
 
 def _dominant(clients: int, classes: int, share: float) -> Mixes:
-    """Return mixes in which client i has ``share`` of class i mod C, and as much of any other class as of the next."""
+    """Return mixes in which client i has ``share`` of class i mod C, and equal shares of all other classes."""
     mixes = np.full((clients, classes), (1 - share) / max(classes - 1, 1))
     mixes[np.arange(clients), np.arange(clients) % classes] = share
     return mixes

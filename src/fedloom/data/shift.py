@@ -1,7 +1,7 @@
-"""Clients whose data mean something else: labels that are numbered otherwise, images that are turned.
+"""Distribution shift between groups of clients: permuted labels or rotated images.
 
-Which examples a client gets is not changed, only what they look like to it. The permutation of a group of clients, and
-its turn, depend on neither the seed nor the data, so that clients of another partition belong to the same groups.
+A shift does not change which examples a client gets, only their labels or orientation. The permutation and rotation of
+a group depend on neither the seed nor the data, so that clients of another partition belong to the same groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedloom.data.keyed import keyed_generator, shuffled
 from fedloom.errors import ExperimentError
 
 _SEED = 0
-"""Of the groups' permutations: not the experiment's, so that they are the same for all."""
+"""Seed of the groups' permutations: not the experiment's, so that they are the same for all experiments."""
 
 TURNS = 4
 
@@ -25,7 +25,7 @@ X: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
 
 class Shift(BaseModel):
-    """How clients' data differ beyond their class mix."""
+    """Shift of clients' data beyond their class mix."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,12 +48,12 @@ class Shift(BaseModel):
         return self
 
     def check(self, kind: str, shape: Sequence[int]) -> None:
-        """Refuse inputs that cannot be turned, and labels that cannot be renumbered.
+        """Reject inputs that cannot be rotated, and labels that cannot be permuted.
 
         Raises
         ------
         ExperimentError
-            Naming the key, what was found and what is allowed.
+            Names the key, the value found and the values allowed.
         """
         if self.kind == "labels" and kind == "tokens":
             raise ExperimentError(
@@ -71,34 +71,34 @@ class Shift(BaseModel):
             )
 
     def deal(self, clients: int, seed: int) -> tuple[int, ...]:
-        """Return the group of each client; without groups each is one by itself."""
+        """Return the group of each client; without groups, each client is its own group."""
         if self.groups is None:
             return tuple(range(clients))
         dealt = shuffled(keyed_generator(seed, "shift"), clients) % self.groups
         return tuple(int(group) for group in dealt)
 
     def shifted(self, x: X, y: NDArray[np.int64], group: int, classes: int, seed: int) -> tuple[X, NDArray[np.int64]]:
-        """Return a client's examples as it has them.
+        """Return a client's examples after the shift.
 
         Parameters
         ----------
         x, y
             Inputs ``[n, ...]`` and labels ``[n]`` of the data set.
         seed
-            Of the partition.
+            Seed of the partition.
         """
         if self.kind == "rotation":
             return self._turned(x, group), y
         return x, self.permutation(group, classes, seed)[y]
 
     def undone(self, x: X, y: NDArray[np.int64], group: int, classes: int, seed: int) -> tuple[X, NDArray[np.int64]]:
-        """Return a client's examples as the data set has them: the inverse of :meth:`shifted`."""
+        """Return a client's examples before the shift: the inverse of :meth:`shifted`."""
         if self.kind == "rotation":
             return self._turned(x, -group), y
         return x, np.argsort(self.permutation(group, classes, seed))[y]
 
     def permutation(self, group: int, classes: int, seed: int) -> NDArray[np.int64]:
-        """Return the label that a group has for each of the data set's, ``[C]``."""
+        """Return the label that a group uses for each label of the data set, ``[C]``."""
         if self.groups is None:
             return shuffled(keyed_generator(seed, "shift", "client", group), classes)
         return shuffled(keyed_generator(_SEED, "shift", group), classes) if group else np.arange(classes)

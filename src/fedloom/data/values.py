@@ -1,8 +1,8 @@
-"""The rule for every value that comes in, whatever the entrance: kept, converted with a note, or refused.
+"""Rule for every input value, whatever its format: keep it, convert it with a note, or reject it.
 
 Features are kept as 32-bit floats, pixels and tokens as bytes, labels as positions in the list of classes. A value that
-its form cannot hold closely enough is refused with its place (:class:`Rounding`); one that is changed and still useful
-is noted. Folders, tables, arrays, DataFrames, data sets of torchvision and packing all come through here.
+its type cannot hold precisely enough is rejected with its place (:class:`Rounding`); one that changes but stays useful
+is noted. Folders, tables, arrays, DataFrames, torchvision data sets and packing all use this rule.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from numpy.typing import NDArray
 from fedloom.words import composed
 
 EXACT = 2**53
-"""Integers up to here are whole numbers of a 64-bit float, in which values are checked."""
+"""Largest integer up to which a 64-bit float, used in the checks, holds every integer exactly."""
 
 COARSE = 1e-3
-"""A column is refused when 32 bits move its values by more than this part of their range."""
+"""Relative rounding error, as a fraction of a column's range, above which the column is rejected."""
 
 VISIBLE = 1e-5
-"""A column is noted when 32 bits move its values by more than this part of their range."""
+"""Relative rounding error, as a fraction of a column's range, above which the column is noted."""
 
 FEW = 20
-"""So many numbers may be classes, however few examples there are."""
+"""Number of distinct numbers that may be classes, however few examples there are."""
 
 LARGE, EXPANSION = 2**30, 100
-"""Bytes that any file may unpack to; beyond, as many times its own size."""
+"""Unpacked bytes allowed for any file; above that, allowed multiple of the file's own size."""
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf(?:inity)?)", re.IGNORECASE)
 _WHOLE = re.compile(r"(-?[0-9]+)(?:\.0*)?")
 MISSING = ("", "nan", "NaN")
-"""Text that stands where a label or an owner is missing."""
+"""Text that marks a missing label or owner."""
 
 TRUTHS = {"true": 1.0, "false": 0.0}
 
 
 def number(text: str) -> float | None:
-    """Return the number that a text is: ASCII digits, a point, an exponent, ``nan`` or ``inf``; None for all else."""
+    """Return the number in a text: ASCII digits, a point, an exponent, ``nan`` or ``inf``; None for anything else."""
     text = text.strip()
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
 def whole(text: str) -> bool:
-    """Return whether a text is an integer in digits."""
+    """Return True if a text is an integer in digits."""
     return text.strip().lstrip("+-").isdecimal()
 
 
@@ -58,7 +58,7 @@ def numbers(values: NDArray[Any]) -> NDArray[np.float64]:
     Raises
     ------
     ValueError
-        If they are no real numbers, or integers beyond ±2^53, of which a float holds some alone.
+        If they are not real numbers, or are integers beyond ±2^53, which a float cannot all represent.
     """
     if values.dtype.kind not in "iufb":
         raise ValueError(f"values of type {values.dtype} are not numbers")
@@ -71,7 +71,7 @@ def numbers(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 class Rounding:
-    """Measures what 32 bits keep of columns of numbers that come piece by piece.
+    """Measurement of the precision that 32-bit floats keep for columns of numbers that arrive in chunks.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Rounding:
         self._integers = np.zeros(columns, dtype=np.int64)
 
     def add(self, values: NDArray[np.float64], kept: NDArray[np.float32]) -> None:
-        """Take in ``[m, f]`` values, and the same as they are kept; those that are not finite do not count."""
+        """Add ``[m, f]`` values, and the same values as stored; those that are not finite are ignored."""
         if not len(values):
             return
         finite = np.isfinite(values) & np.isfinite(kept)
@@ -97,7 +97,7 @@ class Rounding:
         self._integers += np.count_nonzero((error > 0) & (values == np.floor(values)), axis=0)
 
     def shares(self, spread: Sequence[float] | None = None) -> NDArray[np.float64]:
-        """Return the largest rounding error of each column, as a part of its range or of a spread that is known.
+        """Return the largest rounding error of each column, as a fraction of its range or of a known spread.
 
         It is 0 where all values are equal.
         """
@@ -108,17 +108,17 @@ class Rounding:
         return shares
 
     def lost(self, spread: Sequence[float] | None = None) -> list[int]:
-        """Return the columns of which 32 bits keep too little."""
+        """Return the columns for which 32 bits lose too much precision."""
         return [int(i) for i in np.flatnonzero(self.shares(spread) > COARSE)]
 
     def noted(self) -> list[int]:
-        """Return the columns that are kept and changed so that their owner should know: integers, or visibly."""
+        """Return the columns that are kept with notable changes: rounded integers, or visible rounding."""
         shares = self.shares()
         return [int(i) for i in np.flatnonzero((shares <= COARSE) & ((shares > VISIBLE) | (self._integers > 0)))]
 
 
 def label_text(value: object) -> str | None:
-    """Return the name that a label, or an owner, is given by: whole numbers in digits; None where it is missing.
+    """Return the name for a label or an owner: whole numbers as digits; None if missing.
 
     Text is in Unicode's composed form, so that two spellings that look alike are one name.
 
@@ -150,7 +150,7 @@ def label_text(value: object) -> str | None:
 
 
 def plain_numbers(names: Iterable[str]) -> dict[str, str]:
-    """Return what whole numbers are called in digits, ``1.0`` as ``1``, where every name is a number; else nothing."""
+    """Return the plain form of whole numbers, ``1.0`` as ``1``, if every name is a number; else nothing."""
     different = set(names)
     if not all(_NUMBER.fullmatch(name) for name in different):
         return {}
@@ -158,7 +158,7 @@ def plain_numbers(names: Iterable[str]) -> dict[str, str]:
 
 
 def measured(names: Iterable[str]) -> list[str]:
-    """Return the names that are numbers with a fraction or an exponent, where every name is a number: no classes."""
+    """Return the names with a fraction or an exponent if every name is a number: a measured quantity, not classes."""
     different = set(names)
     if not all(_NUMBER.fullmatch(name) for name in different):
         return []
@@ -166,12 +166,12 @@ def measured(names: Iterable[str]) -> list[str]:
 
 
 def are_numbers(names: Sequence[str]) -> bool:
-    """Return whether all names are integers in digits: then an integer label is a name, and not a position."""
+    """Return True if all names are integers in digits; an integer label is then a name, not a position."""
     return all(_integer(name) for name in names)
 
 
 def found_classes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the classes of labels, in order: as numbers where all are, else as text."""
+    """Return the sorted distinct labels as classes: in numeric order if all are integers, else as text."""
     different = set(names)
     if are_numbers(tuple(different)):
         return tuple(sorted(different, key=lambda name: (int(name), name)))

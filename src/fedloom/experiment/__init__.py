@@ -1,9 +1,9 @@
-"""The experiment file: read, checked and filled with its defaults. The only place that reads YAML.
+"""Experiment file: reading, validation and defaults. No other package reads YAML.
 
 ``load`` turns a file and ``--set`` overrides into an :class:`Experiment`, or raises an ``ExperimentError`` that shows
-every mistake on one screen. Sections are frozen pydantic models; the keys under ``model``, ``algorithm`` and
-``data.partition`` belong to the model, method and scheme that their ``name`` (``scheme``) picks: these modules import
-torch, and are imported here when one of their names is first used.
+every error on one screen. Sections are frozen pydantic models. The keys under ``model``, ``algorithm`` and
+``data.partition`` belong to the model, method and scheme selected by their ``name`` (``scheme``). These modules import
+torch, and are therefore imported on first use of one of their names.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Combinations of keys that cannot run."""
+"""Checks for combinations of keys that cannot run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
             source = data.opened()
         except ExperimentError as error:
             key, _, text = str(error).partition(": ")
-            if not key.startswith("data."):  # of the file, and what reads it
+            if not key.startswith("data."):  # an error in the file, or in its reader
                 key, text = "data.source", str(error)
             refuse(key, text)
             return found
         classes, kind = source.classes, source.kind
-        # The scheme ``means`` draws examples of its own shape.
+        # The scheme ``means`` sets the shape of its examples.
         shape = (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
         try:
             data.partition.check(classes)
@@ -47,7 +47,7 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
         if algorithm.needs_classes and not classes:
             allowed = f"allowed with {algorithm.name}: all others"
             refuse("data.dataset", f"found {data.dataset}, which has no classes; {allowed}")
-    if not found:  # a model for data that must be changed anyway would be another mistake tomorrow
+    if not found:  # a model for invalid data would only cause a follow-up error
         try:
             model = experiment.model.build(shape, classes, kind)
             algorithm.check_model(experiment.algorithm.settings, model)

@@ -1,4 +1,4 @@
-"""Grids of settings, ``key=v1,v2,...``, and the experiment at each of their points."""
+"""Grids of settings, ``key=v1,v2,...``, and the experiment at each grid point."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment
 
 LONGEST_NAME = 120
-"""Of a run's folder, in characters."""
+"""Maximum length of a run folder's name, in characters."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its folder's name, the overrides that make it, and the experiment they give."""
+    """One run of a sweep: its folder's name, its overrides, and the resulting experiment."""
 
     name: str
     overrides: tuple[str, ...]
@@ -32,7 +32,7 @@ class Point:
 
 
 def grid_values(text: str) -> tuple[str, list[str]]:
-    """Read one axis of a grid, ``key=v1,v2,...``.
+    """Parse one axis of a grid, ``key=v1,v2,...``.
 
     Parameters
     ----------
@@ -44,12 +44,12 @@ def grid_values(text: str) -> tuple[str, list[str]]:
     key
         The dotted key.
     values
-        Each value as YAML on one line, to put behind ``key=`` in an override.
+        Each value as YAML on one line, for use after ``key=`` in an override.
 
     Raises
     ------
     ExperimentError
-        If it is not of that form, or a value occurs twice.
+        If the text is malformed, or a value occurs twice.
     """
     key, equals, values = text.partition("=")
     if not equals or not all(step.strip() for step in key.split(".")):
@@ -76,25 +76,25 @@ def points(
     *,
     begun: Path | None = None,
 ) -> list[Point]:
-    """Every run of a sweep, the seeds of one setting next to each other.
+    """Return every run of a sweep, with the seeds of one setting next to each other.
 
     Parameters
     ----------
     experiment
-        As of :func:`~fedloom.experiment.of`.
+        As for :func:`~fedloom.experiment.of`.
     overrides
         ``key=value`` for every run.
     seeds
         ``1,2,3`` or ``1-3``; None keeps the experiment's.
     grid
-        ``key=v1,v2`` each; the runs are the product.
+        ``key=v1,v2`` each; the runs are their product.
     begun
-        One of the runs, of a sweep that is resumed; as of :func:`~fedloom.experiment.of`.
+        Folder of one of the runs, if the sweep is resumed; as for :func:`~fedloom.experiment.of`.
 
     Raises
     ------
     ExperimentError
-        If the grid cannot be read, or an experiment in it is not allowed; before anything runs.
+        If the grid is malformed, or an experiment in it is invalid; before anything runs.
     """
     axes = [grid_values(text) for text in grid]
     keys = [key for key, _ in axes]
@@ -121,17 +121,17 @@ def points(
 
 
 def begun_in(folder: Path | None) -> Path | None:
-    """Return the folder of a run that a sweep's folder holds; None if there is none."""
+    """Return the folder of a run inside a sweep's folder; None if there is none."""
     return None if folder is None else next((file.parent for file in sorted(folder.glob("*/experiment.yaml"))), None)
 
 
 def seeds_of(text: str) -> list[int]:
-    """Return the seeds that ``1,2,3`` or ``1-3`` stands for.
+    """Return the seeds listed as ``1,2,3`` or ``1-3``.
 
     Raises
     ------
     ExperimentError
-        If it cannot be read, or a seed occurs twice.
+        If the text is malformed, or a seed occurs twice.
     """
     seeds: list[int] = []
     for part in text.split(","):
@@ -151,7 +151,7 @@ def seeds_of(text: str) -> list[int]:
 
 
 def _labels(keys: Sequence[str]) -> list[str]:
-    """The shortest ends of dotted keys that tell them apart."""
+    """Return the shortest unique suffix of each dotted key."""
 
     def end(key: str, steps: int) -> str:
         return ".".join(key.split(".")[-steps:])
@@ -167,14 +167,14 @@ def _labels(keys: Sequence[str]) -> list[str]:
 
 
 def _short(value: str) -> str:
-    """A YAML value as part of a name; of a mapping, the name in it."""
+    """Return a YAML value as part of a folder name; for a mapping, its ``name`` or ``scheme``."""
     parsed, _ = parse(value, argument("grid"))
     named = (parsed.get("name") or parsed.get("scheme")) if isinstance(parsed, dict) else None
     return f"{{{named}}}" if named else value
 
 
 def _folder_name(parts: Sequence[str], settings: Sequence[str]) -> str:
-    """A folder's name that says the settings; where it cannot say them all, a hash of them tells it apart."""
+    """Return a folder name made from the settings, with a hash of them if it cannot show them exactly."""
     plain = ",".join(parts)
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", plain)
     if name == plain and len(name) <= LONGEST_NAME:

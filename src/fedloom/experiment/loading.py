@@ -1,6 +1,6 @@
-"""From an experiment file and overrides to a checked :class:`Experiment`.
+"""Loading of an experiment file with overrides into a validated :class:`Experiment`.
 
-A file that cannot be read, or is not YAML, is refused before torch is imported.
+A file that cannot be read or is not YAML is rejected before torch is imported.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment
 
 RECORDED = "experiment.yaml"
-"""File of an experiment in the folder of its run."""
+"""Name of the experiment file in a run's folder."""
 
 Overrides = Sequence[str]
-"""Of the form ``data.partition.clients=20``: dotted key, then a YAML value."""
+"""Overrides of the form ``data.partition.clients=20``: dotted key, then a YAML value."""
 
 
 def load(path: str | Path, overrides: Overrides = (), *, begun: Path | None = None) -> Experiment:
     """Read an experiment file.
+
+    A file given by the user of this process permits the factory that it names (:mod:`fedloom.models.factories`).
+    A URL, or the file in a run's folder, permits nothing: others may have written it.
 
     Parameters
     ----------
     path
         The file: its path, or its URL, ``s3://bucket/prefix/name``.
     overrides
-        ``key=value`` each: a dotted key, and a YAML value that replaces what the file has there.
+        ``key=value`` each: a dotted key, and a YAML value that replaces the one in the file.
     begun
-        The folder of a run that is resumed: where a relative path of ``data`` leads nowhere from the current folder,
-        the run's own path is taken. None: none is resumed.
-
-    The user of this process gives the file, and so permits the factory that it names (:mod:`fedloom.models.factories`).
-    A URL, or the file in a run's folder, permits nothing: others may have written it.
+        Folder of the run to resume. Where a relative path of ``data`` does not exist in the current folder, the path
+        that the run recorded is used. None: no run is resumed.
 
     Raises
     ------
     ExperimentError
-        If the file cannot be read, or anything in it, or in a combination of its keys, is not allowed.
+        If the file cannot be read, or a key or combination of keys is invalid.
     StorageError, RefusedError
-        If the store of a URL cannot be used.
+        If the store of a URL fails or denies access.
     """
     text = _read(path)
     own = not is_url(path) and not _is_of_run(Path(path))
@@ -60,16 +60,15 @@ def load(path: str | Path, overrides: Overrides = (), *, begun: Path | None = No
 def of_run(folder: Path) -> Experiment:
     """Read the experiment of a run's folder, without permission to call the factory that it names.
 
-    The folder may be somebody else's. Combinations of keys were checked when the run began. They are checked again
-    where that calls no factory, or one that this process may call, and opens no source of a data set of one's own,
-    which may be gone.
+    The folder may be someone else's. Combinations of keys were checked when the run started. They are checked again
+    only if that calls no factory, or a permitted one, and opens no local data set, which may be gone.
 
     Raises
     ------
     DataError
-        If the file is not what its digest was made of.
+        If the file does not match its digest.
     ExperimentError
-        If the file cannot be read, or anything in it is not allowed.
+        If the file cannot be read, or anything in it is invalid.
     """
     from fedloom.data.local import LOCAL
     from fedloom.experiment.validation import validated
@@ -87,7 +86,7 @@ def of_run(folder: Path) -> Experiment:
 
 
 def _read(path: str | Path) -> str:
-    """Return the text of an experiment file; raises as :func:`load`."""
+    """Return the text of an experiment file; raises like :func:`load`."""
     try:
         if is_url(path):
             place, _, name = str(path).rpartition("/")
@@ -109,31 +108,31 @@ def loads(
     begun: Path | None = None,
     own: bool = True,
 ) -> Experiment:
-    """Read the text of an experiment file.
+    """Parse the text of an experiment file.
 
     Parameters
     ----------
     text
         YAML, or JSON.
     overrides
-        As of :func:`load`.
+        As for :func:`load`.
     source
-        What to call the text in errors.
+        Name of the text in errors.
     begun
-        As of :func:`load`.
+        As for :func:`load`.
     own
-        The user of this process has given the text, and so permits the factory that it names.
+        True if the user of this process supplied the text, which permits the factory that it names.
 
     Raises
     ------
     ExperimentError
-        As of :func:`load`.
+        As for :func:`load`.
     """
     return _checked(*_mapping(text, source), overrides, source, begun, own=own)
 
 
 def _mapping(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Return the mapping in a text, and where each key was written."""
+    """Return the mapping in a text, and the origin of each key."""
     value, origins = parse(text, source)
     if not isinstance(value, dict):
         raise ExperimentError(
@@ -158,13 +157,13 @@ def _checked(
     factory = _factory(value)
     if factory is not None and (own or origins.get(("model", "factory")) == SET):
         permit_factory(factory)
-    from fedloom.experiment.validation import validated  # imports torch: after all that may fail before
+    from fedloom.experiment.validation import validated  # imports torch: after everything that may fail without it
 
     return validated(value, source, origins)
 
 
 def _take_paths(value: dict[str, Any], recorded: Path) -> None:
-    """Replace relative paths of ``data`` that lead nowhere from the current folder by those that a run recorded."""
+    """Replace relative paths of ``data`` that do not exist in the current folder by those that a run recorded."""
     run, _ = _mapping(_read(recorded), str(recorded))
     new, old = value.get("data"), run.get("data")
     for key in ("root", "path"):
@@ -185,7 +184,7 @@ def of(
     begun: Path | None = None,
     **keys: Any,
 ) -> Experiment:
-    """Return the experiment that a file, a mapping or an object describes, with some of its keys replaced.
+    """Return the experiment described by a file, a mapping or an object, with some of its keys replaced.
 
     Parameters
     ----------
@@ -193,14 +192,14 @@ def of(
         The path or URL of an experiment file; its content as a mapping, in which sections may be objects; or an
         experiment.
     overrides, begun
-        As of :func:`load`.
+        As for :func:`load`.
     keys
-        Further ones by name, with two underscores for each dot: ``federation__rounds=10``.
+        Further overrides by name, with two underscores for each dot: ``federation__rounds=10``.
 
     Raises
     ------
     ExperimentError
-        If it cannot be read, or anything in it is not allowed: every mistake, with its key.
+        If it cannot be read or is invalid; lists every error with its key.
     """
     replaced = [*overrides, *(f"{key.replace('__', '.')}={as_yaml(plain(value, key))}" for key, value in keys.items())]
     if isinstance(experiment, str | Path):
@@ -214,12 +213,12 @@ def of(
 
 
 def plain(value: Any, what: str) -> Any:
-    """Return what Python has for a part of an experiment, in which there may be objects, as YAML would hold it.
+    """Return part of an experiment, which may contain Python objects, in the form that YAML would hold.
 
     Parameters
     ----------
     what
-        What to call it in errors.
+        Name of the part in errors.
 
     Raises
     ------
@@ -228,13 +227,13 @@ def plain(value: Any, what: str) -> Any:
     """
 
     def of_object(value: Any) -> Any:
-        if hasattr(value, "model_dump"):  # a section, or the settings of a part
+        if hasattr(value, "model_dump"):  # a section, or the settings of a component
             return value.model_dump(mode="json")
         if hasattr(value, "settings") and hasattr(value, "name"):  # a method and its settings
             return {"name": value.name, **value.settings.model_dump(mode="json")}
         if isinstance(value, Path):
             return str(value)
-        if hasattr(value, "tolist"):  # numbers of numpy and torch
+        if hasattr(value, "tolist"):  # numpy and torch numbers
             return value.tolist()
         raise ExperimentError(
             f"{what}: found a {type(value).__name__}; allowed: what a file can hold, and sections of an experiment"
@@ -260,7 +259,7 @@ def _is_of_run(path: Path) -> bool:
 
 
 def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
-    """Put one ``key=value`` in its place."""
+    """Apply one ``key=value`` override."""
     key, equals, text = override.partition("=")
     path = tuple(step.strip() for step in key.split("."))
     if not equals or not all(path):

@@ -1,4 +1,4 @@
-"""The JSON schema of an experiment file."""
+"""JSON schema of an experiment file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def json_schema(algorithms: Sequence[str] | None = None) -> dict[str, Any]:
     Parameters
     ----------
     algorithms
-        Names of the methods whose settings may stand under ``algorithm``; all that are registered by default.
+        Names of the methods whose settings may stand under ``algorithm``; default: all registered methods.
     """
     choices: list[Any] = [_settings_with_name(name) for name in (available() if algorithms is None else algorithms)]
     described = Field(description=Experiment.model_fields["algorithm"].description)

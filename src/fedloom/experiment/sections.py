@@ -1,4 +1,4 @@
-"""The sections of an experiment file, each a frozen pydantic model, and the whole, :class:`Experiment`."""
+"""Sections of an experiment file, each a frozen pydantic model, and the whole, :class:`Experiment`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from fedloom.storage.open import is_url, s3_place
 
 
 class Section(Settings):
-    """Base of all sections; on top of :class:`Settings`, infinity and NaN are no numbers."""
+    """Base of all sections; unlike plain :class:`Settings`, it rejects infinity and NaN."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
 
 def datasets() -> list[str]:
-    """What ``data.dataset`` may be: what is registered now, and data of one's own."""
+    """Return the values allowed for ``data.dataset``: the registered sources and the local data sets."""
     return [*sorted(SOURCES), *LOCAL]
 
 
@@ -74,7 +74,7 @@ def _place(text: str) -> str:
 
 
 class Data(Section):
-    """Which data, and how they are assigned to clients."""
+    """Data set, and its partition into clients."""
 
     dataset: Annotated[str, AfterValidator(_known_dataset)] = Field(
         description="Which data set; folder, table and arrays are one of your own, at `source`.",
@@ -97,14 +97,14 @@ class Data(Section):
     )
 
     def opened(self) -> Source:
-        """Return the data set; one of one's own is read now if it has not been read before.
+        """Return the source; a local data set is read unless it has been read before.
 
         Raises
         ------
         ExperimentError
-            If ``source`` is there and needs not be, or is missing, or names nothing that can be read.
+            If ``source`` is given but not allowed, or missing, or names nothing that can be read.
         DataError
-            If anything is wrong with what is there.
+            If the content is invalid.
         """
         if self.dataset in LOCAL:
             if self.source is None:
@@ -116,12 +116,12 @@ class Data(Section):
 
     @property
     def folder(self) -> Path:
-        """Where data sets and partitions lie on this machine."""
+        """Folder of data sets and partitions on this machine."""
         return data_root(self.root)
 
     @property
     def seen(self) -> int | None:
-        """Number of seen clients, the length of the roster; None where only the data say how many clients there are."""
+        """Number of seen clients, the length of the roster; None if only the data determine the number of clients."""
         clients = self.partition.clients
         return None if clients is None else clients - unseen_count(clients, self.unseen_fraction)
 
@@ -141,12 +141,12 @@ class OwnData(Section):
 
     @property
     def dataset(self) -> str:
-        """What manifests and summaries call it."""
+        """Name of the data set in manifests and summaries."""
         return OWN
 
     @property
     def seen(self) -> None:
-        """Only those who come say how many clients there are."""
+        """None: the number of clients depends on which ones connect."""
 
 
 def _data_way(value: Any) -> str:
@@ -154,7 +154,7 @@ def _data_way(value: Any) -> str:
 
 
 class Until(Section):
-    """When a federation has trained enough; looked at after each evaluation."""
+    """Early stopping, checked after each evaluation."""
 
     metric: Literal["validation_accuracy"] = Field(
         description="validation_accuracy: pooled over the clients that train, of their own models."
@@ -171,7 +171,7 @@ class Until(Section):
 
 
 class Federation(Section):
-    """The rounds."""
+    """Settings of the training rounds."""
 
     rounds: int | None = Field(
         ge=0,
@@ -208,7 +208,7 @@ class Federation(Section):
 
 
 class Evaluation(Section):
-    """When and how every client's own model is measured."""
+    """Schedule and settings of the evaluation of every client's own model."""
 
     every: int = Field(
         default=50, ge=1, description="Rounds between evaluations; round 0 and the last are always evaluated."
@@ -235,7 +235,7 @@ class Evaluation(Section):
 
 
 class Runtime(Section):
-    """What this machine uses: processes, threads, device."""
+    """Resources used on this machine: processes, threads, device."""
 
     workers: int = Field(default=2, ge=0, description="Worker processes; 0 trains inside the aggregator's process.")
     threads: int = Field(default=1, ge=1, description="Torch threads of each process, the aggregator's included.")
@@ -244,7 +244,7 @@ class Runtime(Section):
 
 
 class AlgorithmChoice(Section):
-    """A method by name, and its settings."""
+    """Name of a method, and its settings."""
 
     name: str
     settings: Settings
@@ -268,7 +268,7 @@ def _named(value: Any, allowed: Sequence[str]) -> str:
 
 
 def _strictly(settings: type[BaseModel], value: Mapping[str, Any]) -> Any:
-    # Through JSON, where strict validation still takes a list for a tuple.
+    # Through JSON, where strict validation still accepts a list for a tuple.
     return settings.model_validate_json(json.dumps(value), strict=True)
 
 
@@ -285,7 +285,7 @@ def _dump_algorithm(choice: AlgorithmChoice) -> dict[str, Any]:
 
 
 class Experiment(Section):
-    """Everything that decides a run."""
+    """Complete configuration of a run."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
@@ -322,7 +322,7 @@ class Experiment(Section):
 
     @property
     def runs(self) -> Path:
-        """The folder in which the run's own folder is made."""
+        """Parent folder of the run's own folder."""
         return expanded("runs" if self.storage is None or is_url(self.storage) else self.storage)
 
     def located(self) -> Experiment:
@@ -344,7 +344,7 @@ class Experiment(Section):
         return as_yaml_document(self.model_dump(mode="json"))
 
     def shared_json(self) -> str:
-        """Return what the aggregator sends to workers: all but ``runtime``, ``storage``, ``tracking``, where data lie.
+        """Return the JSON sent to workers: all but ``runtime``, ``storage``, ``tracking`` and the location of the data.
 
         Equal experiments give equal text.
         """

@@ -1,4 +1,4 @@
-"""From a mapping, as a file or an aggregator gives it, to a checked :class:`Experiment`."""
+"""Validation of a mapping, from a file or an aggregator, into an :class:`Experiment`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def validated(
     Parameters
     ----------
     value
-        What a file holds, with overrides in their place.
+        Content of a file, with overrides applied.
     source
-        What to call it in errors.
+        Name of the mapping in errors.
     origins
-        Where each key was written.
+        Origin of each key.
     combined
-        Look for combinations that cannot run, too.
+        Also check for combinations that cannot run.
 
     Raises
     ------
     ExperimentError
-        If anything in it, or in a combination of its keys, is not allowed.
+        If a key or, with ``combined``, a combination of keys is invalid.
     """
     try:
         experiment = Experiment.model_validate_json(json.dumps(value, default=str), strict=True)
@@ -49,7 +49,7 @@ def validated(
         mistakes = explain(error, schema, value)
         left = [m for m in mistakes if m.path[:1] == ("algorithm",) and m.text.startswith("unknown key")]
         renamed = origins.get(("algorithm", "name")) == SET and any(origins.get(m.path) != SET for m in left)
-        # The file's keys are of the method that it names.
+        # The file's other keys belong to the method that it names.
         hint = f"{SET}'algorithm={{name: {name}}}' replaces the whole section" if renamed else None
         raise ExperimentError(listing(source, mistakes, origins), hint=hint) from None
     found = impossible_combinations(experiment) if combined else []
@@ -59,7 +59,7 @@ def validated(
 
 
 def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | None = None) -> Experiment:
-    """Complete what an aggregator sent with what is the worker's own.
+    """Complete an experiment sent by an aggregator with the worker's own settings.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
     Raises
     ------
     ExperimentError
-        If the text is no experiment that this version of FedLoom can run.
+        If this version of FedLoom cannot run the experiment.
     """
     source = "experiment sent by the aggregator"
     try:
@@ -88,5 +88,5 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
     if isinstance(model, dict) and isinstance(model.get("factory"), str):
         check_sent_factory(model["factory"])
     value["runtime"] = (runtime or Runtime()).model_dump(mode="json")
-    # A data set of one's own is where the aggregator is, which has looked at the whole.
+    # A local data set is on the aggregator's machine, which has checked the combinations.
     return validated(value, source, {}, combined=value["data"].get("dataset") not in LOCAL)

@@ -1,4 +1,4 @@
-"""Wording of mistakes in an experiment file: where, which key, what was found and what is allowed, on one screen."""
+"""Messages for errors in an experiment file: place, key, value found and values allowed, on one screen."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from fedloom.errors import argument
 from fedloom.words import counted, shortened
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""Keys (and list positions) from the top of the file down."""
+"""Keys (and list positions) from the top level of the file."""
 
 Schema: TypeAlias = Mapping[str, Any]
-"""A JSON schema, or a node of one."""
+"""JSON schema, or a node of one."""
 
 MOST_SHOWN = 16
-"""Mistakes listed before the rest is only counted: with the head line they fit on one screen."""
+"""Maximum errors listed; the rest are only counted, so that all fit on one screen."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong: the key it is at, and a line that says what was found and what is allowed."""
+    """One error: the key it is at, and a line with the value found and the values allowed."""
 
     path: KeyPath
     text: str
 
 
 SET = argument("set")
-"""Where a key was written that replaces one of the file; it stands before the key."""
+"""Origin of a key set by an override; it stands before the key."""
 
 
 def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, str]) -> str:
-    """Lay out mistakes in lines of the form ``line 7, data.partition.clients: found "ten"; allowed: ...``.
+    """Lay out errors as lines of the form ``line 7, data.partition.clients: found "ten"; allowed: ...``.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, 
     mistakes
         At least one.
     origins
-        Where each key was written (``line 7``, or :data:`SET`); a key that is not there takes its parent's.
+        Origin of each key (``line 7``, or :data:`SET`); a missing key takes its parent's.
     """
     count = counted(len(mistakes), "mistake")
     lines = [f"{source}: {count}"]
@@ -63,16 +63,16 @@ def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, 
 
 
 def explain(error: ValidationError, schema: Schema, value: Any) -> list[Mistake]:
-    """Say each error of a validation in the words of the schema.
+    """Describe each error of a validation in the words of the schema.
 
     Parameters
     ----------
     error
-        What pydantic found.
+        Errors found by pydantic.
     schema
-        The JSON schema of the whole file.
+        JSON schema of the whole file.
     value
-        What the file holds: its ``name`` and ``scheme`` keys pick the branches of the schema.
+        Content of the file: its ``name`` and ``scheme`` keys select branches of the schema.
     """
     mistakes: dict[KeyPath, Mistake] = {}
     for detail in error.errors(include_url=False):
@@ -88,7 +88,7 @@ def explain(error: ValidationError, schema: Schema, value: Any) -> list[Mistake]
         else:
             path = _known(schema, loc, value)
             what = "missing" if kind == "missing" else f"found {shown(found)}"
-            if kind in ("value_error", "assertion_error"):  # a validator's own words
+            if kind in ("value_error", "assertion_error"):  # a validator's own message
                 text = detail["msg"].partition(", ")[2]
                 key, _, rest = text.partition(": ")
                 if len(inner := _known(schema, (*path, *key.split(".")), value)) > len(path):
@@ -97,23 +97,23 @@ def explain(error: ValidationError, schema: Schema, value: Any) -> list[Mistake]
                 text = f"{what}; allowed: a finite number"
             else:
                 text = f"{what}; {_allowed_values(schema, path, value, found) or detail['msg']}"
-        # The branches of a plain union each report their own error at the same key: one line is enough.
+        # The branches of a plain union each report their own error at the same key: keep the first.
         mistakes.setdefault(path, Mistake(path, text))
     return list(mistakes.values())
 
 
 def describe(node: Schema, root: Schema) -> str:
-    """Say in words which values a node of a schema allows, such as ``an integer of at least 1``."""
+    """Describe the values that a node of a schema allows, such as ``an integer of at least 1``."""
     return _either(_describe(branch, root) for branch in _branches(node, root))
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a path as it is written after ``--set``."""
+    """Return a path in the form written after ``--set``."""
     return ".".join(str(step) for step in path)
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML would show it on part of a line."""
+    """Return a value as YAML would show it, shortened to part of a line."""
     return shortened(json.dumps(value, ensure_ascii=False, default=str))
 
 
@@ -123,7 +123,7 @@ def closest(word: object, known: Sequence[str]) -> str | None:
 
 
 def branches(node: Schema, root: Schema, value: Any = None) -> list[Schema]:
-    """Resolve references and unions; where a ``name`` or ``scheme`` in the value picks a branch, only that one."""
+    """Resolve references and unions; if a ``name`` or ``scheme`` in the value selects a branch, return only it."""
     found = list(_branches(node, root))
     picked = [b for b in found if isinstance(value, dict) and _picks(b, value)]
     return picked or found
@@ -201,9 +201,9 @@ def _step(nodes: Sequence[Schema], step: str | int) -> list[Schema]:
 
 
 def _walk(schema: Schema, path: KeyPath, value: Any) -> tuple[KeyPath, list[Schema]]:
-    """Follow a path as far as the schema knows it: the steps that it has, and the nodes at the end.
+    """Follow a path through the schema: return the known steps, and the nodes at the end.
 
-    Pydantic puts the tag or type of a union's branch into its paths; such a step is no key, and is left out.
+    Pydantic puts the tag or type of a union's branch into its paths; such a step is not a key, and is left out.
     """
     known: list[str | int] = []
     nodes = branches(schema, schema, value)

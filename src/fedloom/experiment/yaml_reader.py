@@ -1,4 +1,4 @@
-"""YAML as experiment files use it, read with the line of each key, and written."""
+"""YAML reader and writer for experiment files; the reader records the line of each key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.experiment.validation_errors import KeyPath, Mistake, listing
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's idea of scalars: ``1e-3`` is a number, ``no`` is text, ``10:00`` is no number of minutes."""
+    """Loader with YAML 1.2 scalars: ``1e-3`` is a number, ``no`` is text, ``10:00`` is not a number of minutes."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own shape)
 
@@ -25,14 +25,14 @@ if yaml.__with_libyaml__:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what any version of YAML would not read as text."""
+    """Dumper that quotes text that some version of YAML would read as another type."""
 
 
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))"
     r"|\.(?:nan|NaN|NAN))$"
 )
-_SCALARS = (  # the first that matches is taken
+_SCALARS = (  # the first match wins
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
     ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
@@ -46,13 +46,13 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 
 
 LONGEST = 2**20
-"""Characters of a text."""
+"""Maximum characters of a text."""
 
 MOST = 100_000
-"""Values of a text, those that aliases repeat included."""
+"""Maximum values of a text, including those repeated by aliases."""
 
 DEEPEST = 50
-"""Lists and mappings inside one another."""
+"""Maximum nesting depth of lists and mappings."""
 
 
 def parse(text: str, source: str, *, quick: bool = False) -> tuple[Any, dict[KeyPath, str]]:
@@ -63,21 +63,21 @@ def parse(text: str, source: str, *, quick: bool = False) -> tuple[Any, dict[Key
     text
         One document.
     source
-        What to call it in errors.
+        Name of the text in errors.
     quick
-        Parse a long text ten times faster, with libyaml where it is there; what it refuses is parsed again without it.
+        Parse a long text ten times faster, with libyaml if available; text that it rejects is parsed again without it.
 
     Raises
     ------
     ExperimentError
-        If it is not YAML, a mapping has a key twice, or it is too large: in characters, in depth, or in values.
+        If it is not YAML, a mapping has a key twice, or it is too large in characters, depth, or values.
     """
     if len(text) > LONGEST:
         raise ExperimentError(f"{source}: found {len(text):,} characters; allowed: at most {LONGEST:,}")
     origins: dict[KeyPath, str] = {(): ""}
     twice: list[Mistake] = []
     try:
-        loader = (_QuickLoader if quick else _Loader)(text)  # it looks for characters that YAML does not have
+        loader = (_QuickLoader if quick else _Loader)(text)  # checks for characters that YAML does not allow
     except yaml.YAMLError as error:
         if quick:
             return parse(text, source)
@@ -100,7 +100,7 @@ def parse(text: str, source: str, *, quick: bool = False) -> tuple[Any, dict[Key
     except RecursionError:
         problem = f"found lists and mappings inside one another; allowed: {DEEPEST} deep, and no alias inside itself"
         raise ExperimentError(f"{source}: {problem}") from None
-    except (TypeError, ValueError) as error:  # a key that is no text; an integer of thousands of digits
+    except (TypeError, ValueError) as error:  # a key that is not text; an integer of thousands of digits
         raise ExperimentError(f"{source}: {error}") from error
     finally:
         loader.dispose()
@@ -110,7 +110,7 @@ def parse(text: str, source: str, *, quick: bool = False) -> tuple[Any, dict[Key
 
 
 def _size(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many values a node stands for when each alias is replaced by what it names, and how deep they are nested."""
+    """Return the number of values in a node with aliases expanded, and its nesting depth."""
     if id(node) not in known:
         below = node.value if isinstance(node, yaml.CollectionNode) else ()
         inside = itertools.chain(*below) if isinstance(node, yaml.MappingNode) else below
@@ -128,7 +128,7 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 def _locate(
     node: yaml.Node, path: KeyPath, origins: dict[KeyPath, str], twice: list[Mistake], visited: set[int]
 ) -> None:
-    """Note the line of every key, and the keys that a mapping has twice (YAML would keep the last)."""
+    """Record the line of every key, and the keys that a mapping has twice (YAML would keep the last)."""
     if id(node) in visited:
         return
     visited.add(id(node))
@@ -148,7 +148,7 @@ def _locate(
 
 
 def as_yaml_document(value: Any) -> str:
-    """Return a value as a YAML file: a key a line, in the order they have."""
+    """Return a value as a YAML file: one key per line, in their given order."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 

@@ -1,4 +1,4 @@
-"""The Kubeflow Pipelines API, v2beta1, as submitting needs it: every failure is a class of ``fedloom.errors``."""
+"""Client of the Kubeflow Pipelines API, v2beta1, for submitting; every failure is a class of ``fedloom.errors``."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageE
 from fedloom.words import parsed_json
 
 TIMEOUT_S = (8, 60)
-"""To connect, and for an answer."""
+"""Timeouts in seconds: to connect, and for a response."""
 
 IN_CLUSTER_HOST = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
-"""Where Kubeflow puts a pod's token for the Pipelines API; ``$KF_PIPELINES_SA_TOKEN_PATH`` names another place."""
+"""Default path of a pod's token for the Pipelines API; ``$KF_PIPELINES_SA_TOKEN_PATH`` overrides it."""
 
 LOG_BYTES = 1 << 20
-"""Length of the end of a log that is kept."""
+"""Bytes kept from the end of a log."""
 
 EQUALS = 1
 
 
 class Conflict(ExperimentError):
-    """Something of that name is there already."""
+    """Name already taken."""
 
 
 class Gone(ExperimentError):
-    """What was asked for is not there."""
+    """Requested object not found."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Where the API is, and who asks.
+    """URL and credentials of the API.
 
     Attributes
     ----------
     host
         Its URL, such as ``https://kubeflow.example/pipeline``.
     token
-        Gives the bearer token before each request; None where nobody asks for one.
+        Returns the bearer token for each request; None if no token is needed.
     ca_file
-        Certificates to trust; None for the usual ones.
+        Certificates to trust; None for the default ones.
     """
 
     host: str
@@ -56,12 +56,12 @@ class Access:
 
 
 def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Path | None = None) -> Access:
-    """Return how to reach the API.
+    """Return the URL and credentials of the API.
 
     Parameters
     ----------
     host
-        Its URL; None only in the cluster.
+        Its URL; None is only allowed in the cluster.
     token
         Bearer token; ``@FILE`` reads it from a file before each request, as tokens expire.
     in_cluster
@@ -72,7 +72,7 @@ def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Pa
     ExperimentError
         If the URL is malformed or missing, or two ways to authenticate are given.
     RefusedError
-        If there is no token where it should be.
+        If the token cannot be read.
     """
     if in_cluster and token:
         raise ExperimentError(f"{argument('token')} cannot be combined with {argument('in_cluster')}.", key="token")
@@ -101,15 +101,15 @@ def _read_token(path: Path, *, in_cluster: bool) -> str:
 
 
 class Kubeflow:
-    """The API of one installation.
+    """API of one installation.
 
-    Every method raises ``RefusedError`` where the installation does not let us, ``StorageError`` where it cannot be
-    reached or fails, and ``ExperimentError`` where it finds a request wrong.
+    Every method raises ``RefusedError`` if the installation denies access, ``StorageError`` if it cannot be reached or
+    fails, and ``ExperimentError`` if it rejects a request as invalid.
 
     Parameters
     ----------
     namespace
-        Profile of the user; None on an installation for one user.
+        Profile of the user; None on a single-user installation.
 
     Raises
     ------
@@ -131,14 +131,14 @@ class Kubeflow:
         configuration.host = access.host
         configuration.ssl_ca_cert = None if access.ca_file is None else str(access.ca_file)
         if (token := access.token) is not None:
-            configuration.api_key["authorization"] = ""  # the hook, which is asked before each request, fills it in
+            configuration.api_key["authorization"] = ""  # the hook, which is called before each request, fills it in
             configuration.api_key_prefix["authorization"] = "Bearer"
             configuration.refresh_api_key_hook = lambda c: c.api_key.update(authorization=token())
         configuration.retries = Retry(
             total=3,
             backoff_factor=0.5,
             status_forcelist=(429, 502, 503, 504),
-            allowed_methods=("GET", "DELETE"),  # a POST may have been heard, and would be done twice
+            allowed_methods=("GET", "DELETE"),  # a POST may have been received, and would be repeated
             raise_on_status=False,
         )
         client = kfp_server_api.ApiClient(configuration)
@@ -152,12 +152,12 @@ class Kubeflow:
         self.namespace = namespace
 
     def check(self) -> None:
-        """Find out whether this is Kubeflow Pipelines, and whether it wants a namespace.
+        """Check that this is Kubeflow Pipelines, and that a namespace is given exactly if it is needed.
 
         Raises
         ------
         ExperimentError
-            If something else answers, or the namespace is missing or not wanted.
+            If another kind of server responds, or the namespace is missing or not allowed.
         """
         from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
 
@@ -194,7 +194,7 @@ class Kubeflow:
         )
 
     def pipeline(self, name: str) -> str | None:
-        """Id of a pipeline, by name."""
+        """Return the id of a pipeline, given its name; None if there is none."""
         found = self._ask(
             f"look for the pipeline {name}",
             self._pipelines.pipeline_service_list_pipelines,
@@ -204,7 +204,7 @@ class Kubeflow:
         return next((one.pipeline_id for one in found.pipelines or ()), None)
 
     def make_pipeline(self, name: str, description: str) -> str:
-        """Make a pipeline without versions, and return its id."""
+        """Create a pipeline without versions, and return its id."""
         body = self._models.V2beta1Pipeline(display_name=name, description=description, **self._in_namespace())
         made = self._ask(f"make the pipeline {name}", self._pipelines.pipeline_service_create_pipeline, body)
         return str(made.pipeline_id)
@@ -214,7 +214,7 @@ class Kubeflow:
         self._ask("delete a pipeline", self._pipelines.pipeline_service_delete_pipeline, pipeline)
 
     def version(self, pipeline: str, name: str) -> str | None:
-        """Id of a version of a pipeline, by name."""
+        """Return the id of a version of a pipeline, given its name; None if there is none."""
         found = self._ask(
             f"look for the version {name}",
             self._pipelines.pipeline_service_list_pipeline_versions,
@@ -239,7 +239,7 @@ class Kubeflow:
         self._ask("delete a version", self._pipelines.pipeline_service_delete_pipeline_version, pipeline, version)
 
     def experiment(self, name: str) -> str | None:
-        """Id of a Kubeflow experiment (a folder of runs), by name."""
+        """Return the id of a Kubeflow experiment (a folder of runs), given its name; None if there is none."""
         found = self._ask(
             f"look for the experiment {name}",
             self._experiments.experiment_service_list_experiments,
@@ -249,7 +249,7 @@ class Kubeflow:
         return next((one.experiment_id for one in found.experiments or ()), None)
 
     def make_experiment(self, name: str) -> str:
-        """Make a Kubeflow experiment, and return its id."""
+        """Create a Kubeflow experiment, and return its id."""
         body = self._models.V2beta1Experiment(display_name=name, **self._in_namespace())
         made = self._ask(f"make the experiment {name}", self._experiments.experiment_service_create_experiment, body)
         return str(made.experiment_id)
@@ -279,7 +279,7 @@ class Kubeflow:
         return str(self._ask(f"start the run {name}", self._runs.run_service_create_run, body).run_id)
 
     def runs(self, name: str, experiment: str) -> list[str]:
-        """Ids of the runs of a name in a Kubeflow experiment."""
+        """Return the ids of the runs with a name in a Kubeflow experiment."""
         found = self._ask(
             f"look for the run {name}",
             self._runs.run_service_list_runs,
@@ -290,13 +290,13 @@ class Kubeflow:
         return [one.run_id for one in found.runs or ()]
 
     def run(self, run: str) -> Any:
-        """A run: ``state``, ``error``, ``run_details.task_details``."""
+        """Return a run, with ``state``, ``error`` and ``run_details.task_details``."""
         return self._ask(f"look at the run {run}", self._runs.run_service_get_run, run)
 
     def log(self, run: str, pod: str) -> str:
-        """Return what a pod of a run has printed, also after it is gone; empty where there is no such pod or log.
+        """Return the output of a run's pod, even after the pod is gone; empty if there is no such pod or log.
 
-        The endpoint is no part of the generated client: Kubeflow streams logs outside of its gRPC gateway.
+        The endpoint is not in the generated client: Kubeflow streams logs outside of its gRPC gateway.
         """
         path = "/apis/v1alpha1/runs/{run}/nodes/{pod}/log"
         try:
@@ -311,7 +311,7 @@ class Kubeflow:
             )
         except ExperimentError:
             return ""
-        end = b""  # of the log, where a failure is recorded
+        end = b""  # end of the log, where a failure is recorded
         for piece in answer.stream(LOG_BYTES):
             end = (end + piece)[-LOG_BYTES:]
         return end.decode(errors="replace")
@@ -325,12 +325,12 @@ class Kubeflow:
         self._ask(f"delete the run {run}", self._runs.run_service_delete_run, run)
 
     def link(self, run: str) -> str:
-        """Return the address of a run's page, or its id where this address serves no user interface."""
+        """Return the URL of a run's page, or a description with its id if this host serves no user interface."""
         return f"{self.host}/#/runs/details/{run}" if self._has_interface else f"run {run} in the user interface"
 
     @cached_property
     def _has_interface(self) -> bool:
-        """Whether pages are served here; a port-forward to the API's own port has none."""
+        """True if this host serves a user interface; a port-forward to the API's own port does not."""
         from urllib3.exceptions import HTTPError
 
         try:
@@ -381,7 +381,7 @@ class Kubeflow:
 
 
 def _is_xml(body: Any) -> bool:
-    """Whether an answer is XML, as those of object stores are."""
+    """Return True if a response is XML, as object stores send."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     return text.lstrip().startswith("<?xml")
 
@@ -391,7 +391,7 @@ def _named(name: str) -> str:
 
 
 def _message(body: Any) -> str:
-    """What the API says went wrong, on one line."""
+    """Return the API's error message on one line."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     with suppress(ValueError, KeyError, TypeError):
         text = str(parsed_json(text)["message"])

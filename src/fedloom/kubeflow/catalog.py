@@ -1,4 +1,4 @@
-"""Components and pipelines by name, read as files: they lie at the top of a checkout, and beside this in a wheel."""
+"""Components and pipelines by name, loaded from files at the top of a checkout or inside an installed wheel."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE if (HERE / "components").is_dir() else HERE.parents[2]
-"""The folder with ``components`` and ``pipelines``."""
+"""Folder that contains ``components`` and ``pipelines``."""
 
 
 def component(name: str) -> Any:
-    """Return a component, such as ``federate``, for a pipeline of one's own."""
+    """Return a component, such as ``federate``, for use in a custom pipeline."""
     return getattr(_load(ROOT / "components" / name / "component.py", f"fedloom_component_{name}"), name)
 
 
@@ -29,6 +29,6 @@ def _load(path: Path, name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[name] = module  # kfp looks for the source of a function, and what its annotations mean
+    sys.modules[name] = module  # kfp looks up a function's source and annotations here
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""From a pipeline's function to the YAML that a cluster is given."""
+"""Compilation of a pipeline function to the YAML that a cluster runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedloom.kubeflow import catalog
 from fedloom.kubeflow.image import VARIABLE, component_image
 
 NAMES = ("personalized_federation", "compare_methods", "unseen_clients")
-"""The pipelines. They are loaded only when one is needed: kfp takes two seconds to import."""
+"""Names of the pipelines, which are loaded only when needed: kfp takes two seconds to import."""
 
 
 def check_name(name: str) -> str:
-    """Return the name of a pipeline; hyphens are as good as underscores.
+    """Return the name of a pipeline; hyphens and underscores are equivalent.
 
     Raises
     ------
     ExperimentError
-        If there is none of that name.
+        If there is no pipeline of that name.
     """
     if (known := name.replace("-", "_")) in NAMES:
         return known
@@ -30,12 +30,12 @@ def check_name(name: str) -> str:
 
 
 def pipeline(name: str) -> Any:
-    """Return a pipeline, by its name, for kfp.
+    """Return a pipeline for kfp, given its name.
 
     Raises
     ------
     ExperimentError
-        If there is none of that name, or kfp is not installed.
+        If there is no pipeline of that name, or kfp is not installed.
     """
     known = check_name(name)
     try:
@@ -47,12 +47,12 @@ def pipeline(name: str) -> Any:
 
 
 def parameters(name: str) -> dict[str, bool]:
-    """Return the parameters of a pipeline, and whether each must be given."""
+    """Return the parameters of a pipeline, each with True if it is required."""
     return {key: not spec.optional for key, spec in pipeline(name).component_spec.inputs.items()}
 
 
 def use_image(image: str) -> None:
-    """Compile for this image from now on; to be called before the first pipeline is loaded.
+    """Set the image to compile for; call this before the first pipeline is loaded.
 
     Raises
     ------
@@ -64,12 +64,12 @@ def use_image(image: str) -> None:
 
 
 def compile_to(name: str, path: Path) -> None:
-    """Write a pipeline's compiled form; the same pipeline gives the same bytes."""
+    """Write a pipeline's compiled form; the same pipeline produces the same bytes."""
     from kfp.compiler import Compiler
 
     Compiler().compile(pipeline(name), str(path))
 
 
 def version_of(path: Path) -> str:
-    """Return what a compiled pipeline is called as a version: that of FedLoom, and a digest of the content."""
+    """Return the version name of a compiled pipeline: FedLoom's version, and a digest of the content."""
     return f"{fedloom.__version__}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""The image of the components: one for all, fixed when a pipeline is compiled."""
+"""Image of the components: one for all, fixed when a pipeline is compiled."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def component_image() -> str:
     Raises
     ------
     ExperimentError
-        If it has neither a tag nor a digest, or its tag is ``latest``. Kubeflow's cache compares names of images: what
-        a moving tag stood for when a result was cached nobody could say.
+        If it has neither a tag nor a digest, or its tag is ``latest``. Kubeflow's cache compares image names, so a
+        moving tag would make cached results untraceable.
     """
     image = os.environ.get(VARIABLE) or f"fedloom/components:{fedloom.__version__}"
     try:
@@ -29,6 +29,6 @@ def component_image() -> str:
 
 
 def __getattr__(name: str) -> str:
-    if name == "IMAGE":  # read when a component is made, so that `--image` can come before
+    if name == "IMAGE":  # read when a component is created, so that `--image` can be set before
         return component_image()
     raise AttributeError(name)

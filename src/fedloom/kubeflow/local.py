@@ -1,7 +1,7 @@
-"""Running a pipeline on this machine, with kfp's local runner.
+"""Execution of a pipeline on this machine, with kfp's local runner.
 
-The runner starts a process for each task, which may start processes of its own (a federation, its workers), and it
-stops none of them when it is stopped itself. So it runs in a process group of its own, which is stopped as a whole;
+The runner starts a process for each task, which may start more processes (a federation and its workers), and stops
+none of them when it is stopped itself. It therefore runs in its own process group, which is stopped as a whole;
 ``python -P -m fedloom.kubeflow.local`` is that process.
 """
 
@@ -29,7 +29,7 @@ from fedloom.kubeflow.compiling import parameters, pipeline
 from fedloom.processes import TELL_PARENT, Told, environment, listen_to_parent, python, tell_failure
 
 STOP_GRACE_S = 40.0
-"""Seconds in which stopped processes may end in good order; a federation writes a checkpoint first."""
+"""Seconds for stopped processes to exit cleanly; a federation first writes a checkpoint."""
 
 LOG = "pipeline.log"
 RECORDS = "told.jsonl"
@@ -37,10 +37,10 @@ COLOURS = re.compile(r"\x1b\[\d+m")
 TOLD = re.compile(
     rf"(Executing task '[^']+'|Task '[^']+' finished with status \w+|{re.escape(steps.MARK)}.*|error: .*)$"
 )
-"""What of the runner's output is progress; the rest goes to the log alone."""
+"""Pattern of the runner's output lines that are progress; the others only go to the log."""
 
 CHECKS = {"plan", "grid"}
-"""Tasks that only check settings: when one of them fails there is nothing to keep."""
+"""Tasks that only check settings: if one of them fails, there is nothing to keep."""
 
 
 def run(name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[str], None], everything: bool) -> None:
@@ -49,28 +49,28 @@ def run(name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[st
     Parameters
     ----------
     name
-        Of the pipeline.
+        Name of the pipeline.
     arguments
         Its parameters.
     out
-        New folder: a folder for each task and in it what the task produced, ``pipeline.log``, and links to what a
-        person looks for: ``run`` or ``runs/``, ``report.html`` or ``compare.html``, the same as ``.md``.
+        New folder: a folder for each task with its outputs, ``pipeline.log``, and links to the main results: ``run`` or
+        ``runs/``, ``report.html`` or ``compare.html``, and the same as ``.md``.
     say
-        Is told how it goes, line by line; ``everything`` that the runner says, or progress alone.
+        Called with lines of progress or, with ``everything``, with all of the runner's output.
 
     Raises
     ------
     FedloomError
-        Of the class with which the task that failed ended.
+        The error of the task that failed.
     InterruptedRun
-        If it was stopped; nothing that it started is left running.
+        If it was stopped; no process that it started is left running.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         root, log = Path(folder) / "root", Path(folder) / LOG
-        made = re.compile(rf"{re.escape(str(root))}/[^/\s]+")  # what lies there will lie in ``out``
+        made = re.compile(rf"{re.escape(str(root))}/[^/\s]+")  # these files will be moved to ``out``
         order = {"name": name, "arguments": dict(arguments), "root": str(root)}
         process = subprocess.Popen(
             python("-m", "fedloom.kubeflow.local"),
@@ -99,7 +99,7 @@ def run(name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[st
 
 def _give(process: subprocess.Popen[str], order: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # it ended at once: its output says why
+    with suppress(BrokenPipeError), process.stdin:  # it exited immediately: its output gives the reason
         process.stdin.write(order)
 
 
@@ -111,7 +111,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 @contextmanager
 def _stopping(process: subprocess.Popen[str], say: Callable[[str], None]) -> Iterator[threading.Event]:
-    """Let SIGINT and SIGTERM stop the whole group; whatever happens in the block, nothing of it is left."""
+    """Let SIGINT and SIGTERM stop the whole process group; however the block ends, no process of it is left."""
     stopped = threading.Event()
 
     def handle(number: int, frame: Any) -> None:
@@ -136,7 +136,7 @@ def _stopping(process: subprocess.Popen[str], say: Callable[[str], None]) -> Ite
 
 
 def _signal(group: int, number: int) -> bool:
-    """Send a signal to a process group; False if nothing of it is there."""
+    """Send a signal to a process group; return False if the group has no processes."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
@@ -145,7 +145,7 @@ def _signal(group: int, number: int) -> bool:
 
 
 def _ended(group: int, grace_s: float) -> None:
-    """Wait until a process group is empty, and empty it after a grace."""
+    """Wait until a process group is empty; kill what remains after a grace period."""
     deadline = time.monotonic() + grace_s
     while _signal(group, 0) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -153,7 +153,7 @@ def _ended(group: int, grace_s: float) -> None:
 
 
 def _failure(told: Told, code: int, log: Path) -> FedloomError | None:
-    """Return what a pipeline failed of: the first task that said so, or the pipeline itself."""
+    """Return the failure of a pipeline: that of the first task that reported one, or of the pipeline itself."""
     if code == 0 or told.failure is not None:
         return told.failure
     raise RuntimeError(f"a task failed in a way it should not:\n{log.read_text(encoding='utf-8')[-4000:]}")
@@ -164,7 +164,7 @@ def _worth_keeping(root: Path) -> bool:
 
 
 def _keep(root: Path, log: Path, out: Path) -> None:
-    """Move what the tasks produced to its place, and link what a person looks for."""
+    """Move the tasks' outputs into place, and link the main results."""
     out.mkdir(exist_ok=True)
     for task in (task for run in root.glob("*") for task in run.iterdir()):
         shutil.move(task, out / task.name)
@@ -181,7 +181,7 @@ def _keep(root: Path, log: Path, out: Path) -> None:
 
 
 def _here(order: TextIO) -> None:
-    """Run a pipeline in this process, as standard input says."""
+    """Run a pipeline in this process, as specified on standard input."""
     wanted = json.load(order)
     known = parameters(wanted["name"])
     missing = [key for key, needed in known.items() if needed and key not in wanted["arguments"]]
@@ -191,24 +191,24 @@ def _here(order: TextIO) -> None:
         raise ExperimentError(f"{wanted['name']}: found {found}; allowed: {', '.join(known)}")
     from kfp import local
 
-    warnings.filterwarnings("ignore", module=r"kfp\.")  # images, memory and Secrets mean nothing here
+    warnings.filterwarnings("ignore", module=r"kfp\.")  # images, memory and Secrets do not apply here
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=wanted["root"])
     try:
         pipeline(wanted["name"])(**wanted["arguments"])
-    except RuntimeError as error:  # the runner's way to say that a task failed
+    except RuntimeError as error:  # the runner's error for a failed task
         if not Path(os.environ[TELL_PARENT]).exists():
             raise
         raise SystemExit(1) from error
 
 
 if __name__ == "__main__":
-    # We are stopped by it. A shell that starts us in the background has it ignored, which processes inherit.
+    # SIGINT stops this process. A shell that starts it in the background sets SIGINT to ignored, which is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _here(sys.stdin)
     except (FedloomError, KeyboardInterrupt) as error:
         failed = error if isinstance(error, FedloomError) else InterruptedRun("stopped")
-        listen_to_parent()  # until now the tasks did
+        listen_to_parent()  # so far the tasks did this
         tell_failure(failed)
         print(f"error: {failed}", flush=True)
         sys.exit(int(failed.exit_code))

@@ -1,4 +1,4 @@
-"""Results as Markdown tables, as the Kubeflow UI shows them."""
+"""Results as Markdown tables, for the Kubeflow UI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _cell(text: str) -> str:
 
 
 def results(statistics: Mapping[str, Any]) -> str:
-    """Return what an evaluation found, by group: ``seen``, ``unseen`` and ``global`` as in ``summary.json``."""
+    """Return the results of an evaluation by group: ``seen``, ``unseen`` and ``global`` as in ``summary.json``."""
     rows = [
         (label, str(int(row["clients"])), *_accuracies(row), f"{row['loss_mean']:.4f}")
         for label, group in GROUPS.items()
@@ -45,7 +45,7 @@ def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def comparison(found: Comparison) -> str:
-    """Return runs side by side, best in bold, as the pages of ``fedloom compare`` have them."""
+    """Return runs side by side, best in bold, as in the pages of ``fedloom compare``."""
     from fedloom.reporting.compare_tables import as_text, headings, test_note, text_title
 
     parts = [f"{text_title(found)}. Bold: best; italic: not told from {test_note(found)}.\n"]

@@ -1,4 +1,4 @@
-"""Experiments of a pipeline, checked and filled with their defaults before anything is fetched or started."""
+"""Planning of a pipeline's experiments: validation and defaults before anything is fetched or started."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fedloom.experiment import Data, Experiment, OwnData, seeds_of
 
 
 class Plan(NamedTuple):
-    """An experiment, and the parts of it that other tasks go by.
+    """Experiment, and the parts of it that other tasks need.
 
     Attributes
     ----------
     experiment
-        The whole, with every default, as JSON.
+        The whole experiment, with every default, as JSON.
     data
-        As JSON, what decides its partition and nothing else: experiments that share it share the partition.
+        JSON of exactly what determines its partition: experiments with equal text share the partition.
     dataset, root
-        The data set, and the folder for data sets (empty: the usual one of the machine).
+        The data set, and the folder for data sets (empty: the machine's default).
     """
 
     experiment: str
@@ -31,19 +31,19 @@ class Plan(NamedTuple):
 
 
 def plan(experiment: str, overrides: Sequence[str] = ()) -> Plan:
-    """Check an experiment.
+    """Validate an experiment, and return its plan.
 
     Parameters
     ----------
     experiment
         Text of an experiment file, YAML or JSON.
     overrides
-        ``key=value`` each, as of ``fedloom run --set``.
+        ``key=value`` each, as for ``fedloom run --set``.
 
     Raises
     ------
     ExperimentError
-        If it cannot run: every mistake, with what was found and what is allowed.
+        If it cannot run; lists every error, with the value found and the values allowed.
     """
     e = experiments.loads(experiment, overrides)
     return Plan(_as_json(e), _data_of(e), e.data.dataset, _dealt(e).root or "")
@@ -55,19 +55,19 @@ def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, 
     Parameters
     ----------
     methods
-        What each changes: ``key=value`` separated by semicolons; empty for the experiment as it is.
+        Changes of each method: ``key=value`` separated by semicolons; empty for the unchanged experiment.
     seeds
         ``1,2,3`` or ``1-3``; empty for the experiment's.
 
     Returns
     -------
     list of dict
-        ``label``, unique, and ``experiment`` and ``data`` as of :class:`Plan`.
+        ``label``, unique, and ``experiment`` and ``data`` as in :class:`Plan`.
 
     Raises
     ------
     ExperimentError
-        If one of them cannot run, two are the same, or they are on several data sets.
+        If one of them cannot run, two are the same, or they use several data sets.
     """
     points: dict[str, dict[str, str]] = {}
     for number, method in enumerate(methods or [""], start=1):

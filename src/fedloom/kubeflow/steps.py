@@ -1,7 +1,7 @@
-"""What the tasks of a pipeline do. The components (components/) are thin: each calls one function of this module.
+"""Tasks of a pipeline. The components (components/) are thin: each calls one function of this module.
 
-Every task starts a Python of its own, so that what needs torch is imported where it is needed: ``fetch``,
-``partition`` and ``report`` do without it.
+Every task starts a new Python process, so torch is only imported where needed: ``fetch``, ``partition`` and ``report``
+do without it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FAILURE_MARK = "fedloom failure | "
-"""Prefix of the line of JSON that a failing task prints: `fedloom pipeline wait` reads it in the task's log."""
+"""Prefix of the line of JSON that a failing task prints; `fedloom pipeline wait` reads it in the task's log."""
 
 MARK = "fedloom | "
-"""What a line of progress begins with, among everything that Kubeflow's executor says."""
+"""Prefix of lines of progress, to tell them from the output of Kubeflow's executor."""
 
 CREDENTIALS = Path("/etc/fedloom/serve")
-"""Where the Secret is mounted with what a server of models is asked with (:mod:`fedloom.kubeflow.task_settings`)."""
+"""Mount path of the Secret for access to a model server (:mod:`fedloom.kubeflow.task_settings`)."""
 
 LINE_EVERY_S = 10.0
 WITHOUT = shutil.ignore_patterns("checkpoints", "states", "logs", "figures", "report.html")
-"""Of a run's folder, what reports and comparisons do not read."""
+"""Files of a run's folder that reports and comparisons do not read."""
 
 
 def say(text: str) -> None:
-    """Tell how far a task is."""
+    """Print the progress of a task."""
     for line in text.splitlines():
         print(f"{MARK}{line}", flush=True)
 
 
 def step(body: Callable[P, R]) -> Callable[P, R]:
-    """Let a failure of a known class end the task with one message and its exit code, and no traceback."""
+    """Wrap a task so that a known error ends it with one message and its exit code, without a traceback."""
 
     @functools.wraps(body)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
-        listen_to_parent()  # `fedloom pipeline local`
+        listen_to_parent()  # of `fedloom pipeline local`
         try:
             return body(*args, **kwargs)
         except FedloomError as error:
@@ -72,7 +72,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
 
 @step
 def plan(experiment: str, overrides: Sequence[str]) -> Plan:
-    """Check an experiment: see :func:`fedloom.kubeflow.planning.plan`."""
+    """Validate an experiment: see :func:`fedloom.kubeflow.planning.plan`."""
     from fedloom.kubeflow import planning
 
     return planning.plan(experiment, overrides)
@@ -88,17 +88,17 @@ def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, 
 
 @step
 def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str, Any]:
-    """Copy a data set to a folder, fetched first where this machine does not have it.
+    """Copy a data set to a folder; fetch it first unless this machine has it.
 
     Parameters
     ----------
     out
         Will hold ``datasets/<name>`` for the data set and those that it needs.
     root
-        Folder for data sets of this machine; empty for the usual one.
+        Folder for data sets of this machine; empty for the default.
     source
-        Where the official files, or those that the user made, are taken from: a folder or ``s3://bucket/prefix``;
-        empty for where the data set is published.
+        Location of the official files, or of those that the user created: a folder or ``s3://bucket/prefix``; empty for
+        where the data set is published.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str
     Raises
     ------
     DataError
-        If it cannot be had.
+        If it cannot be fetched.
     """
     from fedloom.data import sources
     from fedloom.data.folders import data_root
@@ -116,7 +116,7 @@ def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str
     found, size = sources.find(dataset), 0
     (out / "datasets").mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
-        in_pod = "KFP_POD_NAME" in os.environ  # which keeps nothing for the next task, and may have no home
+        in_pod = "KFP_POD_NAME" in os.environ  # a pod keeps nothing for the next task, and may have no home
         home = data_root(root or (folder if in_pod else None))
         if not found.synthetic:
             files = _source_files(source, Path(folder) / "brought")
@@ -131,12 +131,12 @@ def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str
 
 @step
 def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
-    """Deal a data set out to clients, in a folder with a manifest and one file per client.
+    """Partition a data set among clients, into a folder with a manifest and one file per client.
 
     Parameters
     ----------
     data
-        As of :class:`Plan`.
+        As in :class:`Plan`.
     files
         From :func:`fetch`.
 
@@ -148,9 +148,9 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
     Raises
     ------
     ExperimentError
-        If the scheme cannot be met with these data.
+        If the data cannot satisfy the scheme.
     DataError
-        If they are missing or damaged.
+        If the data are missing or damaged.
     """
     from pydantic import TypeAdapter
 
@@ -188,12 +188,12 @@ def federate(
     task: str,
     task_config: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Hold a federation, and leave the whole run's folder behind.
+    """Run a federation, and leave the complete run folder in ``out``.
 
     Parameters
     ----------
     experiment
-        As of :class:`Plan`.
+        As in :class:`Plan`.
     shards
         From :func:`partition`.
     backend
@@ -201,21 +201,21 @@ def federate(
     cluster
         ``ClusterSettings`` as JSON; for ``kubernetes``.
     storage_secret
-        Secret with the credentials of ``storage``, where the cluster settings name none.
+        Secret with the credentials of ``storage``, if the cluster settings name none.
     run_id, task
-        Together they name the federation: a task that is run again takes up what it had started.
+        Together they identify the federation: a repeated task continues what it had started.
     task_config
-        Resources, tolerations, node selector and affinity that were set on the task, for the worker pods.
+        Resources, tolerations, node selector and affinity set on the task, for the worker pods.
 
     Returns
     -------
     dict
-        Metadata: what the run was, and accuracies of the last round.
+        Metadata: description of the run, and accuracies of the last round.
 
     Raises
     ------
     FedloomError
-        Of the class of what went wrong (docs/exit-codes.md).
+        The error of the federation, of the class in docs/exit-codes.md.
     """
     from fedloom.cluster.settings import ClusterSettings
 
@@ -223,7 +223,7 @@ def federate(
     if backend == "local":
         from fedloom.cluster import local
 
-        with tempfile.TemporaryDirectory() as folder:  # `fedloom run` checks it; here it would cost torch's import
+        with tempfile.TemporaryDirectory() as folder:  # `fedloom run` validates it; doing so here would import torch
             path = Path(folder) / "experiment.yaml"
             path.write_text(experiment, encoding="utf-8")
             local.run(path, shards, out, deadline_s=settings.deadline_s, say=say)
@@ -254,9 +254,9 @@ def federate(
 def evaluate(
     model: Path, shards: Path, checkpoint: str, out: Path, serve: str = "", credentials: Path = CREDENTIALS
 ) -> dict[str, Any]:
-    """Measure a trained model on the clients of a partition, and describe that in a folder like a run's.
+    """Evaluate a trained model on the clients of a partition, and write the results to a folder like a run's.
 
-    Where the partition is not the one trained on, all its clients are new: they get their models by Algorithm 1 alone,
+    If the partition is not the training partition, all its clients are new: they get their models by Algorithm 1 alone,
     and count as unseen.
 
     Parameters
@@ -266,11 +266,10 @@ def evaluate(
     checkpoint
         ``last``, ``best`` or a round.
     serve
-        ``HOST:PORT`` of a server that hands out models of this run: all clients ask it, and are measured with what they
-        get, of whichever round it serves. Empty: models are made here, of ``checkpoint``.
+        ``HOST:PORT`` of a server of this run's models: all clients request their models from it, and are evaluated with
+        them, whichever round it serves. Empty: models are made here, from ``checkpoint``.
     credentials
-        Folder with what the server is shown and believed by, if it is there: ``ca.crt``, ``tls.crt`` and ``tls.key``,
-        ``token``.
+        Folder with the credentials for the server, if it exists: ``ca.crt``, ``tls.crt`` and ``tls.key``, ``token``.
 
     Returns
     -------
@@ -322,19 +321,19 @@ def evaluate(
 
 @step
 def report(run: Path, statistics: Path, page: Path, table: Path) -> None:
-    """Write a run's report as one HTML page, and what an evaluation found as a Markdown table.
+    """Write a run's report as one HTML page, and the results of an evaluation as a Markdown table.
 
     Parameters
     ----------
     run
         A run's folder, or one from :func:`evaluate`.
     statistics
-        JSON file of what :func:`evaluate` returned.
+        JSON file with the result of :func:`evaluate`.
     """
     from fedloom.kubeflow import markdown
     from fedloom.reporting.report import write_report
 
-    with tempfile.TemporaryDirectory() as folder:  # an input is not written to
+    with tempfile.TemporaryDirectory() as folder:  # inputs must not be modified
         shutil.copytree(run, Path(folder) / "run", ignore=WITHOUT)
         shutil.copyfile(write_report(Path(folder) / "run"), page)
     table.write_text(markdown.results(json.loads(statistics.read_text(encoding="utf-8"))), encoding="utf-8")
@@ -342,12 +341,12 @@ def report(run: Path, statistics: Path, page: Path, table: Path) -> None:
 
 @step
 def compare(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path) -> None:
-    """Set runs side by side: an HTML page, a Markdown table, and a folder as of ``fedloom compare --out``.
+    """Compare runs side by side: an HTML page, a Markdown table, and a folder as from ``fedloom compare --out``.
 
     Parameters
     ----------
     runs
-        What to call each, and its folder.
+        Label and folder of each run.
     """
     from fedloom.kubeflow import markdown
     from fedloom.reporting.compare import compare as compared
@@ -355,7 +354,7 @@ def compare(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path
 
     if len({label for label, _ in runs}) < len(runs):
         raise ExperimentError(f"runs: found the labels {', '.join(label for label, _ in runs)}; allowed: each once")
-    with tempfile.TemporaryDirectory() as folder:  # a run is called by its folder, and all artifacts by one name
+    with tempfile.TemporaryDirectory() as folder:  # runs are named by their folders, artifacts all alike
         for label, run in runs:
             shutil.copytree(run, Path(folder) / label, ignore=WITHOUT)
         found = compared([Path(folder)])
@@ -365,7 +364,7 @@ def compare(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path
 
 @step
 def cleanup(backend: str, run_id: str, cluster: str) -> None:
-    """Remove what federations of a pipeline run have left on the cluster, however the run ended."""
+    """Remove what federations of a pipeline run left on the cluster, however the run ended."""
     if backend == "kubernetes":
         from fedloom.cluster.federate import cleanup as remove
         from fedloom.cluster.settings import ClusterSettings
@@ -394,7 +393,7 @@ def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
     Parameters
     ----------
     statistics
-        With ``seen``, ``unseen`` and ``global``, as ``summary.json`` has them.
+        Groups ``seen``, ``unseen`` and ``global``, as in ``summary.json``.
     """
     return {
         f"{group}_{key}": value
@@ -405,7 +404,7 @@ def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata of a model: of a summary, what identifies the run and how good it is."""
+    """Return the metadata of a model: what identifies the run in a summary, and its scores."""
     known = {key: summary[key] for key in ("name", "algorithm", "dataset", "model", "seed", "rounds")}
     if summary["best"] is not None:
         known["best_round"] = summary["best"]["round"]
@@ -414,7 +413,7 @@ def _metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source_files(source: str, downloads: Path) -> Path | None:
-    """The folder from which files are to be taken; those of a store are downloaded first."""
+    """Return the folder of the source files; those in a store are downloaded first."""
     from fedloom.storage import is_url, open_store
 
     if not source:
@@ -432,7 +431,7 @@ def _source_files(source: str, downloads: Path) -> Path | None:
 
 
 class _Lines:
-    """Says every few seconds how far a fetch is; a pod's log has no bar."""
+    """Progress callback that prints a line every few seconds; a pod's log has no progress bar."""
 
     def __init__(self, what: str) -> None:
         self._what, self._said = what, time.monotonic()

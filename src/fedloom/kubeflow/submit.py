@@ -1,4 +1,4 @@
-"""Submitting a pipeline: a version is uploaded, a run is started, and waited for."""
+"""Submission of a pipeline: upload a version, start a run, and wait for it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from fedloom.kubeflow.steps import FAILURE_MARK
 
 POLL_S = 5.0
 PATIENCE_S = 300.0
-"""How long the API may be out of reach while a run is waited for."""
+"""Seconds that the API may be unreachable while waiting for a run."""
 
 ENDS = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 STOPPED = ("CANCELING", "CANCELED")
 PENDING_S = 60.0
-"""How long a pod may be pending before the user is told where to look."""
+"""Seconds that a pod may be pending before the user is told where to look."""
 
 INTERNAL = re.compile(
     r".*-driver|root|executor|iteration-item|(exit-handler|for-loop|condition|condition-branches)-\d+(\.onExit)?"
 )
-"""Names of the workflow's own nodes; every other node is a task that the pipeline's author named."""
+"""Pattern of names of the workflow's own nodes; all other nodes are tasks named by the pipeline's author."""
 
 ATTEMPT = re.compile(r"(.+?)\((\d+)\)")
-"""A node that Argo may retry has a child for each attempt, numbered from 0."""
+"""Pattern of an attempt's name: a node that Argo may retry has a child for each attempt, numbered from 0."""
 
 EXECUTOR_TEMPLATES = ("system-container-impl", "retry-system-container-impl")
 """Templates of the pods that run components; a pod is named after its workflow, template and node."""
@@ -51,20 +51,20 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be run.
+    """Run to submit.
 
     Attributes
     ----------
     pipeline
-        Its name.
+        Name of the pipeline.
     arguments
         Its parameters.
     name
-        Of the run; made unique.
+        Name of the run; made unique.
     experiment
-        Kubeflow experiment in which the run is shown; made if it is not there.
+        Kubeflow experiment in which the run is shown; created if it does not exist.
     service_account, root
-        Service account of its pods, and where its artifacts go; None for what the installation says.
+        Service account of its pods, and location of its artifacts; None for the installation's defaults.
     """
 
     pipeline: str
@@ -76,22 +76,22 @@ class Order:
 
 
 class Started(NamedTuple):
-    """A run: its id, and where it is shown."""
+    """Started run: its id, and the URL of its page."""
 
     run: str
     link: str
 
 
 def submit(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
-    """Upload a pipeline's version if it is not there, and start a run of it.
+    """Upload a pipeline's version if it does not exist, and start a run of it.
 
-    The version is named by its content, so that the same pipeline is uploaded once. If anything fails, or somebody
-    interrupts, before the run is known to be started, all that was made is removed again.
+    The version is named by its content, so that the same pipeline is uploaded once. If anything fails or is interrupted
+    before the run is known to be started, everything created is removed again.
 
     Raises
     ------
     FedloomError
-        If the pipeline cannot be compiled, or Kubeflow refuses or fails.
+        If the pipeline cannot be compiled, or Kubeflow rejects a request or fails.
     InterruptedRun
         On Ctrl-C.
     """
@@ -146,12 +146,12 @@ def _one(
     delete: Callable[[str], None],
     say: Say,
 ) -> str:
-    """Find something or make it; what is made is deleted again if the block of the stack ends early."""
+    """Find an object or create it; a created object is deleted again if the block of the stack ends early."""
     if (before := find()) is not None:
         return before
 
     def undo() -> None:
-        # By name: a request that was cut short may have been heard all the same.
+        # By name: an interrupted request may have been received.
         if (left := find()) is not None:
             delete(left)
 
@@ -159,7 +159,7 @@ def _one(
         _undone(own, say, undo)
         try:
             found = make()
-        except Conflict:  # somebody else made it meanwhile, and keeps it
+        except Conflict:  # another process created it meanwhile, and keeps it
             own.pop_all()
             if (theirs := find()) is None:
                 raise
@@ -169,7 +169,7 @@ def _one(
 
 
 def _undone(made: ExitStack, say: Say, undo: Callable[[], None]) -> None:
-    """Have something undone if the block of the stack ends early, which does not hide why it ends."""
+    """Register an undo for when the block of the stack ends early; a failing undo does not hide why it ended."""
 
     def attempt() -> None:
         try:
@@ -187,18 +187,18 @@ def _withdraw(kubeflow: Kubeflow, name: str, experiment: str) -> None:
 
 
 def wait(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL_S) -> None:
-    """Wait for a run's end, and tell what its tasks come to.
+    """Wait for a run to end, and report the progress of its tasks.
 
     Raises
     ------
     FedloomError
-        If it failed: of the class of the task that failed, where its exit code is known, else ``QuorumError``.
+        If it failed: the error that the failed task recorded, else ``QuorumError``.
     InterruptedRun
-        If somebody stopped the run.
+        If the run was stopped.
     RefusedError
-        If the token expires meanwhile; the run goes on.
+        If the token expires meanwhile; the run continues.
     StorageError
-        If Kubeflow is out of reach for five minutes; the run goes on.
+        If Kubeflow is unreachable for five minutes; the run continues.
     """
     progress, stopped = _Progress(kubeflow, run, say), False
     reached = time.monotonic()
@@ -221,13 +221,13 @@ def wait(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL_S) -> N
         time.sleep(poll_s)
     if now.state == "SUCCEEDED":
         return
-    if stopped:  # Kubeflow ends a run that was stopped as FAILED
+    if stopped:  # Kubeflow ends a stopped run as FAILED
         raise InterruptedRun(f"the run was stopped: {kubeflow.link(run)}")
     raise _failure(kubeflow, run, nodes)
 
 
 class _Progress:
-    """Report the tasks of a run as they change, by the names that the pipeline's author gave them."""
+    """Reporter of the tasks of a run as they change, by the names that the pipeline's author gave them."""
 
     def __init__(self, kubeflow: Kubeflow, run: str, say: Say) -> None:
         self._where = where_to_look(kubeflow, run)
@@ -236,7 +236,7 @@ class _Progress:
         self._pending_since: float | None = None
 
     def update(self, nodes: Sequence[Any]) -> None:
-        """Say what has changed, and where to look if a pod has been pending for long."""
+        """Report changes, and where to look if a pod has been pending for long."""
         for node in nodes:
             name, attempt = _author_task(node.display_name or "")
             if name is None or attempt == 0 or not node.state or self._shown.get(node.task_id) == node.state:
@@ -261,14 +261,14 @@ def where_to_look(kubeflow: Kubeflow, run: str) -> str:
 
 
 def _author_task(display_name: str) -> tuple[str | None, int | None]:
-    """Return the author's name of a node, None for the workflow's own, and the attempt, None for all together."""
+    """Return the author's name of a node, None for the workflow's own, and its attempt, None for all together."""
     attempt = ATTEMPT.fullmatch(display_name)
     name = attempt[1] if attempt else display_name
     return (None if INTERNAL.fullmatch(name) else name), (int(attempt[2]) if attempt else None)
 
 
 def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError:
-    """Return why a run failed: as its tasks recorded it in what they printed, else as far as Kubeflow tells."""
+    """Return the error of a failed run: as recorded in its tasks' output, else what Kubeflow reports."""
     first = next(_records(kubeflow, run, nodes), None)
     if first is not None:
         return type(first)(str(first), hint=f"its log: {kubeflow.link(run)}")
@@ -284,7 +284,7 @@ def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError
 def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[FedloomError]:
     """Yield the failures that the pods of failed tasks have recorded (:func:`fedloom.kubeflow.steps.step`).
 
-    Kubeflow's launcher ends with 1 whatever a component's exit code is, and the API tells no error of a task.
+    Kubeflow's launcher exits with 1 whatever a component's exit code is, and the API does not report a task's error.
     """
     failed = [node for node in nodes if node.state == "FAILED"]
     children = dict.fromkeys(child.pod_name for node in failed for child in node.child_tasks or () if child.pod_name)
@@ -298,12 +298,12 @@ def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[Fed
 
 
 def stop(kubeflow: Kubeflow, run: str) -> bool:
-    """Stop a run; return False if it has ended already.
+    """Stop a run; return False if it has already ended or is being stopped.
 
     Raises
     ------
     FedloomError
-        If there is no such run, or Kubeflow refuses or fails.
+        If there is no such run, or Kubeflow rejects the request or fails.
     """
     if kubeflow.run(run).state in (*ENDS, *STOPPED):
         return False
@@ -318,12 +318,12 @@ def stop(kubeflow: Kubeflow, run: str) -> bool:
 
 @contextmanager
 def stopping(kubeflow: Kubeflow, started: Started, *, terminate: bool) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM in the block, stop the run or leave it, and say which.
+    """Stop the run or leave it running on Ctrl-C or SIGTERM in the block, and report which.
 
     Raises
     ------
     InterruptedRun
-        Then.
+        On Ctrl-C or SIGTERM.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What tasks get on a cluster beside their inputs: time, memory, credentials."""
+"""Settings of tasks on a cluster beside their inputs: time, memory, credentials."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ CREDENTIALS = {
 """Keys of a storage Secret, and the environment variables that they become; any of them may be missing."""
 
 CONFIG = dsl.PipelineConfig(active_deadline_seconds=14 * DAY)
-"""A whole pipeline ends after two weeks, whatever happens; a federation has its own deadline."""
+"""Limit on a whole pipeline: two weeks. A federation has its own deadline."""
 
 
 def sized(task: Any, seconds: int, *, cpu: str = "500m", memory: str = "1Gi") -> Any:
-    """Bound a task's time, and ask for what it needs; 0 seconds bound nothing."""
+    """Set a task's timeout and resource requests; 0 seconds means no timeout."""
     if seconds:
         kubernetes.set_timeout(task, seconds)
     return task.set_cpu_request(cpu).set_memory_request(memory)
 
 
 def with_storage(task: Any, secret: Any) -> Any:
-    """Give a task the credentials of a store, from a Secret that need not be there where no store is used."""
+    """Give a task the credentials of a store, from a Secret that may be missing if no store is used."""
     return kubernetes.use_secret_as_env(task, secret, CREDENTIALS, optional=True)
 
 
 def with_server(task: Any, secret: Any) -> Any:
-    """Give a task what it shows a server of models, from a Secret that need not be there where none is asked."""
+    """Give a task the credentials for a model server, from a Secret that may be missing if none is used."""
     return kubernetes.use_secret_as_volume(task, secret, "/etc/fedloom/serve", optional=True)

@@ -1,4 +1,4 @@
-"""Where artifacts live: a folder, or a bucket of any service that speaks S3 (docs/storage.md)."""
+"""Artifact storage: a folder, or a bucket of any S3-compatible service (docs/storage.md)."""
 
 from fedloom.storage.base import Absent, Entry, Store, Taken
 from fedloom.storage.open import is_url, open_store

@@ -1,4 +1,4 @@
-"""What a store can do, whatever it is made of."""
+"""Interface of all stores."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fedloom.errors import StorageError
 
 
 class Absent(StorageError):
-    """There is nothing of that name."""
+    """No content of that name."""
 
 
 class Taken(StorageError):
-    """There is something of that name already, and it stays as it is."""
+    """Name already taken; its content is unchanged."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Something in a store: its name, its size in bytes, and when it was written, in seconds since the epoch."""
+    """Content in a store: its name, size in bytes, and modification time in seconds since the epoch."""
 
     name: str
     size: int
@@ -28,16 +28,16 @@ class Entry:
 
 
 class Store(ABC):
-    """Named contents, each whole or absent, whatever happens while it is written.
+    """Named contents, each complete or absent, even if a write is interrupted.
 
     A name is a relative path with slashes, such as ``checkpoints/round-000010.safetensors``. Every method raises
-    ``StorageError`` when the store fails, and ``RefusedError`` when it refuses us; both say what to do.
+    ``StorageError`` when the store fails, and ``RefusedError`` when it denies access; both include the remedy.
     """
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """The folder, or ``s3://bucket/prefix``: what opens this store again."""
+        """Folder, or ``s3://bucket/prefix``, that reopens this store."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -46,74 +46,74 @@ class Store(ABC):
         Raises
         ------
         Absent
-            If it is not there.
+            If there is none of that name.
         """
 
     @abstractmethod
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
-        """Write a content, in place of what was there.
+        """Write a content, replacing any existing one.
 
         Parameters
         ----------
         durably
-            Wait until it outlives a power cut; without, it outlives this process. S3 always does the former.
+            Wait until the content survives a power cut; otherwise it only survives this process. S3 is always durable.
         """
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> None:
-        """Write a content that was not there before: of all that try at once, one succeeds.
+        """Write a content that must not exist yet; of concurrent calls, exactly one succeeds.
 
         Raises
         ------
         Taken
-            If something of that name is there.
+            If the name exists.
         """
 
     @abstractmethod
     def upload(self, name: str, path: Path) -> None:
-        """Write the content of a file, in place of what was there."""
+        """Write the content of a file, replacing any existing content."""
 
     @abstractmethod
     def download(self, name: str, path: Path) -> None:
-        """Write a content to a file, which is whole or as it was; its folder is made.
+        """Write a content to a file atomically, creating its folder.
 
         Raises
         ------
         Absent
-            If it is not there.
+            If there is none of that name.
         """
 
     @abstractmethod
     def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """Everything whose name starts so, in the order of names; ``shards/`` is what lies in that folder."""
+        """Yield everything whose name starts with a prefix, sorted by name; ``shards/`` lists that folder."""
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove contents; those that are not there are removed already."""
+        """Remove contents; missing ones are ignored."""
 
     @abstractmethod
     def tidy(self, prefix: str) -> None:
-        """Remove what processes that were killed have left half-written in a folder, such as ``shards/``."""
+        """Remove partial files left by killed processes in a folder, such as ``shards/``."""
 
     @abstractmethod
     def under(self, prefix: str) -> Store:
-        """The part of this store below a folder."""
+        """Return the part of this store below a folder."""
 
     @abstractmethod
     def check(self, *, writing: bool = True) -> None:
-        """Find out within about 20 seconds whether this store can be used.
+        """Check within about 20 seconds that this store can be used.
 
         Parameters
         ----------
         writing
-            Whether it is to be written to; a trace of that is removed again.
+            Also check writing; the probe is removed again.
 
         Raises
         ------
         RefusedError
-            If credentials are missing or wrong, or do not allow it, or the service lacks something needed.
+            If credentials are missing, wrong or insufficient, or the service lacks a required feature.
         StorageError
-            If it cannot be reached, or the bucket is not there.
+            If the store cannot be reached, or the bucket does not exist.
         """
 
 
@@ -123,7 +123,7 @@ def parts_of(name: str) -> list[str]:
     Raises
     ------
     ValueError
-        If it could name something outside the store, or two names one thing: empty parts, ``.`` and ``..``.
+        If a part is empty, ``.`` or ``..``: the name could lead outside the store, or be a second name of one content.
     """
     parts = name.split("/")
     if any(part in ("", ".", "..") or "\0" in part for part in parts):

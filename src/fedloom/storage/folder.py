@@ -1,4 +1,4 @@
-"""A store that is a folder, and how a file appears in one: whole or not at all."""
+"""Folder store, and atomic file writes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from fedloom.errors import StorageError, argument
 from fedloom.storage.base import Absent, Entry, Store, Taken, parts_of
 
 PARTIAL = ".partial"
-"""How the name of a file ends that is being written; it starts with a dot."""
+"""Suffix of files being written; their names start with a dot."""
 
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
-"""Modes of what holds data of clients: their owner alone may look."""
+"""Modes of files and folders with clients' data: only their owner has access."""
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are not there, which only its owner may look into."""
+    """Create a folder, and its missing parents, accessible only to its owner."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
 
 
 class FolderStore(Store):
-    """A store in a folder of this machine, or one that several machines have mounted.
+    """Store in a folder of this machine, possibly mounted on several machines.
 
-    What it holds are data of clients, what they keep, and models: only the user who wrote them may read them.
+    It holds data, states and models of clients, so only the user who wrote them may read them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class FolderStore(Store):
 
     @property
     def url(self) -> str:
-        """The folder."""
+        """Path of the folder."""
         return str(self._folder)
 
     def read(self, name: str) -> bytes:
@@ -52,16 +52,16 @@ class FolderStore(Store):
             return read_file(path)
 
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
-        """Write a content, in place of what was there."""
+        """Write a content, replacing any existing one."""
         path = self._path(name)
         self._within(path, lambda: write_atomically(path, content, durably=durably, private=True))
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a content that was not there before."""
+        """Write a content that must not exist yet."""
         path = self._path(name)
 
         def write() -> None:
-            # A link, unlike a rename, never takes the place of what is there.
+            # Unlike a rename, a link never replaces an existing file.
             with staged(path) as partial:
                 fill(partial, content, private=True)
                 os.link(partial, path)
@@ -75,13 +75,13 @@ class FolderStore(Store):
             raise
 
     def upload(self, name: str, path: Path) -> None:
-        """Write the content of a file, in place of what was there."""
+        """Write the content of a file, replacing any existing content."""
         to = self._path(name)
         with opened(path):
             self._within(to, lambda: copy_atomically(path, to, private=True))
 
     def download(self, name: str, path: Path) -> None:
-        """Write a content to a file, which is whole or as it was."""
+        """Write a content to a file atomically."""
         source = self._path(name)
         with _reading(source):
             source.stat()
@@ -90,7 +90,7 @@ class FolderStore(Store):
         copy_atomically(source, path)
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """Everything whose name starts so, in the order of names."""
+        """Yield everything whose name starts with a prefix, sorted by name."""
         above, _, start = prefix.rpartition("/")
         folder = self._path(above) if above else self._folder
         found = []
@@ -108,9 +108,9 @@ class FolderStore(Store):
                 path.unlink(missing_ok=True)
 
     def tidy(self, prefix: str) -> None:
-        """Remove what processes that were killed have left half-written in a folder.
+        """Remove partial files left by killed processes in a folder.
 
-        One that writes there now writes again (:meth:`write`).
+        A process that is writing there now retries its write (:meth:`write`).
         """
         folder = self._path(prefix.rstrip("/"))
         with storing(folder, "removed"):
@@ -118,11 +118,11 @@ class FolderStore(Store):
                 partial.unlink(missing_ok=True)
 
     def under(self, prefix: str) -> FolderStore:
-        """The part of this store below a folder."""
+        """Return the part of this store below a folder."""
         return FolderStore(self._path(prefix))
 
     def check(self, *, writing: bool = True) -> None:
-        """Find out whether the folder is there, or can be made, and written to."""
+        """Check that the folder exists or, with ``writing``, that it can be created and written to."""
         if writing:
             probe = f".probe-{uuid.uuid4().hex}"
             self.create(probe, b"")
@@ -134,7 +134,7 @@ class FolderStore(Store):
         return self._folder.joinpath(*parts_of(name))
 
     def _within(self, path: Path, write: Callable[[], None]) -> None:
-        """Write, and make the folder first where that was what failed."""
+        """Run a write; if it fails because the folder is missing, create the folder and retry."""
         try:
             write()
         except StorageError as error:
@@ -146,19 +146,19 @@ class FolderStore(Store):
 
 
 def write_atomically(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
-    """Write a file so that it is whole or absent, whatever happens meanwhile.
+    """Write a file atomically: it is complete or absent at all times.
 
     Parameters
     ----------
     durably
-        Wait until the disk has it. Without, it outlives this process, not a power cut.
+        Wait for the disk. Otherwise the file survives this process, but not a power cut.
     private
         Only its owner may read it.
 
     Raises
     ------
     StorageError
-        If it cannot be written; a file of that name stays as it was.
+        If it cannot be written; an existing file of that name is unchanged.
     """
     with staged(path) as partial:
         fill(partial, content, durably=durably, private=private)
@@ -168,12 +168,12 @@ def write_atomically(path: Path, content: bytes, *, durably: bool = True, privat
 
 
 def copy_atomically(source: Path, path: Path, *, private: bool = False) -> None:
-    """Copy a file so that the copy is whole or absent.
+    """Copy a file atomically.
 
     Raises
     ------
     StorageError
-        If it cannot be written; a file of that name stays as it was.
+        If it cannot be written; an existing file of that name is unchanged.
     """
     with staged(path) as partial:
         if private:
@@ -186,7 +186,7 @@ def copy_atomically(source: Path, path: Path, *, private: bool = False) -> None:
 
 @contextmanager
 def storing(path: Path, done: str = "written") -> Iterator[None]:
-    """Turn a failure to write into a StorageError that names the place."""
+    """Turn an OSError in the block into a StorageError that names the path."""
     try:
         yield
     except OSError as error:
@@ -201,7 +201,7 @@ def storing(path: Path, done: str = "written") -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to read it.
+    """Open a file for reading.
 
     Raises
     ------
@@ -222,14 +222,14 @@ def read_file(path: Path) -> bytes:
     Raises
     ------
     OSError
-        If it cannot be read, or is no regular file: a pipe would be waited for, and a device may never end.
+        If it cannot be read or is not a regular file: reading a pipe could block, and a device may never end.
     """
     with open_file(path) as file:
         return file.read()
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read it; as of :func:`read_file`."""
+    """Open a file for reading; raises like :func:`read_file`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -241,12 +241,12 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def open_to_append(path: Path, mode: int = 0o666) -> int:
-    """Return a descriptor of a file to append to.
+    """Return a descriptor for appending to a file.
 
     Raises
     ------
     OSError
-        If it cannot be written to; of a pipe that nobody reads, too, which would be waited for.
+        If it cannot be written to; also for a pipe without a reader, which would block.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, mode)
@@ -256,12 +256,12 @@ def open_to_append(path: Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """Give a name beside a file, which nobody else writes to and which is gone after the block.
+    """Yield a temporary name beside a file; no other process uses it, and it is removed after the block.
 
     Raises
     ------
     StorageError
-        If something cannot be written in the block.
+        If a write in the block fails.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL}")
     with storing(path):
@@ -272,7 +272,7 @@ def staged(path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
-    """Write a file where nobody looks yet, for its owner alone or not, and wait for the disk if that is asked for."""
+    """Write a file that no reader looks at yet, optionally for its owner only and flushed to disk."""
     mode = PRIVATE_FILE if private else 0o666
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
         file.write(content)
@@ -282,7 +282,7 @@ def fill(path: Path, content: bytes, *, durably: bool = True, private: bool = Fa
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -291,7 +291,7 @@ def sync(path: Path) -> None:
 
 
 def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int, float]]:
-    """Every whole file below a folder: relative path, size, time. What is removed meanwhile may be left out."""
+    """Yield relative path, size and time of every complete file below a folder; skip files removed meanwhile."""
     try:
         with os.scandir(folder) as found:
             for entry in found:

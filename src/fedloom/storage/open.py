@@ -1,4 +1,4 @@
-"""From what a user writes to a store: a folder's path, or ``s3://bucket/prefix``."""
+"""Opening of a store from a folder's path or ``s3://bucket/prefix``."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ ALLOWED = "allowed: a folder of this machine, or s3://BUCKET/PREFIX"
 
 
 class S3Place(NamedTuple):
-    """A bucket, and a prefix in it without slashes at its ends; it may be empty."""
+    """Bucket, and a prefix in it without leading or trailing slashes, possibly empty."""
 
     bucket: str
     prefix: str
 
 
 def is_url(text: str | Path) -> bool:
-    """Whether this is a URL (``s3://bucket/prefix``, or one that no store understands), and no folder."""
+    """Return True for a URL (``s3://bucket/prefix``, or an unsupported one), False for a folder."""
     return "://" in str(text)
 
 
 def open_store(
     url: str | Path, environment: Mapping[str, str] | None = None, *, endpoint_from: str | None = None
 ) -> Store:
-    """Open a store. Nothing is read, written or contacted yet; see :meth:`Store.check`.
+    """Open a store without contacting it, reading or writing; see :meth:`Store.check`.
 
     Parameters
     ----------
     url
-        A folder, which need not be there, or ``s3://bucket/prefix``.
+        A folder, which need not exist, or ``s3://bucket/prefix``.
     environment
-        Where the service's address and the credentials are (docs/storage.md); by default this process's.
+        Variables with the service's address and the credentials (docs/storage.md); default: this process's environment.
     endpoint_from
-        What a person set to have the address of the service, if not the variable: named where it is wrong.
+        Name, in errors, of the setting that the endpoint comes from, if that is not the variable.
 
     Raises
     ------
     ExperimentError
-        If the URL, or the address of the service, is malformed, or the extra ``s3`` is not installed.
+        If the URL or the address of the service is malformed, or the extra ``s3`` is not installed.
     RefusedError
         If there are no credentials.
     """
@@ -68,12 +68,12 @@ def s3_place(url: str | Path) -> S3Place | None:
     Raises
     ------
     ExperimentError
-        If it is a malformed URL, or one of something else.
+        If the URL is malformed or unsupported.
     """
     text = str(url)
     scheme, separator, rest = text.partition("://")
     if not separator:
-        if text.startswith("s3:"):  # a URL that went through a Path, or was mistyped: no folder is called so
+        if text.startswith("s3:"):  # a URL that went through Path, or a typo: no folder has such a name
             raise ExperimentError(f"found {text}; {ALLOWED}")
         return None
     if scheme != "s3":

@@ -1,4 +1,4 @@
-"""Which runs and partitions a store holds, and removing those that nobody wants any more."""
+"""Listing of the runs and partitions in a store, and removal of old ones."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from fedloom.storage.base import Store
 
 SUMMARY = "summary.json"
-"""A run that has one is whole."""
+"""File that marks a run as complete."""
 MANIFEST = "partition.json"
-"""A partition that has one is whole; a run's folder has that of its partition."""
+"""File that marks a partition as complete; a run's folder holds that of its partition."""
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run below ``runs/``.
+    """Run below ``runs/``.
 
     Attributes
     ----------
     name
-        Of its folder.
+        Name of its folder.
     size
-        Bytes of all its files.
+        Size of all its files in bytes.
     modified
-        When the last of them was written, in seconds since the epoch.
+        Time of its last write, in seconds since the epoch.
     finished
-        Whether it came to its end.
+        True if the run is complete.
     files
-        Their names below the run's folder.
+        File names below the run's folder.
     """
 
     name: str
@@ -41,7 +41,7 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class StoredPartition:
-    """A partition below ``partitions/``; as :class:`StoredRun`."""
+    """Partition below ``partitions/``; attributes as for :class:`StoredRun`."""
 
     name: str
     size: int
@@ -50,7 +50,7 @@ class StoredPartition:
 
 
 def stored_runs(store: Store) -> list[StoredRun]:
-    """Return the runs of a store (``storage`` of an experiment), the one that was written to last first."""
+    """Return the runs of a store (``storage`` of an experiment), most recently written first."""
     runs = [
         StoredRun(
             name=run,
@@ -78,7 +78,7 @@ def stored_partitions(store: Store) -> list[StoredPartition]:
 
 
 def _folders(store: Store, above: str) -> dict[str, list[tuple[str, int, float]]]:
-    """Name, size and time of the files of each folder in one."""
+    """Return name, size and time of the files in each subfolder of ``above``."""
     found: dict[str, list[tuple[str, int, float]]] = {}
     for entry in store.entries(above):
         folder, _, file = entry.name.removeprefix(above).partition("/")
@@ -90,18 +90,19 @@ def _folders(store: Store, above: str) -> dict[str, list[tuple[str, int, float]]
 def expired(
     runs: Sequence[StoredRun], now: float, *, keep: int | None = None, older_than_s: float | None = None
 ) -> list[StoredRun]:
-    """Return the runs to be removed.
+    """Return the runs to remove.
 
     Parameters
     ----------
     runs
-        The one that was written to last first.
+        Most recently written first.
     now
         Seconds since the epoch.
     keep
-        How many finished runs stay in any case. Alone, it lets go of finished runs only.
+        Number of most recent finished runs that are always kept. Without ``older_than_s``, only finished runs are
+        removed.
     older_than_s
-        Nothing that was written to since stays out of this list; None: age does not matter.
+        Minimum age of a run to remove, in seconds since its last write; None: any age.
     """
     kept = {run.name for run in [run for run in runs if run.finished][: keep or 0]}
     return [
@@ -114,7 +115,7 @@ def expired(
 
 
 def remove_runs(store: Store, runs: Iterable[StoredRun]) -> None:
-    """Remove runs; one whose removal was cut short is none that could be taken for whole, or gone on with."""
+    """Remove runs, markers first: a partly removed run is neither taken for complete nor resumed."""
     for run in runs:
         first = [SUMMARY, *(file for file in run.files if file.startswith("published/"))]
         rest = [file for file in run.files if file not in first]
@@ -127,20 +128,20 @@ def unused(
 ) -> tuple[list[StoredPartition], list[StoredRun]]:
     """Return the partitions that no run refers to.
 
-    Those that have just been published, or published again for a run that is about to start, are too young.
+    Partitions that were just published, or published again for a run about to start, are too young.
 
     Parameters
     ----------
     runs
-        Those that stay.
+        Runs that are kept.
     now, older_than_s
-        As of :func:`expired`.
+        As for :func:`expired`.
 
     Returns
     -------
     tuple
-        The partitions; and the unfinished runs that have not said yet which they need: as long as there are such, it
-        may be any, and no partition is returned.
+        The partitions; and the unfinished runs that do not name their partition yet. As long as there are such runs, no
+        partition is returned, since they may need any.
     """
     old = [partition for partition in partitions if now - partition.modified >= older_than_s]
     if not old:
@@ -149,7 +150,7 @@ def unused(
     used: set[str] = set()
     silent = []
     for run in runs:
-        # A run that goes on has published its manifest as a blob, which is named after its digest.
+        # A running run has published its manifest as a blob, which is named after its digest.
         digests = {file.rpartition("-")[2] for file in run.files if file.startswith("blobs/")}
         if MANIFEST in run.files:
             digests.add(_digest(store, f"runs/{run.name}/{MANIFEST}"))
@@ -161,7 +162,7 @@ def unused(
 
 
 def remove_partitions(store: Store, partitions: Iterable[StoredPartition]) -> None:
-    """Remove partitions; one whose removal was cut short is none that could be taken for whole."""
+    """Remove partitions, manifests first: a partly removed partition is not taken for complete."""
     for partition in partitions:
         for files in ([MANIFEST], [file for file in partition.files if file != MANIFEST]):
             store.remove([f"partitions/{partition.name}/{file}" for file in files])

@@ -1,4 +1,4 @@
-"""A store that is a bucket of a service that speaks S3 (AWS, SeaweedFS, MinIO, ...), or a part of one."""
+"""Store in a bucket, or part of one, of an S3-compatible service (AWS, SeaweedFS, MinIO, ...)."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ log = logging.getLogger("fedloom.storage")
 T = TypeVar("T")
 
 PART = 16 * 2**20
-"""Bytes above which a content travels in parts, three at a time."""
+"""Size in bytes of the parts of an upload; larger contents are sent in parts, three at a time."""
 
 ENDPOINT = "FEDLOOM_S3_ENDPOINT"
 FIRST_PAUSE_S = 0.5
-"""Between the first and the second attempt of a request; each further pause is twice as long."""
+"""Pause between the first and the second attempt of a request; each further pause is twice as long."""
 
 CHECK_S = 8.0
-"""Patience with an answer while a store is checked; there are two attempts."""
+"""Timeout for a response while a store is checked; there are two attempts."""
 
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
@@ -53,12 +53,15 @@ _TRANSIENT = {
     "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "NoSuchUpload", "OperationAborted",
     "RequestTimeout", "ServiceUnavailable", "SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling",
 }  # fmt: skip
-"""``NoSuchUpload``: the end of an upload in parts was heard, its answer was lost, and it was said again."""
+"""Errors that may pass.
+
+``NoSuchUpload``: a multipart upload was completed, its response lost, and the request repeated.
+"""
 
 
 @dataclass(frozen=True)
 class Service:
-    """Where the service is and who we are, from the environment."""
+    """Address and credentials of the service, from the environment."""
 
     endpoint: str
     region: str
@@ -67,23 +70,23 @@ class Service:
     session_token: str | None = field(repr=False)
     certificates: str
     endpoint_from: str
-    """What set the endpoint: named where it is wrong."""
+    """Setting that the endpoint comes from, named in errors."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str], endpoint_from: str = ENDPOINT) -> Service:
-        """Read it from environment variables (docs/storage.md).
+        """Read the settings from environment variables (docs/storage.md).
 
         Parameters
         ----------
         environment
             The variables.
         endpoint_from
-            What a person set to have this endpoint, if that is not the variable.
+            Setting that this endpoint comes from, if that is not the variable.
 
         Raises
         ------
         ExperimentError
-            If the address is malformed, or the file of certificates is not there.
+            If the address is malformed, or the certificate file does not exist.
         RefusedError
             If there are no credentials.
         """
@@ -108,7 +111,7 @@ class Service:
 
 
 def _endpoint(text: str, name: str) -> str:
-    if "@" in text:  # what stands before it may be a password, which is not to be shown
+    if "@" in text:  # the text before it may contain a password, which must not be shown
         raise ExperimentError(f"{name}: found a user name in it; allowed: http(s)://HOST:PORT")
     refusal = ExperimentError(f"{name}: found {text}; allowed: http(s)://HOST:PORT")
     try:
@@ -122,20 +125,20 @@ def _endpoint(text: str, name: str) -> str:
 
 
 class Connection:
-    """A client of the service, and how long it is patient with it. Threads may share one.
+    """Client of the service, with its retries and timeouts. Threads may share one.
 
     Parameters
     ----------
     attempts
-        Times that a request is made before it is given up; the pauses between them double.
+        Maximum attempts of a request; the pauses between them double.
     connect_s, read_s
-        Patience with one connection: until it is made (or takes a block of data), and until an answer comes.
+        Timeouts of one connection: to connect (or to send a block of data), and to receive a response.
     """
 
     def __init__(self, service: Service, *, attempts: int, connect_s: float, read_s: float) -> None:
         self.service = service
         self.attempts = attempts
-        # Requests are repeated here and not in urllib3: a repeated conditional write must know that it is one, a
+        # Requests are retried here, not in urllib3: a repeated conditional write must know that it is a repetition,
         # download may break after its headers, and urllib3 would warn on the terminal of every repetition.
         self.http = urllib3.PoolManager(
             timeout=urllib3.Timeout(connect=connect_s, read=read_s),
@@ -161,12 +164,12 @@ class Connection:
             ) from None
 
     def insist(self, doing: str, where: str, request: Callable[[], T]) -> T:
-        """Make a request until it succeeds, or it is clear that it will not.
+        """Repeat a request until it succeeds or further attempts are pointless.
 
         Raises
         ------
         FedloomError
-            The failure, in words.
+            The failure, with an explanation.
         """
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, self.attempts + 1):
@@ -174,7 +177,7 @@ class Connection:
                 return request()
             except (MinioException, HTTPError, ParseError) as error:
                 if attempt == self.attempts or not _passes(error):
-                    # Not "from error": what urllib3 says may hold a signed address.
+                    # Not "from error": urllib3's message may hold a signed URL.
                     raise self.explained(error, doing, where) from None
                 log.info("%s: cannot be %s (%s); trying again in %g s", where, doing, type(error).__name__, pause_s)
             time.sleep(pause_s)
@@ -182,7 +185,7 @@ class Connection:
         raise AssertionError("at least one attempt")
 
     def explained(self, error: Exception, doing: str, where: str) -> FedloomError:
-        """Say what a failure means, and what to do."""
+        """Return the error for a failure, with its meaning and the remedy."""
         endpoint = self.service.endpoint
         if isinstance(error, S3Error):
             code, said = error.code or "", f"{error.code}: {error.message}"
@@ -236,7 +239,7 @@ class Connection:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether a failure may be gone when the request is made again."""
+    """Return True if a failure may pass when the request is repeated."""
     if isinstance(error, S3Error):
         return error.code in _TRANSIENT or (error.response.status >= 500 and error.response.status != 501)
     if isinstance(error, ServerError):
@@ -247,14 +250,14 @@ def _passes(error: Exception) -> bool:
 
 
 def connect(bucket: str, prefix: str, environment: Mapping[str, str], *, endpoint_from: str | None = None) -> S3Store:
-    """Return the store at a prefix of a bucket; nothing is contacted yet."""
+    """Return the store at a prefix of a bucket, without contacting it."""
     service = Service.of(environment, endpoint_from or ENDPOINT)
-    # About half a minute of patience with a service that is away: what a restart takes.
+    # About half a minute of retries for an unavailable service: the duration of a restart.
     return S3Store(bucket, prefix, Connection(service, attempts=7, connect_s=10, read_s=60))
 
 
 class S3Store(Store):
-    """A bucket, or what lies below a prefix of it."""
+    """Bucket, or the part of one below a prefix."""
 
     def __init__(self, bucket: str, prefix: str, connection: Connection) -> None:
         self._bucket = bucket
@@ -264,7 +267,7 @@ class S3Store(Store):
 
     @property
     def url(self) -> str:
-        """As ``s3://bucket/prefix``."""
+        """URL ``s3://bucket/prefix``."""
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def read(self, name: str) -> bytes:
@@ -274,7 +277,7 @@ class S3Store(Store):
         return into.getvalue()
 
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
-        """Write a content, in place of what was there."""
+        """Write a content, replacing any existing one."""
         key = self._key(name)
 
         def put() -> None:
@@ -283,13 +286,13 @@ class S3Store(Store):
         self._insist("written", name, put)
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a content that was not there before."""
+        """Write a content that must not exist yet."""
         key = self._key(name)
         repeated = False
 
         def put() -> None:
             nonlocal repeated
-            # minio has no conditional put; one to a signed address, with a header that need not be signed, is one.
+            # minio has no conditional put; a PUT to a signed URL, with a header that need not be signed, is one.
             url = self._client.presigned_put_object(self._bucket, key, expires=timedelta(minutes=15))
             headers = {"If-None-Match": "*", "Content-MD5": b64encode(md5(content, usedforsecurity=False).digest())}
             before, repeated = repeated, True
@@ -297,7 +300,7 @@ class S3Store(Store):
             if response.status == 200:
                 return
             failure = _failure(response)
-            # Said again because the answer was lost: perhaps it is ours that lies there.
+            # Repeated because the response was lost: the existing content may be ours.
             if before and failure.code == "PreconditionFailed" and self.read(name) == content:
                 return
             raise failure
@@ -305,7 +308,7 @@ class S3Store(Store):
         self._insist("created", name, put)
 
     def upload(self, name: str, path: Path) -> None:
-        """Write the content of a file, in place of what was there."""
+        """Write the content of a file, replacing any existing content."""
         key = self._key(name)
 
         def put() -> None:
@@ -315,7 +318,7 @@ class S3Store(Store):
         self._insist("written", name, put)
 
     def download(self, name: str, path: Path) -> None:
-        """Write a content to a file, which is whole or as it was."""
+        """Write a content to a file atomically."""
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         with staged(path) as partial:
@@ -324,7 +327,7 @@ class S3Store(Store):
             partial.replace(path)
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """Everything whose name starts so, in the order of names."""
+        """Yield everything whose name starts with a prefix, sorted by name."""
         above = f"{self._prefix}/" if self._prefix else ""
 
         def listed() -> list[Entry]:
@@ -339,7 +342,7 @@ class S3Store(Store):
                 if not item.is_dir
             ]
 
-        # Not every service lists in the order of names: some go through them as folders.
+        # Not every service lists names in order: some traverse them as folders.
         yield from sorted(self._insist("listed", prefix, listed), key=lambda entry: entry.name.encode())
 
     def remove(self, names: Iterable[str]) -> None:
@@ -358,14 +361,14 @@ class S3Store(Store):
             self._insist("removed", "", delete)
 
     def tidy(self, prefix: str) -> None:
-        """Do nothing: an object is whole or not there."""
+        """Do nothing: an object is never partial."""
 
     def under(self, prefix: str) -> S3Store:
-        """The part of this store below a folder."""
+        """Return the part of this store below a folder."""
         return S3Store(self._bucket, self._key(prefix), self._connection)
 
     def check(self, *, writing: bool = True) -> None:
-        """Find out whether the service is there, the bucket too, and the credentials allow what is needed."""
+        """Check that the service and the bucket exist, and that the credentials suffice."""
         hurried = Connection(self._connection.service, attempts=2, connect_s=CHECK_S / 2, read_s=CHECK_S)
         store = S3Store(self._bucket, self._prefix, hurried)
         below = f"{self._prefix}/" if self._prefix else ""
@@ -396,7 +399,7 @@ class S3Store(Store):
             into.truncate()
             response = self._client.get_object(self._bucket, key)
             try:
-                # urllib3 compares what comes with the announced length, and raises if the connection broke before.
+                # urllib3 compares the received length with the announced one, and raises if the connection broke.
                 for block in response.stream(2**20):
                     into.write(block)
             finally:
@@ -414,7 +417,7 @@ class S3Store(Store):
 
 
 def _failure(response: urllib3.BaseHTTPResponse) -> S3Error:
-    """What a service answered to a request that minio did not make."""
+    """Return the error in a response to a request that minio did not make."""
     try:
         return S3Error.fromxml(response)
     except (ParseError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""Packing: examples that a client's owner has, as images, tables, arrays or text, become one client's folder.
+"""Packing: turn an owner's images, tables, arrays or text into one client's folder.
 
-A reader for each format gives :class:`~fedloom.data.pack.examples.Examples`; ``pack`` divides, checks and writes them.
+A reader for each format returns :class:`~fedloom.data.pack.examples.Examples`; ``pack`` splits, checks and writes them.
 """
 
 from fedloom.data.pack.folder import FORMATS, Packed, PackSettings, pack

@@ -32,21 +32,21 @@ from fedloom.data.values import are_numbers, found_classes, numbers
 from fedloom.errors import DataError, argument
 
 VALUES = 2**22
-"""So many numbers are taken in at once, or one example."""
+"""Numbers processed at once, unless one example has more."""
 
 MOST_CHANNELS = 4
-"""Images that are no wider, and have more channels, have their channels last."""
+"""Maximum channels of an image: a larger channel axis before a last axis this small means channels-last images."""
 
 
 def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
     """Read the arrays of a file.
 
-    ``y`` holds positions in the classes, from 0, or their names.
+    ``y`` holds positions in the classes, from 0, or class names.
 
     Raises
     ------
     DataError
-        If it is no such file, or an array is missing, of another shape, or of a type that cannot be taken.
+        If the file has another format, or an array is missing or has an unsupported shape or type.
     """
     tell("reading arrays", 0, None)
     arrays = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
@@ -117,20 +117,20 @@ def _owners(
 def examples_of(
     parts: Sequence[tuple[str | None, Mapping[str, NDArray[Any]]]], classes: Sequence[str] | None
 ) -> Examples:
-    """Return arrays in memory as examples; those of every owner have one kind and shape.
+    """Return in-memory arrays as examples; all owners' arrays must have the same kind and shape.
 
     Parameters
     ----------
     parts
-        An owner's name (None: nobody's), and ``x`` with ``y``; or ``train_x``, ``train_y``, ``test_x``, ``test_y``, and
-        perhaps ``validation_x`` and ``validation_y``.
+        An owner's name (None: no owner), and ``x`` with ``y``; or ``train_x``, ``train_y``, ``test_x``, ``test_y``, and
+        optionally ``validation_x`` and ``validation_y``.
     classes
-        Their names in the order of the labels; None: those that are found.
+        Class names in label order; None: those found.
 
     Raises
     ------
     DataError
-        If anything is wrong with them: whose, which array, what was found and what is allowed.
+        If the arrays are invalid; names the owner, the array, the value found and the values allowed.
     """
     mistakes, form = Mistakes("the arrays"), None
     xs: list[tuple[str, NDArray[Any]]] = []
@@ -155,7 +155,7 @@ def examples_of(
                     f"{whose}{prefix}y: found {found}; allowed: [{len(x)}], as many as {prefix}x has examples"
                 )
             if x.ndim == 3 and x.dtype == np.uint8:
-                x = x[:, None]  # gray images
+                x = x[:, None]  # greyscale images
             if not ((x.ndim == 4 and x.dtype == np.uint8) or (x.ndim == 2 and x.dtype.kind in "iufb")):
                 raise DataError(
                     f"{whose}{prefix}x: found {x.dtype} of shape {list(x.shape)}; allowed: numbers [n, features], or "
@@ -215,19 +215,19 @@ def numbered(
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Return labels as positions in the classes, and the classes.
 
-    A label is the name of a class. Where the classes are given and their names are no integers, integers are positions.
+    A label is a class name. Where the classes are given and their names are not integers, integer labels are positions.
 
     Parameters
     ----------
     classes
-        Those that are asked for; None: the different labels.
+        Classes of the experiment; None: the distinct labels.
     in_order
-        The classes are given in the order of the labels: integers are positions, whatever the names.
+        The classes are in label order: integer labels are positions, whatever the names.
 
     Raises
     ------
     DataError
-        If labels are neither text nor numbers, or both.
+        If labels are neither text nor numbers, or mix both.
     """
     ys = [np.array(part.tolist()) if part.dtype.kind == "O" else part for part in ys]
     kinds = {part.dtype.kind for part in ys}
@@ -251,7 +251,7 @@ def numbered(
 
 
 def _form(x: NDArray[Any], own: Own | None, path: Path) -> tuple[Kind, tuple[int, ...]]:
-    """The kind and shape of inputs: those asked for, or what the array looks like."""
+    """Return the kind and shape of inputs: those of the experiment, else those inferred from the array."""
     if own is not None:
         return own.kind, own.input_shape
     if x.ndim == 4 and x.dtype == np.uint8:
@@ -294,12 +294,12 @@ def _npz(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    """Refuse an array that is not as large as it says, before there is room made for it.
+    """Reject an array whose size differs from its header, before memory is allocated for it.
 
     Raises
     ------
     ValueError
-        Of an npz file: the array, and why.
+        Names the array in the npz file and the reason.
     """
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
@@ -323,7 +323,7 @@ def _safetensors(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _take(batches: Batches, x: NDArray[Any], name: str, source: Path | str) -> None:
-    """Take in an array of inputs, piece by piece."""
+    """Add an array of inputs in chunks."""
     if 0 in batches.shape:
         raise DataError(f"{source}: {name} is of shape {list(x.shape)}, and an input needs at least one number")
     rows = max(1, VALUES // max(1, math.prod(batches.shape)))

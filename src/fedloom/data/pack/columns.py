@@ -1,4 +1,4 @@
-"""Tables whose columns have types: Parquet files and DataFrames."""
+"""Tables with typed columns: Parquet files and DataFrames."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 NOT_NUMBERS = "column without numbers; features are integers, floats, or true and false"
 NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
-"""The types of numpy whose values a column of numbers has, by the kind of its own."""
+"""Numpy type that holds a numeric column, by the kind code of its dtype."""
 
 
 def read_parquet(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
-    """Read a Parquet file: a column for each number of an input.
+    """Read a Parquet file with one column for each number of an input.
 
     Raises
     ------
     ExperimentError
         If pyarrow is not installed.
     DataError
-        If it is no such file, lacks a column, or one holds no numbers.
+        If the file is not Parquet, lacks a column, or has a feature column that is not numeric.
     """
     try:
         import pyarrow as arrow
@@ -65,25 +65,25 @@ def read_parquet(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -
 
 
 def _index_of(schema: Any) -> tuple[str, ...]:
-    """Return the columns in which pandas keeps the index of a DataFrame."""
+    """Return the columns in which pandas stores the index of a DataFrame."""
     found = (schema.pandas_metadata or {}).get("index_columns", ())
     return tuple(name for name in found if isinstance(name, str))
 
 
 def _of_arrow(column: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Return the values of a column, and which of them are missing."""
+    """Return the values of a column, and a mask of the missing ones."""
     missing = column.is_null().to_numpy(zero_copy_only=False)
     whole = column.fill_null(False if str(column.type) == "bool" else 0) if column.null_count else column
     return whole.to_numpy(zero_copy_only=False), missing
 
 
 def read_frame(frame: DataFrame, request: Request, mistakes: Mistakes) -> Examples:
-    """Read a DataFrame: a row for each example, those of an owner together, in the order of the owners' names.
+    """Read a DataFrame with one row per example; the result is grouped by owner, in order of the owners' names.
 
     Raises
     ------
     DataError
-        If it lacks a column, a name is there twice, or columns have several levels.
+        If a column is missing, a name occurs twice, or columns have several levels.
     """
     if frame.columns.nlevels > 1:
         raise DataError(
@@ -117,7 +117,7 @@ def _of_pandas(series: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
 
 
 def _together(examples: Examples) -> Examples:
-    """Return the examples of each owner together."""
+    """Return the examples grouped by owner."""
     if examples.owners is None:
         return examples
     place = {name: i for i, name in enumerate(found_classes(examples.owners))}
@@ -139,7 +139,7 @@ def _take(
     places: Sequence[object],
     mistakes: Mistakes,
 ) -> None:
-    """Take in rows: of each feature its values and which are missing, and the columns of labels, splits and owners."""
+    """Add rows: the values and missing mask of each feature, and the label, split and owner columns."""
     first = len(table.places)
     table.places += places
     for column, taken in ((table.label, table.labels), (table.split, table.splits), (table.client, table.owners)):

@@ -1,4 +1,4 @@
-"""What a reader makes of a source, and the mistakes that it finds there."""
+"""Reader output, and collection of the errors that readers find in a source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedloom.words import composed, counted, shortened
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
 Tell: TypeAlias = Callable[[str, float, float | None], None]
-"""Called with what is being done, how much of it is done, and out of how much (None where that is not known)."""
+"""Progress callback: the current step, amount done, and total (None if unknown)."""
 
 OPTIONS: Mapping[str, str] = {
     "label": "--label COLUMN (or --unlabelled, without labels)",
@@ -37,36 +37,36 @@ OPTIONS: Mapping[str, str] = {
     "client": "client",
     "unlabelled": "--unlabelled",
 }
-"""What ``fedloom data pack`` calls the columns, and data without labels."""
+"""Names in ``fedloom data pack`` of the columns, and of data without labels."""
 
 SHOWN = 5
-"""Places named of each kind of mistake."""
+"""Maximum places named for each kind of error."""
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """The examples of one client.
+    """Examples of one client.
 
     Attributes
     ----------
     kind, classes
-        As of :class:`~fedloom.data.own.Own`.
+        As in :class:`~fedloom.data.own.Own`.
     x
         ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features.
     y
-        ``[n]`` positions in ``classes``; None if they are unlabelled.
+        ``[n]`` positions in ``classes``; None if unlabelled.
     split
-        ``[n]`` positions in ``SPLITS``, where the source says which split each belongs to; else None.
+        ``[n]`` positions in ``SPLITS``, where the source sets the splits; else None.
     where
-        Names the place of the i-th in the source, for mistakes.
+        Returns the place of the i-th example in the source, for error messages.
     overlap
-        As of :class:`~fedloom.data.sources.base.Owners`: windows of a text share so many characters.
+        As in :class:`~fedloom.data.sources.base.Owners`: number of characters that windows of a text share.
     notes
-        What was done to them that their owner should know.
+        Changes to the examples that their owner should know.
     owners
-        ``[n]`` names of whose each is, where the source has the examples of several; else None.
+        ``[n]`` owner names, where the source has the examples of several owners; else None.
     features
-        Of features from a table: the names of the columns, in order; else None.
+        Column names of features from a table, in order; else None.
     """
 
     kind: Kind
@@ -83,23 +83,23 @@ class Examples:
 
 @dataclass(frozen=True)
 class Request:
-    """What a reader is asked for.
+    """Reading options.
 
     Attributes
     ----------
     own
-        What the experiment asks of clients; None: kind, shape and classes are those that are found.
+        The experiment's requirements on clients; None: kind, shape and classes are inferred.
     labelled
-        Whether there must be labels.
+        True if labels are required.
     label, split
-        Names of the columns with the labels, and with the splits (None: there is none).
+        Names of the columns with the labels and with the splits (None: no such column).
     resize
-        Whether images of another size are resized.
+        True if images of another size are resized.
     client
-        Name of the column, or array, that says whose each example is; of a folder of images, ``folder`` for its
-        outermost folders. None: they are all of one.
+        Name of the column or array with the owner of each example; for a folder of images, ``folder`` for its
+        outermost folders. None: all examples have one owner.
     words
-        What messages call ``label``, ``split``, ``client`` and ``unlabelled``: options, keys, or arguments.
+        Names in messages for ``label``, ``split``, ``client`` and ``unlabelled``: options, keys, or arguments.
     """
 
     own: Own | None
@@ -113,7 +113,7 @@ class Request:
 
 @dataclass
 class Mistakes:
-    """Everything that is wrong with a source: each kind of mistake counted, its first places named."""
+    """Errors in a source: a count for each kind of error, and its first places."""
 
     source: str
     outcome: str = "; nothing was written"
@@ -121,23 +121,23 @@ class Mistakes:
     _places: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, what: str, *places: str) -> None:
-        """Note a mistake of some kind at each of these places."""
+        """Record an error of some kind at each of these places."""
         self.add_many(what, len(places), places)
 
     def add_many(self, what: str, count: int, places: Iterable[str]) -> None:
-        """Note ``count`` mistakes of a kind, of which the first places are enough."""
+        """Record ``count`` errors of some kind; only the first places are used."""
         if count:
             self._counts[what] = self._counts.get(what, 0) + count
             named = self._places.setdefault(what, [])
             named += [shortened(place, 100) for place, _ in zip(places, range(SHOWN - len(named)), strict=False)]
 
     def refuse(self) -> None:
-        """Raise what was noted, if anything was.
+        """Raise the recorded errors, if there are any.
 
         Raises
         ------
         DataError
-            Each kind of mistake on a line: what it is, how often it was found, and where first.
+            One line for each kind of error: the error, its count, and its first places.
         """
         if not self._counts:
             return
@@ -150,29 +150,29 @@ class Mistakes:
 
 @dataclass
 class Batches:
-    """Inputs that come in pieces of float64, checked and kept in the form of their kind."""
+    """Inputs that arrive as chunks of float64, checked and stored in the dtype of their kind."""
 
     kind: Kind
     shape: tuple[int, ...]
     classes: int
     mistakes: Mistakes
     name: Callable[[int], str]
-    """Names the j-th number of an input."""
+    """Returns the name of the j-th number of an input."""
     _kept: list[Inputs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin without values."""
+        """Create the empty rounding statistics."""
         self._rounding = Rounding(int(np.prod(self.shape)))
 
     def add(self, values: NDArray[np.float64], where: Callable[[int, int], str], known: NDArray[np.bool_]) -> None:
-        """Take in ``[m, f]`` values.
+        """Add ``[m, f]`` values.
 
         Parameters
         ----------
         where
-            Names the place of row i, column j of this piece.
+            Returns the place of row i, column j of this chunk.
         known
-            ``[m, f]``: values that are mistakes already noted.
+            ``[m, f]``: True for values whose errors are already recorded.
         """
         if self.kind == "features":
             wrong = ~np.isfinite(values)
@@ -196,7 +196,7 @@ class Batches:
         self.mistakes.add_many(what, int(wrong.sum()), places)
 
     def joined(self) -> tuple[Inputs, tuple[str, ...]]:
-        """Return all that was taken in, ``[n, *shape]``, and what was done to it that its owner should know."""
+        """Return all inputs, ``[n, *shape]``, and notes on changes that their owner should know."""
         lost, noted = self._rounding.lost(), self._rounding.noted()
         self.mistakes.add_many(
             "values that 32-bit floats cannot tell apart (subtract an offset first, or leave the column out)",
@@ -212,7 +212,7 @@ class Batches:
 def names_of(
     labels: Iterable[object], where: Callable[[int], str], mistakes: Mistakes, what: str = "label"
 ) -> list[str | None]:
-    """Return labels, or owners, as text: numbers in digits where all are, None where one is missing or neither."""
+    """Return labels or owners as text: digits if all are numbers, None where missing, ``?`` where invalid."""
     known: dict[tuple[type, object], tuple[str | None, str | None]] = {}
     names: list[str | None] = []
     for i, label in enumerate(labels):
@@ -228,7 +228,7 @@ def names_of(
 
 
 def _name_of(label: object) -> tuple[str | None, str | None]:
-    """Return the name that a label is, and why it is none."""
+    """Return the name for a label, and the error if it is not a valid name."""
     try:
         return label_text(label), None
     except ValueError as error:
@@ -243,9 +243,9 @@ def positions(
     Parameters
     ----------
     labels
-        As :func:`names_of` gives them.
+        As returned by :func:`names_of`.
     classes
-        Those that are asked for; None: the different labels.
+        Classes of the experiment; None: the distinct labels.
     """
     labels = [label and composed(label) for label in labels]
     if classes is None:
@@ -268,14 +268,14 @@ def _quoted(label: str | None) -> str:
 
 
 def notes_of_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return what the owner of integer labels should know, unless they are those from 0 on."""
+    """Return a note for the owner of integer labels, unless the labels are 0, 1, 2 and so on."""
     if not are_numbers(classes) or tuple(classes) == tuple(map(str, range(len(classes)))):
         return ()
     return (f"{counted(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
 
 
 def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], mistakes: Mistakes) -> tuple[str, ...]:
-    """Return the different labels, unless they are a measured quantity."""
+    """Return the distinct labels, and record an error if they are a measured quantity."""
     different = {label for label in labels if label}
     classes = found_classes(different)
     quantity = set(measured(different))
@@ -292,7 +292,7 @@ def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], mista
 
 
 def split_positions(names: Sequence[str | None], where: Callable[[int], str], mistakes: Mistakes) -> NDArray[np.int64]:
-    """Return the position in ``SPLITS`` of what a source calls each split, ``[n]``."""
+    """Return the position in ``SPLITS`` for each split name of a source, ``[n]``."""
     place = np.array([SPLIT_NAMES.get((name or "").strip().lower(), -1) for name in names], dtype=np.int64)
     wrong = np.flatnonzero(place < 0).tolist()
     allowed = f"unknown split; allowed: {', '.join(SPLIT_NAMES)}"
@@ -301,21 +301,21 @@ def split_positions(names: Sequence[str | None], where: Callable[[int], str], mi
 
 
 SPLIT_NAMES = {"train": 0, "validation": 1, "val": 1, "test": 2}
-"""What a source may call its splits, and their position in ``SPLITS``."""
+"""Accepted names of splits in a source, and their position in ``SPLITS``."""
 
 
 def listed(words: Sequence[str], most: int = 12) -> str:
-    """Return words as a list, the rest beyond ``most`` as dots."""
+    """Return words as a comma-separated list, with an ellipsis and the total beyond ``most``."""
     return ", ".join(words) if len(words) <= most else f"{', '.join(words[:most])}, ... ({len(words)})"
 
 
 def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]:
-    """Return the shape that inputs are to have, if there are as many numbers of them as it takes.
+    """Return the required shape of inputs, if the number of values fits it.
 
     Raises
     ------
     DataError
-        If there are not.
+        If it does not.
     """
     needed = int(np.prod(own.input_shape))
     if found != needed:
@@ -326,17 +326,17 @@ def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]
 
 
 def check_unpacked(source: Path, unpacked: int) -> None:
-    """Refuse a small file that would fill the memory.
+    """Reject a small file that would unpack to fill the memory.
 
     Parameters
     ----------
     unpacked
-        Bytes that it says it holds.
+        Unpacked size in bytes, as the file declares it.
 
     Raises
     ------
     DataError
-        If that is more than 1 GiB, and more than 100 times the file.
+        If the size is more than 1 GiB and more than 100 times the file.
     """
     size = source.stat().st_size
     if unpacked > LARGE and unpacked > EXPANSION * size:
@@ -348,7 +348,7 @@ def check_unpacked(source: Path, unpacked: int) -> None:
 
 
 def undecodable_line(source: Path) -> int:
-    """Return the number of the first line that is no UTF-8 text."""
+    """Return the number of the first line that is not valid UTF-8, or 0."""
     with source.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:

@@ -1,4 +1,4 @@
-"""One client's folder: examples divided, checked and written, whole or not at all."""
+"""Atomic creation of one client's folder: examples are split, checked and written."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".safetensors": ("safetensors", read_arrays),
     ".txt": ("text", read_text),
 }
-"""What a file is and who reads it, by the end of its name; a folder is one of images."""
+"""Format and reader by file extension; a folder holds images."""
 
 CHUNK = 4096
-"""Examples whose values are counted at once."""
+"""Number of examples whose values are counted at once."""
 
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How a client is packed.
+    """Packing settings of a client.
 
     Attributes
     ----------
     id
-        The client's; None: the name of the source, without its ending.
+        Id of the client; None: the name of the source without its extension.
     request
-        What is asked of the source.
+        Reading options.
     test_fraction
-        Part of the examples that is for testing.
+        Fraction of the examples for testing.
     validation_fraction
-        Part of the rest that is for validation.
+        Fraction of the rest for validation.
     seed
-        Decides which.
+        Seed of the random split.
     """
 
     id: str | None = None
@@ -72,30 +72,30 @@ class PackSettings:
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed client, and what was done to its examples that their owner should know."""
+    """Packed client, and notes on changes to its examples that their owner should know."""
 
     card: ClientCard
     notes: tuple[str, ...]
 
 
 def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda what, done, total: None) -> Packed:
-    """Pack a client's examples; the same source and settings give the same bytes.
+    """Pack a client's examples; the same source and settings produce the same bytes.
 
     Parameters
     ----------
     source
         A folder of images, or a CSV, Parquet, npz, safetensors or text file.
     out
-        A new folder, for the client's owner alone to read.
+        A new folder, readable only by its owner.
     tell
-        Is told how far it is.
+        Progress callback.
 
     Raises
     ------
     ExperimentError
         If an option is not allowed, or ``out`` exists.
     DataError
-        If anything is wrong with the source: all mistakes, each kind counted. Then nothing is left behind.
+        If the source is invalid; lists all errors, with a count of each kind. Nothing is written then.
     """
     name = settings.id if settings.id is not None else source.resolve().name.removesuffix(source.suffix)
     if not CLIENT_ID.fullmatch(name):
@@ -124,7 +124,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     tell("checking", 0, None)
     split, notes = _divided(examples, settings, name, mistakes)
     tensors, counts = _tensors(examples, split)
-    content = safetensors.numpy.save(tensors)  # without metadata, whose order would change from time to time
+    content = safetensors.numpy.save(tensors)  # without metadata, whose order may vary
     drawn = {"seed": settings.seed, "test_fraction": settings.test_fraction}
     drawn["validation_fraction"] = settings.validation_fraction
     train, validation, test = (int(np.count_nonzero(split == place)) for place in range(len(SPLITS)))
@@ -171,12 +171,12 @@ def _reader(source: Path) -> tuple[str, Reader]:
 def _divided(
     examples: Examples, settings: PackSettings, name: str, mistakes: Mistakes
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """Return each example's position in ``SPLITS``, ``[n]``, and what to tell of it.
+    """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split.
 
     Raises
     ------
     DataError
-        If a split is empty, or an example is in two of those that the source gives.
+        If a split is empty, or an input occurs in two of the splits that the source sets.
     """
     notes: list[str] = []
     if examples.overlap:
@@ -220,7 +220,7 @@ def _drawn(examples: Examples, group: NDArray[np.int64], settings: PackSettings,
 
 
 def _by_time(count: int, settings: PackSettings, overlap: int) -> NDArray[np.int64]:
-    """Hold out the last windows, with a gap before each split; -1 for those in a gap."""
+    """Hold out the last windows, with a gap before each split; -1 marks windows in a gap."""
     split = np.full(count, -1, dtype=np.int64)
     end = count
     for place, fraction in ((2, settings.test_fraction), (1, settings.validation_fraction)):
@@ -232,7 +232,7 @@ def _by_time(count: int, settings: PackSettings, overlap: int) -> NDArray[np.int
 
 
 def _refuse_shared(examples: Examples, group: NDArray[np.int64], split: NDArray[np.int64], mistakes: Mistakes) -> None:
-    """Refuse inputs that are in more than one of the splits that a source gives."""
+    """Reject inputs that occur in more than one of the splits that a source sets."""
     shared = np.flatnonzero(split != split[group]).tolist()
     mistakes.add_many(
         "input in two splits",
@@ -248,7 +248,7 @@ def _refuse_shared(examples: Examples, group: NDArray[np.int64], split: NDArray[
 def _tensors(
     examples: Examples, split: NDArray[np.int64]
 ) -> tuple[dict[str, NDArray[Any]], dict[str, tuple[int, ...]]]:
-    """Return the tensors of a shard, and the examples of each class in each split."""
+    """Return the tensors of a shard, and the class counts of each split."""
     tensors: dict[str, NDArray[Any]] = {}
     counts: dict[str, tuple[int, ...]] = {}
     for place, name in enumerate(SPLITS):

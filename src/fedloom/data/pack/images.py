@@ -1,4 +1,4 @@
-"""A folder of images by class, laid out as torchvision's ``ImageFolder`` wants it."""
+"""Folder of images by class, laid out like torchvision's ``ImageFolder``."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
     """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on.
 
-    Hidden files and those that operating systems leave behind are passed over; links to folders are followed. With
-    ``client``, an owner's folder is above that of the class. Without ``data.own`` the images are grey if all of them
-    are, else RGB, and of the size of the first.
+    Hidden files and those that operating systems leave behind are skipped; links to folders are followed. With
+    ``client``, the owners' folders are above those of the classes. Without ``data.own``, the images are greyscale if
+    all of them are, else RGB, and have the size of the first.
 
     Raises
     ------
     ExperimentError
-        If ``client`` is another word than ``folder``, Pillow is not installed, or the experiment asks for inputs that
-        are no images.
+        If ``client`` is neither None nor ``folder``, Pillow is not installed, or the experiment asks for inputs other
+        than images.
     DataError
-        If there is no image, or a folder cannot be read.
+        If there is no image, an image is invalid, or a folder cannot be read.
     """
     _check_request(folder, request)
     own = request.own
@@ -48,7 +48,7 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
     kept: list[Path] = []
     for done, path in enumerate(files):
         tell("reading images", done, len(files))
-        name = path.relative_to(folder)  # as mistakes call it: the folder stands before all of them
+        name = path.relative_to(folder)  # as shown in errors, which start with the folder
         steps = tuple(map(composed, name.parts))
         label = steps[depth] if len(steps) > depth + 1 else None
         try:
@@ -80,7 +80,7 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
 
 
 def _check_request(folder: Path, request: Request) -> None:
-    """Refuse what a folder of images cannot give, and a machine without Pillow."""
+    """Reject requests that a folder of images cannot satisfy, and an installation without Pillow."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
@@ -98,7 +98,7 @@ def _check_request(folder: Path, request: Request) -> None:
 
 
 def _check_place(path: Path, label: str | None, request: Request, known: frozenset[str]) -> None:
-    """Refuse what is no image by its name, no file, or not in the folder of a class."""
+    """Reject a path that has no image extension, is not a file, or is outside the folder of a class."""
     if path.suffix.lower() not in known:
         raise UnfitImage(f"no image, by its name; allowed: {listed(sorted(known), 30)}", "")
     if not path.is_file():
@@ -114,14 +114,14 @@ def _check_place(path: Path, label: str | None, request: Request, known: frozens
 
 @dataclass
 class _Taken:
-    """Images of one size, and what was changed in them.
+    """Images of one size, and the changes made to them.
 
     Attributes
     ----------
     shape
-        ``(channels, height, width)``; None: grey if all images are, else RGB, of the size of the first.
+        ``(channels, height, width)``; None: greyscale if all images are, else RGB, of the size of the first.
     resize
-        Whether images of another size are resized.
+        True if images of another size are resized.
     """
 
     shape: tuple[int, ...] | None
@@ -132,12 +132,12 @@ class _Taken:
     _grey: int = 0
 
     def add(self, image: Image, notes: tuple[str, ...]) -> None:
-        """Take in an image, unless it is of another size.
+        """Add an image, converted to the required mode and size.
 
         Raises
         ------
         UnfitImage
-            If it is.
+            If it has another size and ``resize`` is False.
         """
         size = self._wanted_size(image)
         if image.size != size and not self.resize:
@@ -160,13 +160,13 @@ class _Taken:
         self._pixels.append(np.asarray(image, dtype=np.uint8).reshape(size[1], size[0], -1).transpose(2, 0, 1))
 
     def _wanted_size(self, image: Image) -> tuple[int, int]:
-        """Return (width, height)."""
+        """Return the required (width, height)."""
         if self._size is None:
             self._size = image.size if self.shape is None else (self.shape[2], self.shape[1])
         return self._size
 
     def joined(self) -> NDArray[np.uint8]:
-        """Return all images, ``[n, channels, height, width]``: grey ones among others become RGB."""
+        """Return all images, ``[n, channels, height, width]``; greyscale images among RGB ones become RGB."""
         channels = max(len(each) for each in self._pixels)
         if channels == 3 and self._grey and self.shape is None:
             self._changed["converted from L to RGB"] = self._grey
@@ -182,6 +182,6 @@ class _Taken:
 
 
 def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
-    """Return whether the folders are those of splits, and not of classes."""
+    """Return True if the folders are named for splits rather than classes."""
     names = set(folders_in(folder))
     return not names & set(classes) and {SPLIT_NAMES.get(name) for name in names} == {0, 1, 2}

@@ -1,4 +1,4 @@
-"""Images and labels of a data set in memory, such as torchvision's: kept exactly, or refused with their place."""
+"""In-memory image data sets such as torchvision's: images and labels are kept exactly, or rejected with their index."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_CHANNELS = 4
-"""Of an image whose last axis is no longer, and whose first is, the last axis has the channels; or the other way."""
+"""Maximum channels of an image: a larger channel axis opposite an axis this small means swapped axes, an error."""
 
 AS_THEY_ARE = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
-"""Pillow's modes whose channels are kept, as ``ToTensor`` keeps them."""
+"""Pillow modes whose channels are kept unchanged, as ``ToTensor`` keeps them."""
 
 ROUNDING = 1e-3
-"""Part of a step of 1/255 by which floats may miss it."""
+"""Maximum deviation of a float from a multiple of 1/255, as a fraction of that step."""
 
 
 def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any], tuple[str, ...]]:
@@ -33,15 +33,15 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
     Parameters
     ----------
     dataset
-        Its items are pairs of an image (Pillow's, a tensor ``[channels, height, width]``, or an array ``[height,
-        width, channels]``; without the channels where there is one) and a label: a whole number, or a name.
+        Items are pairs of an image (a Pillow image, a tensor ``[channels, height, width]``, or an array ``[height,
+        width, channels]``; the channel axis may be omitted for one channel) and a label: a whole number, or a name.
     what
-        What to call it in errors.
+        Name of the data set in errors.
 
     Raises
     ------
     DataError
-        If an item is no such pair, images are not all of one shape, or a pixel or label would be changed.
+        If an item is not such a pair, image shapes differ, or a pixel or label cannot be kept exactly.
     """
     images: list[NDArray[np.uint8]] = []
     labels: list[Any] = []
@@ -68,16 +68,16 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
 
 
 def _items(dataset: Any, what: str) -> Iterator[Any]:
-    """Yield the items of a data set: as many as it says that it has.
+    """Yield the items of a data set.
 
     Raises
     ------
     DataError
-        If it has more or fewer.
+        If there are more or fewer items than its length.
     """
     try:
         length = len(dataset) if hasattr(dataset, "__len__") else None
-    except TypeError:  # as a data loader over a stream
+    except TypeError:  # such as a data loader over a stream
         length = None
     if isinstance(dataset, str | bytes | Mapping | Set) or (length is None and not hasattr(dataset, "__iter__")):
         raise DataError(f"{what}: is a {type(dataset).__name__}; it must be a data set of pairs (image, label)")
@@ -126,7 +126,7 @@ def _pixels(image: Any, where: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]
 
 
 def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """Return the pixels of one of Pillow's images, ``[height, width]`` or ``[height, width, channels]``, and notes."""
+    """Return the pixels of a Pillow image, ``[height, width]`` or ``[height, width, channels]``, and notes."""
     notes: list[str] = []
     try:
         check_depth(image)

@@ -1,4 +1,4 @@
-"""Pixels of images in Pillow's hands: 8 bits a channel, as a viewer shows them; what cannot be kept is refused."""
+"""Pixels of Pillow images: 8 bits per channel, as a viewer shows them; others are rejected."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TGA", "TIFF", "WEBP")
-"""Formats that Pillow decodes itself and whose depth it tells: others start programs (EPS), or lose bits silently."""
+"""Formats that Pillow decodes itself and whose depth it reports: others start programs (EPS), or lose bits silently."""
 
 MOST_PIXELS = 89_478_485
-"""Pixels of an image at most, Pillow's own bound: a small file can claim to hold far more than memory does."""
+"""Maximum pixels of an image, Pillow's own bound: a small file can claim more than fits in memory."""
 
 PALETTES = ("P", "PA")
 GREY = ("1", "L", "LA")
 COLOUR = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
-"""Pillow's modes that have 8 bits a channel and a form in grey or RGB."""
+"""Pillow modes with 8 bits per channel that convert to greyscale or RGB."""
 
 ORIENTATION = 0x0112
-"""EXIF's tag that says how a camera was held."""
+"""EXIF tag for the camera orientation."""
 
 BITS_PER_SAMPLE = 258
-"""TIFF's tag."""
+"""TIFF tag for the bits per sample."""
 
 FURTHER = "hold further pictures beside the first, such as previews; they were left out"
 TRANSPARENT = "had transparent pixels, which now have the colour that is stored there"
@@ -34,14 +34,14 @@ TURNED = "turned upright, as the EXIF orientation says"
 
 
 class UnfitImage(Exception):
-    """An image whose pixels cannot be taken.
+    """Image whose pixels cannot be used.
 
     Attributes
     ----------
     fault
-        The kind of fault, and what to do.
+        Kind of error, and the remedy.
     detail
-        What was found in this image.
+        Value found in this image.
     """
 
     def __init__(self, fault: str, detail: str) -> None:
@@ -50,7 +50,7 @@ class UnfitImage(Exception):
 
 
 def endings() -> frozenset[str]:
-    """Return the ends of the names of files that can be read, such as ``.png``."""
+    """Return the file extensions that can be read, such as ``.png``."""
     from PIL import Image
 
     return frozenset(end for end, form in Image.registered_extensions().items() if form in (*FORMATS, "MPO"))
@@ -73,7 +73,7 @@ def read_picture(path: Path) -> tuple[Image, tuple[str, ...]]:
                 raise _too_large(f"{height} x {width}")
             check_depth(opened)
             notes = [FURTHER] if check_frames(opened) else []
-            # A TIFF is turned by Pillow while it is loaded; EXIF of a PNG may come after its pixels.
+            # Pillow rotates a TIFF while loading it; the EXIF of a PNG may come after its pixels.
             before = 1 if opened.format == "PNG" else orientation(opened)
             opened.load()
             after = orientation(opened)
@@ -87,16 +87,16 @@ def read_picture(path: Path) -> tuple[Image, tuple[str, ...]]:
 
 
 def check_depth(image: Image) -> None:
-    """Refuse an image that is not of 8 bits a channel, which Pillow may have cut its values to.
+    """Reject an image with more than 8 bits per channel, whose values Pillow may have truncated.
 
     Raises
     ------
     UnfitImage
-        If it has more bits, or its mode has no form in grey or RGB.
+        If it has more bits, or its mode does not convert to greyscale or RGB.
     """
     deep = image.mode.startswith(("I", "F"))
     found = f"mode {image.mode}"
-    tiles = getattr(image, "tile", ())  # empty once an image is loaded
+    tiles = getattr(image, "tile", ())  # empty after loading
     arguments = [tile[3] for tile in tiles]
     if image.format == "PNG":
         deep = deep or any(";16" in str(given) for given in arguments)
@@ -112,7 +112,7 @@ def check_depth(image: Image) -> None:
 
 
 def check_frames(image: Image) -> bool:
-    """Return whether an image has further pictures that belong to its first, as phones write them.
+    """Return True if an image has further pictures attached to the first, as phones write them.
 
     Raises
     ------
@@ -128,16 +128,16 @@ def check_frames(image: Image) -> bool:
 
 
 def orientation(image: Image) -> int:
-    """Return how the camera was held, 1 to 8 as EXIF has it; 1, upright, where that is not said, or damaged."""
+    """Return the EXIF camera orientation, 1 to 8; 1, upright, if it is missing or damaged."""
     try:
         found: Any = image.getexif().get(ORIENTATION, 1)
-    except Exception:  # EXIF is written by all kinds of programs, and viewers show such images as they are
+    except Exception:  # EXIF comes from all kinds of programs; viewers show such images unrotated
         return 1
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
 def _turned(image: Image, held: int) -> Image:
-    """Return an image upright; without a tag that would have it turned again."""
+    """Return an image upright; transposing removes the tag that would rotate it again."""
     from PIL.Image import Transpose
 
     ways = {
@@ -165,7 +165,7 @@ def _too_large(found: str) -> UnfitImage:
 
 @contextmanager
 def _failures_named(path: Path) -> Iterator[None]:
-    """Turn what Pillow raises in the block, which its decoders do with errors of every class, into UnfitImage."""
+    """Turn exceptions in the block into UnfitImage; Pillow's decoders raise errors of every class."""
     from PIL import Image
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Tables: one example a row, a header with the names of the columns; and the reader of CSV."""
+"""Tables with a header of column names and one example per row, and the CSV reader."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from fedloom.data.values import EXACT, TRUTHS, number, whole
 from fedloom.errors import DataError
 
 ROWS = 4096
-"""Rows taken in at once."""
+"""Rows processed at once."""
 
 INDEX = re.compile(r"__index_level_[0-9]+__")
-"""The column in which pandas keeps an index without a name in a Parquet file."""
+"""Column in which pandas stores an unnamed index in a Parquet file."""
 
 UNNAMED = re.compile(r"Unnamed: [0-9]+")
-"""A column that had no name when pandas read it."""
+"""Column that had no name when pandas read it."""
 
 
 @dataclass
 class Table:
-    """What is read of a table, whatever its format."""
+    """Parsed content of a table in any format."""
 
     inputs: tuple[int, ...]
     label: int | None
@@ -59,15 +59,15 @@ class Table:
     digits: set[int] = field(default_factory=set)
 
     def where(self, i: int) -> str:
-        """Name the i-th row."""
+        """Return the place of the i-th row."""
         return f"{self.row_name} {self.places[i]}"
 
     def cell(self, first: int) -> Callable[[int, int], str]:
-        """Names row i, input j of the batch that begins with a row."""
+        """Return a function that names row i, input j of the batch starting at row ``first``."""
         return lambda i, j: f"{self.where(first + i)}, column {self.header[self.inputs[j]]}"
 
     def examples(self, request: Request, notes: tuple[str, ...]) -> Examples:
-        """Return what was read, unless anything was wrong."""
+        """Return the parsed examples, and record errors in labels, splits and owners."""
         mistakes = self.batches.mistakes
         y, classes = None, () if request.own is None else request.own.classes
         if self.label is not None:
@@ -98,12 +98,12 @@ def begin(
     Parameters
     ----------
     index
-        Columns that number or name the rows, by what the source says: they are no features unless they are asked for.
+        Columns that the source declares as a row index: they are no features unless requested.
 
     Raises
     ------
     DataError
-        If one is missing, or there twice, or has no name, or there are more or fewer than inputs have numbers.
+        If a column is missing, occurs twice or has no name, or the number of columns does not fit the input shape.
     """
     own, source = request.own, mistakes.source
     twice = next((name for name in header if name and header.count(name) > 1), None)
@@ -148,7 +148,7 @@ def _index(header: Sequence[str], rest: Sequence[int], index: Sequence[str], sou
     Raises
     ------
     DataError
-        If a column that is none has no name.
+        If a column that is no index has no name.
     """
     found = [i for i in rest if header[i] in index or INDEX.fullmatch(header[i]) or (i == 0 and _nameless(header[i]))]
     bare = next((i for i in rest if i not in found and _nameless(header[i])), None)
@@ -169,7 +169,7 @@ def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Ex
     Raises
     ------
     DataError
-        If it is no such file, has no header, or lacks a column.
+        If the file is not CSV, has no header, or lacks a column.
     """
     total = path.stat().st_size
     table: Table | None = None
@@ -217,7 +217,7 @@ def _check_header(header: Sequence[str], source: str) -> None:
 
 
 def _take_text(table: Table, rows: Sequence[Sequence[str]], mistakes: Mistakes) -> None:
-    """Take in rows of text; what is no number is noted."""
+    """Add rows of text; cells that are not numbers are recorded as errors."""
     if not rows:
         return
     for column, texts in ((table.label, table.labels), (table.split, table.splits), (table.client, table.owners)):

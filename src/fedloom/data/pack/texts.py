@@ -1,4 +1,4 @@
-"""Text: windows of characters, each labelled with the character that comes next."""
+"""Text: windows of characters, each labelled with the next character."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fedloom.errors import DataError, ExperimentError, argument
 
 
 def read_text(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
-    """Read a UTF-8 text; the classes are its characters, an input is as many of them as ``input_shape`` says.
+    """Read a UTF-8 text; the classes are its characters, and ``input_shape`` sets the characters per input.
 
     Raises
     ------
     ExperimentError
-        If the experiment asks for no text.
+        If the experiment does not ask for text.
     DataError
-        If the file is no UTF-8 text, or too short.
+        If the file is not UTF-8, or too short.
     """
     own = request.own
     if own is None or own.kind != "tokens" or any(len(name) != 1 for name in own.classes):

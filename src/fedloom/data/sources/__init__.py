@@ -1,7 +1,7 @@
-"""Sources: the official data sets, one small module each, and the registry that names them.
+"""Sources: the official data sets, one small module each, and their registry.
 
-To add one: a module with a :class:`~fedloom.data.sources.base.Source`, and its place in ``SOURCES``; or, in another
-package, the entry point ``fedloom.sources`` (docs/extending.md).
+To add a source, write a module with a :class:`~fedloom.data.sources.base.Source` and list it in ``SOURCES``; or, in
+another package, use the entry point ``fedloom.sources`` (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOURCES: dict[str, Source] = {
         *plugins("fedloom.sources", Source),
     )
 }
-"""All sources by the name an experiment file uses."""
+"""All sources, by the name that experiment files use."""
 
 
 def find(name: str) -> Source:
@@ -38,7 +38,7 @@ def find(name: str) -> Source:
     Raises
     ------
     ExperimentError
-        If there is none of that name.
+        If there is no source of that name.
     """
     if name not in SOURCES:
         raise ExperimentError(f"data.dataset: found {name!r}; allowed: {', '.join(SOURCES)}")

@@ -1,4 +1,4 @@
-"""What a source of data is: its official files, how to get them, and how to read them."""
+"""Source interface: a data set's official files, ways to fetch them, and their reader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pool:
     labels
         ``[n]`` int64.
     owners
-        ``[n]`` int64, whose example it is, as an index into ``Owners.names``; None where nobody is known to own them.
+        ``[n]`` int64, the owner of each example as an index into ``Owners.names``; None where owners are unknown.
     """
 
     inputs: NDArray[np.uint8] | NDArray[np.float32]
@@ -33,7 +33,7 @@ class Pool:
     owners: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse arrays that do not belong together."""
+        """Reject arrays of different lengths."""
         counts = {"inputs": len(self.inputs), "labels": len(self.labels)}
         if self.owners is not None:
             counts["owners"] = len(self.owners)
@@ -41,24 +41,25 @@ class Pool:
             raise DataError(", ".join(f"{n} {name}" for name, n in counts.items()) + "; expected as many of each")
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         return len(self.labels)
 
 
 @dataclass(frozen=True)
 class Owners:
-    """The natural clients of a source: who its examples come from.
+    """Natural clients of a source: the owners of its examples.
 
     Attributes
     ----------
     names
-        What each is called.
+        Name of each owner.
     divided
-        Whether every owner's examples are divided into an official train and an official test part. If not (a data
-        set whose test writers are others than its train writers), the ``natural`` scheme divides them itself.
+        True if every owner's examples have an official train part and an official test part. If False (the test writers
+        of the data set differ from its train writers), the ``natural`` scheme splits them itself.
     overlap
-        Examples of one owner are in time order, and each shares content with so many before it (windows of a text);
-        0 for examples that are exchangeable. Held-out examples are then the last ones, with a gap of so many before.
+        Number of preceding examples of the same owner that each example shares content with (windows of a text in time
+        order); 0 for exchangeable examples. If positive, the last examples are held out, with a gap of this size
+        before.
     """
 
     names: tuple[str, ...]
@@ -68,13 +69,13 @@ class Owners:
 
 @dataclass(frozen=True, eq=False)
 class Official:
-    """What a source's files hold: the official train and test pool, and whose the examples are, where that is known.
+    """Content of a source's files: the official train and test pools, and the owners of the examples where known.
 
     Attributes
     ----------
     equal
-        ``[n]``, of a data set of one's own: the position, in the train and then the test examples, of the first example
-        with the same input. None: each example counts as different, as in published data sets, whose division stands.
+        ``[n]``, for local data sets: the position, in the train and then the test examples, of the first example with
+        the same input. None: all examples count as different, as in published data sets, whose official split is kept.
     """
 
     train: Pool
@@ -84,11 +85,11 @@ class Official:
 
     @property
     def group(self) -> NDArray[np.int64]:
-        """``[n]``: the group of equal inputs that each example is in (:mod:`fedloom.data.copies`)."""
+        """Group of equal inputs that each example belongs to, ``[n]`` (:mod:`fedloom.data.copies`)."""
         return np.arange(len(self.train) + len(self.test)) if self.equal is None else self.equal
 
     def __post_init__(self) -> None:
-        """Refuse owners in one place only, or out of range."""
+        """Reject owners that are given only in part, or out of range."""
         for name, pool in (("train", self.train), ("test", self.test)):
             if (pool.owners is None) != (self.owners is None):
                 raise DataError(
@@ -102,20 +103,20 @@ class Official:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file as it is stored, uncompressed: its name, size in bytes (None if not noted), and sha256 in hex."""
+    """One stored file, uncompressed: its name, size in bytes (None if not recorded), and SHA-256 in hex."""
 
     name: str
     size: int | None
     sha256: str
 
     def __str__(self) -> str:
-        """Return what identifies its content, for errors."""
+        """Return the identity of its content, for errors."""
         return f"sha256 {self.sha256}" if self.size is None else f"{self.size} bytes of sha256 {self.sha256}"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a fetch is: what it is doing, and bytes done out of ``total`` (None where that is not known)."""
+    """Progress of a fetch: the current step, and bytes done out of ``total`` (None if unknown)."""
 
     doing: str
     done: int
@@ -123,11 +124,11 @@ class Progress:
 
 
 Report: TypeAlias = Callable[[Progress], None]
-"""Is told how far a fetch is."""
+"""Callback for the progress of a fetch."""
 
 
 class FetchFailed(Exception):
-    """A fetcher did not get the files; the message says why, in one line."""
+    """Failure of a fetcher; the message is a one-line reason."""
 
 
 class Fetcher(Protocol):
@@ -135,28 +136,28 @@ class Fetcher(Protocol):
 
     @property
     def title(self) -> str:
-        """What it does, for progress and errors: ``"download from ..."``."""
+        """Description for progress and errors: ``"download from ..."``."""
 
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
-        """Yield each named file, uncompressed; checking it is the caller's job.
+        """Yield each named file, uncompressed; the caller verifies the checksums.
 
         Raises
         ------
         FetchFailed
-            If a file cannot be had.
+            If a file cannot be fetched.
         """
 
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """Files that users make themselves, so that nobody can know their checksums beforehand.
+    """Files that users create themselves, whose checksums are therefore not known in advance.
 
     Attributes
     ----------
     expected
-        What a folder with them holds, and how to make it, for errors: ``"LEAF's train/*.json and test/*.json"``.
+        Expected content of a folder, and how to create it, for errors: ``"LEAF's train/*.json and test/*.json"``.
     names
-        The names in a folder, relative to it, with ``/``; empty where it holds none.
+        Returns the file names in a folder, relative to it, with ``/``; empty if it holds none.
     """
 
     expected: str
@@ -165,33 +166,33 @@ class OwnFiles:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that can be fetched and read.
+    """Data set that can be fetched and read.
 
     Attributes
     ----------
     name, title
-        As in an experiment file, and as people call it.
+        Name in experiment files, and display name.
     class_names, input_shape
-        Of the C classes, in label order; shape of one input: (channels, height, width), (features,) or (tokens,).
+        Names of the C classes, in label order; shape of one input: (channels, height, width), (features,) or (tokens,).
     licence
-        Of the data.
+        Licence of the data.
     files
-        The official files, as they are stored; empty where there are none.
+        The official files as stored; empty if there are none.
     fetchers
-        How to get them, in the order tried.
+        Ways to get the files, in the order tried.
     read
-        Contents by file name -> the examples. A content is read from disk each time that it is asked for.
+        Turns contents by file name into the examples. Each content is read from disk every time it is accessed.
     kind
-        What an input is, see :data:`~fedloom.data.manifest.Kind`.
+        Kind of input, see :data:`~fedloom.data.manifest.Kind`.
     needs
-        Other sources whose files ``read`` finds among its contents too.
+        Other sources whose files ``read`` also finds among its contents.
     own
-        What users may bring instead of the official files, checked by ``read`` and from then on by checksums that were
-        recorded; None where there is no such thing.
+        Files that users may supply instead of the official ones. ``read`` checks them once, recorded checksums from
+        then on. None if users cannot supply files.
     synthetic
-        Whether it has no files: a partition scheme draws its examples, and says their shape.
+        True if there are no files: a partition scheme draws the examples and sets their shape.
     at
-        The folder of its files, where that is another than its name says: of a data set of one's own.
+        Folder of the files where it does not follow from the name: that of a local data set.
     """
 
     name: str
@@ -210,9 +211,9 @@ class Source:
 
     @property
     def classes(self) -> int:
-        """C; 0 for data without classes."""
+        """Number of classes C; 0 for data without classes."""
         return len(self.class_names)
 
     def folder(self, root: Path) -> Path:
-        """Where its files are stored under a data root."""
+        """Return the folder of the source's files under a data root."""
         return self.at or root / "datasets" / self.name

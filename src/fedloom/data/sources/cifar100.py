@@ -1,4 +1,4 @@
-"""CIFAR-100: photographs of a hundred kinds of things (Krizhevsky 2009), in its official binary files.
+"""CIFAR-100: photographs in a hundred classes (Krizhevsky 2009), in its official binary files.
 
 A record has two label bytes, the coarse class (of 20) and the fine class (of 100); the fine class is the label.
 """
@@ -29,7 +29,7 @@ FINE = (
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """Return what the two binary files hold."""
+    """Return the content of the two binary files."""
     train, test = (pool(contents, [name], 2, len(FINE)) for name in ("train.bin", "test.bin"))
     return Official(train, test)
 

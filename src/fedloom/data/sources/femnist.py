@@ -1,6 +1,6 @@
-"""FEMNIST: handwritten digits and letters by writer, made by LEAF of NIST's Special Database 19 (Caldas et al. 2018).
+"""FEMNIST: handwritten digits and letters by writer, made by LEAF from NIST's Special Database 19 (Caldas et al. 2018).
 
-LEAF's script downloads and converts it; there are no official files. Pixels are LEAF's: dark on white, 1 = white.
+LEAF's script downloads and converts the data; there are no official files. Pixels are LEAF's: dark on white, 1 = white.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def encode(x: list[Any], y: list[Any], where: str) -> tuple[NDArray[np.uint8], N
     Raises
     ------
     DataError
-        If an image has another size, a value is not within 1e-4 of a k/255, or a label is no class.
+        If an image has another size, a value is not within 1e-4 of a k/255, or a label is out of range.
     """
     for position, image in enumerate(x):
         size = len(image) if isinstance(image, list) else None
@@ -53,7 +53,7 @@ def encode(x: list[Any], y: list[Any], where: str) -> tuple[NDArray[np.uint8], N
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """Return what LEAF's files hold."""
+    """Return the content of LEAF's files."""
     return leaf.read(contents, encode)
 
 

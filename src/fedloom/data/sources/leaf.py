@@ -1,7 +1,7 @@
-"""The JSON of LEAF (Caldas et al. 2018), which users make with LEAF's own scripts.
+"""JSON files of LEAF (Caldas et al. 2018), which users create with LEAF's own scripts.
 
-A file holds some users: ``{"users": [name], "num_samples": [n], "user_data": {name: {"x": [...], "y": [...]}}}``. LEAF
-writes all users to ``all_data/``, in several files; its ``-s niid -t sample`` divides each user's examples between
+A file holds several users: ``{"users": [name], "num_samples": [n], "user_data": {name: {"x": [...], "y": [...]}}}``.
+LEAF writes all users to ``all_data/``, in several files; its ``-s niid -t sample`` splits each user's examples between
 ``train/`` and ``test/``.
 """
 
@@ -19,7 +19,7 @@ from fedloom.data.sources.base import Official, Owners, OwnFiles, Pool
 from fedloom.errors import DataError
 
 Encode: TypeAlias = Callable[[list[Any], list[Any], str], tuple[NDArray[np.uint8], NDArray[np.int64]]]
-"""One user's x and y, and what to call that user in errors -> inputs ``[n, *input_shape]`` and labels ``[n]``."""
+"""Maps one user's x, y, and name in errors to inputs ``[n, *input_shape]`` and labels ``[n]``."""
 
 DIVIDED = ("train", "test")
 WHOLE = ("all_data",)
@@ -49,12 +49,12 @@ OWN_FILES = OwnFiles("LEAF's train/*.json and test/*.json, or its all_data/*.jso
 
 
 def read(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -> Official:
-    """Return what LEAF's files hold, one file in memory at a time; its users are the owners.
+    """Return the content of LEAF's files, with one file in memory at a time; its users are the owners.
 
     Parameters
     ----------
     contents
-        By file name: ``train/...`` and ``test/...``; or ``all_data/...``, which makes the train pool, undivided.
+        By file name: ``train/...`` and ``test/...``; or ``all_data/...``, which makes the train pool, not split.
     encode
         Checks and converts the examples of one user.
     overlap
@@ -63,8 +63,8 @@ def read(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -> Off
     Raises
     ------
     DataError
-        Naming the file, and the user where it is one: not LEAF's JSON, cut short, a user without examples, twice or
-        in test alone, examples that are not as many as said, or not what they should be.
+        If a file is not LEAF's JSON or is truncated; if a user has no examples, occurs twice or only in test; or if
+        examples differ from the stated number or are invalid. Names the file and, where relevant, the user.
     """
     divided = any(name.startswith("train/") for name in contents)
     index: dict[str, int] = {}
@@ -97,7 +97,7 @@ def read(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -> Off
 
 
 def _users(content: bytes, name: str) -> list[tuple[str, list[Any], list[Any]]]:
-    """Return name, x and y of each user in a file, as many x as y as the file says, at least one."""
+    """Return name, x and y of each user in a file; x and y have the stated length, at least one."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:

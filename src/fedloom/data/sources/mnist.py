@@ -12,7 +12,7 @@ from fedloom.data.sources.fetchers import Download, NpmPackage
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """Return what the four IDX files of MNIST and its kin hold."""
+    """Return the content of the four IDX files of MNIST and data sets in its format."""
     train, test = (
         Pool(
             idx.parse(contents[f"{part}-images-idx3-ubyte"], f"{part}-images-idx3-ubyte", 3)[:, None],

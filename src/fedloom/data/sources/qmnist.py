@@ -1,7 +1,7 @@
-"""QMNIST: MNIST with the person who wrote each digit (Yadav and Bottou 2019).
+"""QMNIST: MNIST with the writer of each digit (Yadav and Bottou 2019).
 
-The images are MNIST's; QMNIST adds what NIST knew of each. Its train set is MNIST's. Of its 60,000 test rows the first
-10,000 are MNIST's test set; the rest, whose images MNIST never had, are left out.
+The images are MNIST's; QMNIST adds NIST's metadata. Its train set is MNIST's. The first 10,000 of its 60,000 test rows
+are MNIST's test set; the rest, whose images are not in MNIST, are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLASS, WRITER = 0, 2
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """Return MNIST's examples with their writers; those of the test set are others than those of the train set.
+    """Return MNIST's examples with their writers; the test writers differ from the train writers.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""R's saved data (``.rda``), as far as one data frame of numbers and factors takes it: Vowel's file, which is pinned.
+"""Reader for R's saved data (``.rda``), limited to one data frame of numbers and factors: Vowel's pinned file.
 
-The XDR serialization ("R Internals", section "Serialization Formats"), read item by item; nothing is ever run. Packages
-that read all of R's data (rdata, pyreadr, rds2py) bring one to three others along, for one file of 18 kB.
+It parses the XDR serialization ("R Internals", section "Serialization Formats") item by item and runs nothing. Packages
+that read all of R's data (rdata, pyreadr, rds2py) have one to three dependencies, for one file of 18 kB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from fedloom.errors import DataError
 
 HEADER = 19
-"""Bytes: ``RDX2\\nX\\n``, then the version, that of the R which wrote it, and the oldest that can read it."""
+"""Bytes of the header: ``RDX2\\nX\\n``, the format version, the R version of the writer, and the oldest that can read.
+"""
 
 # Item types (R's SEXPTYPE, and the special codes of a serialization).
 SYMBOL, PAIRLIST, CHARACTERS, INTEGER, REAL, STRINGS, LIST = 1, 2, 9, 13, 14, 16, 19
@@ -28,7 +29,7 @@ HAS_ATTRIBUTES = 1 << 9
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A column of categories: ``codes`` [n] int64, indices into ``levels``."""
+    """Categorical column: ``codes`` [n] int64, indices into ``levels``."""
 
     codes: NDArray[np.int64]
     levels: tuple[str, ...]
@@ -36,7 +37,7 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """An R object: its value and its attributes."""
+    """R object: its value and its attributes."""
 
     value: Any
     attributes: dict[str, Item] = field(default_factory=dict)
@@ -63,7 +64,7 @@ def data_frame(content: bytes, variable: str) -> dict[str, Factor | NDArray[np.f
 
 
 class _Reader:
-    """Goes through a serialization once, from its start to its end."""
+    """Single-pass parser of a serialization."""
 
     def __init__(self, content: bytes) -> None:
         self.stream = io.BytesIO(content)
@@ -71,7 +72,7 @@ class _Reader:
         self.symbols: list[str] = []
 
     def integer(self) -> int:
-        """Return the next number."""
+        """Return the next integer."""
         return int(struct.unpack(">i", self.stream.read(4))[0])
 
     def item(self) -> Item:

@@ -1,7 +1,7 @@
-"""Shakespeare: the next character of what a role in a play says; an owner is a role.
+"""Shakespeare: predict the next character of a role's text; an owner is a role.
 
-Two editions go by this name. The *plays* are 37 texts of Project Gutenberg, cut into roles as LEAF does with another
-edition: results are "LEAF-style", not LEAF's. *LEAF's* is what its own scripts write, brought by the user.
+There are two editions. The *plays* are 37 texts of Project Gutenberg, cut into roles as LEAF does with another
+edition: results are "LEAF-style", not LEAF's. *LEAF's* edition is the output of its own scripts, supplied by the user.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fedloom.data.sources.fetchers import SourcePackage
 from fedloom.errors import DataError
 
 WINDOW = 80
-"""Characters that the next one is predicted from (LEAF)."""
+"""Number of characters from which the next one is predicted (LEAF)."""
 
 TRAIN_SHARE = 0.8
-"""Of each role's text, in the order of the play."""
+"""Training fraction of each role's text, in the order of the play."""
 
 VOCABULARY = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}" + "/@_{"
 """LEAF's 80 characters in LEAF's order, then those that only the plays have."""
@@ -39,7 +39,7 @@ def encoded(text: str, where: str) -> NDArray[np.uint8]:
     Raises
     ------
     DataError
-        Naming the character that is not in it.
+        If a character is not in the vocabulary; names it.
     """
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     codes: NDArray[np.int16] = CODES[np.minimum(points, 127)]
@@ -53,12 +53,12 @@ def encoded(text: str, where: str) -> NDArray[np.uint8]:
 
 
 def encode(x: list[Any], y: list[Any], where: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the windows ``[n, 80]`` and next characters ``[n]`` of a user of LEAF's.
+    """Return the windows ``[n, 80]`` and next characters ``[n]`` of a LEAF user.
 
     Raises
     ------
     DataError
-        If one is no text of 80 characters, or one character, of the vocabulary.
+        If an x is not 80 characters, or a y not one character, of the vocabulary.
     """
     for key, texts, length in (("x", x, WINDOW), ("y", y, 1)):
         for position, text in enumerate(texts):
@@ -72,21 +72,21 @@ def encode(x: list[Any], y: list[Any], where: str) -> tuple[NDArray[np.uint8], N
 HEADING = re.compile(r"(ACT|SCENE|(THE )?PROLOGUE|EPILOGUE|INDUCTION|THE END|FINIS)\b.{0,50}", re.IGNORECASE)
 BEGINNING = re.compile(r"(ACT|(THE )?PROLOGUE|INDUCTION)\b.{0,50}", re.IGNORECASE)
 DIRECTION = re.compile(r"[\[{][^\]}]*([\]}]|$)")
-"""A stage direction; one that is never closed ends with its paragraph."""
+"""Stage direction; one that is never closed ends with its paragraph."""
 LABEL = re.compile(r"(?![IVX]+\.?$)([A-Z][A-Za-z0-9'\-,.& ]{0,38}?)([.:]?)")
-"""A name alone on its line; a Roman numeral numbers a verse."""
+"""Name alone on its line; a Roman numeral numbers a verse instead."""
 SEVERAL = re.compile(r"(ALL|BOTH|OMNES)\b|.*( AND |&|,)")
-"""Labels of speeches that no one role speaks."""
+"""Labels of speeches that are not spoken by a single role."""
 
 
 def roles(play: str) -> dict[str, str]:
-    """Return what each role of a play with two speeches or more says, in the order of its first one.
+    """Return the text of each role of a play with at least two speeches, in the order of their first speeches.
 
-    A line that is a name alone begins a speech, up to the next such line or the heading of an act or scene. A name is
-    in capitals (``BRUTUS.``, ``THESEUS``) or ends in a full stop (``Ham.``), and must begin a paragraph somewhere: one
-    that is not in capitals at least twice, lest a short line of verse be taken for a name. What comes before the first
-    act, prologue or induction lists the cast. Stage directions, in brackets, are left out, and white space becomes one
-    space.
+    A line that is only a name begins a speech, which ends at the next such line or the heading of an act or scene. A
+    name is in capitals (``BRUTUS.``, ``THESEUS``) or ends in a full stop (``Ham.``), and must begin a paragraph
+    somewhere. A name not in capitals must do so at least twice, so that a short line of verse is not taken for a name.
+    The text before the first act, prologue or induction lists the cast. Stage directions, in brackets, are left out,
+    and white space becomes one space.
     """
     paragraphs = list(_paragraphs(play))
     cast = next((i for i, lines in enumerate(paragraphs) if BEGINNING.fullmatch(lines[0])), len(paragraphs))
@@ -114,7 +114,7 @@ def roles(play: str) -> dict[str, str]:
 
 
 def _paragraphs(play: str) -> Iterator[list[str]]:
-    """The lines of each paragraph, without stage directions."""
+    """Yield the lines of each paragraph, without stage directions."""
     for paragraph in re.split(r"\n[ \t]*\n", play.replace("\r", "")):
         lines = [" ".join(line.split()) for line in DIRECTION.sub(" ", paragraph).split("\n")]
         if any(lines):
@@ -122,7 +122,7 @@ def _paragraphs(play: str) -> Iterator[list[str]]:
 
 
 def _label(line: str) -> str | None:
-    """The name that a line may be; None if it cannot be one."""
+    """Return the name that a line may be; None if it cannot be one."""
     found = LABEL.fullmatch(line)
     if found is None or len(line.split()) > 5 or HEADING.fullmatch(line):
         return None
@@ -131,7 +131,7 @@ def _label(line: str) -> str | None:
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """Return LEAF's windows where the user brought LEAF's files, else those of the plays."""
+    """Return LEAF's windows if the user supplied LEAF's files, else those of the plays."""
     if any(name.endswith(".json") for name in contents):
         return leaf.read(contents, encode, overlap=WINDOW)
     texts: dict[str, NDArray[np.uint8]] = {}
@@ -148,10 +148,10 @@ def read(contents: Mapping[str, bytes]) -> Official:
 
 
 def windows(texts: Mapping[str, NDArray[np.uint8]]) -> Official:
-    """Return every window of 80 characters and the character after it, of each owner's text.
+    """Return every window of 80 characters of each owner's text, with the character after it.
 
-    A window and its next character lie in the first 80 % of the text (train) or in the rest (test): the 80 windows that
-    reach over the cut are left out, so that test shares no text with train. An owner with too little text has none.
+    A window and its next character lie in the first 80 % of the text (train) or in the rest (test). The 80 windows
+    across the cut are left out, so that test shares no text with train. An owner with too little text has none.
     """
     everything = np.concatenate([np.empty(0, dtype=np.uint8), *texts.values()])
     starts: dict[str, list[NDArray[np.int64]]] = {"train": [], "test": []}

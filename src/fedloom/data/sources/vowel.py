@@ -1,6 +1,6 @@
-"""Vowel: eleven vowels of British English spoken by fifteen people (Deterding 1989, in the UCI repository).
+"""Vowel: eleven vowels of British English by fifteen speakers (Deterding 1989, in the UCI repository).
 
-The file is that of the R package mlbench, which has nine of the repository's ten features: it lacks the second.
+The file is that of the R package mlbench, which has nine of the repository's ten features; the second is missing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ FEATURES = tuple(f"V{i}" for i in range(2, 11))
 CLASS_NAMES = ("hid", "hId", "hEd", "hAd", "hYd", "had", "hOd", "hod", "hUd", "hud", "hed")
 SPEAKERS = 15
 REPETITIONS = 6
-"""Of each class by each speaker; the first half is for training."""
+"""Repetitions of each vowel by each speaker; the first half is for training."""
 
 
 def read(contents: Mapping[str, bytes]) -> Official:
-    """Return nine features of each utterance; of a speaker's repetitions of a vowel the first three train."""
+    """Return nine features of each utterance; the first three repetitions of a speaker's vowel are for training."""
     columns = data_frame(contents["Vowel.rda"], "Vowel")
     speaker, vowel = columns["V1"], columns["Class"]
     assert isinstance(speaker, Factor)
     assert isinstance(vowel, Factor)
     inputs = np.stack([np.asarray(columns[feature]) for feature in FEATURES], axis=1).astype(np.float32)
     spoken = speaker.codes * len(vowel.levels) + vowel.codes
-    # How often this speaker has said this vowel before, in the order of the file.
+    # Number of earlier utterances of this vowel by this speaker, in file order.
     repetition = np.array([np.count_nonzero(spoken[:i] == spoken[i]) for i in range(len(spoken))])
     train = repetition < REPETITIONS // 2
     pools = [Pool(inputs[part], vowel.codes[part], speaker.codes[part]) for part in (train, ~train)]
