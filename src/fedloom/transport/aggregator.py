@@ -226,8 +226,7 @@ class Aggregator:
         ------
         ExperimentError
             If the address is invalid, the port is taken, the address cannot be bound, or an unprotected aggregator
-            would be
-            reachable from other machines.
+            would be reachable from other machines.
         """
         if self._thread is not None:
             raise RuntimeError("the aggregator has been started already")
@@ -256,8 +255,7 @@ class Aggregator:
 
         A worker that has lost its connection reconnects within ``LINGER_S``. The wait ends that long after the last
         disconnect of a worker that has not returned. After a resume, workers of the previous aggregator process may
-        also
-        connect, so the wait lasts at least that long after the start.
+        also connect, so the wait lasts at least that long after the start.
 
         Parameters
         ----------

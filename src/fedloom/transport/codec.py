@@ -316,8 +316,7 @@ class Assembler:
         Maximum size that the receiver accepts.
     storage
         Allocates the memory of each tensor as flat uint8, in one piece or one piece per row; by default new memory in
-        one
-        piece.
+        one piece.
 
     Raises
     ------
@@ -423,8 +422,7 @@ def memory(nbytes: int) -> Tensor:
     """Allocate aligned memory for one tensor as flat uint8; a slice of a shared buffer would not be aligned.
 
     Large tensors use huge pages where the system has them: each exchange allocates new memory, and obtaining that page
-    by
-    page costs as much as reading the data that fill it.
+    by page costs as much as reading the data that fill it.
     """
     if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # kernel without huge pages

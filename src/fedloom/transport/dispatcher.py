@@ -454,8 +454,7 @@ class Dispatcher:
         """Process one frame from a worker.
 
         Settled rows are handed on after the whole frame. Otherwise the calling thread would wake for each row and
-        alternate
-        with this one, which costs more than the rows.
+        alternate with this one, which costs more than the rows.
 
         Raises
         ------

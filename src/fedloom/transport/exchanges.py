@@ -174,8 +174,7 @@ class Exchange:
         """Return an allocator for rows' answers that puts each field with one row per client into one block.
 
         Once all answers of a cohort have arrived they are therefore stacked already (``fedloom.messages.stack``). Rows
-        in
-        ``apart`` have memory of their own.
+        in ``apart`` have memory of their own.
         """
 
         def pieces(spec: TensorSpec) -> list[Tensor]:

@@ -34,8 +34,7 @@ REFUSALS = tuple(_HINTS)
 
 FINAL = "fedloom-final"
 """Metadata key of ``UNAUTHENTICATED`` if a token is revoked or has expired. Without it the credential is unknown,
-perhaps
-because the aggregator's files change after the peer's, or before.
+perhaps because the aggregator's files change after the peer's, or before.
 """
 
 _SAID = (

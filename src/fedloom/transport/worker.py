@@ -206,8 +206,7 @@ def serve(
         Sent to the aggregator on joining.
     make_session
         Called in this thread when an aggregator, or a new incarnation of it, has admitted us. A session survives a
-        broken
-        connection, but not the aggregator's process.
+        broken connection, but not the aggregator's process.
     stop
         Set by a signal handler to leave at once, without finishing any work.
     reconnect_s
@@ -220,9 +219,9 @@ def serve(
     Raises
     ------
     RefusedError
-        If the aggregator refuses our protocol, package or algorithm version, or our identity.
-        If either side cannot verify the other: at once if the aggregator has never admitted us, otherwise after
-        ``reconnect_s`` seconds, because certificates may be about to be renewed.
+        If the aggregator refuses our protocol, package or algorithm version, or our identity. If either side cannot
+        verify the other: at once if the aggregator has never admitted us, otherwise after ``reconnect_s`` seconds,
+        because certificates may be about to be renewed.
     ExperimentError
         If a token would be sent in plaintext to another machine.
     DataError
@@ -421,8 +420,7 @@ class _Connection:
         """Send one row's answer, keeping it until the row moves on, in case the aggregator asks for it again.
 
         Waking the stream's thread costs as much as a small answer, so answers of the next ``GATHER_S`` are sent
-        together;
-        :meth:`flush` sends all that are ready.
+        together; :meth:`flush` sends all that are ready.
         """
         self._replies.append((request, row, client, answer.reason if isinstance(answer, Lost) else encode(answer)))
         if not self._gathering:

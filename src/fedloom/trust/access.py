@@ -75,8 +75,7 @@ class Denied(Exception):
 
 SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.PERSONALIZE, Role.WATCH}), ("*",))
 """Identity of the shared token, which is in no file: it may act for every client. Without a table, every peer with a
-known
-credential has the same permissions.
+known credential has the same permissions.
 """
 
 
@@ -91,12 +90,10 @@ class Access:
         Token file; None if no token is known.
     identities
         Identity file. With None, any peer with a certificate of our CA or a known token may be a worker for every
-        client,
-        request every client's model, and watch.
+        client, request every client's model, and watch.
     shared
         Token that is in no file, used by our own workers and by whoever watches them or requests models; the identity
-        file
-        does not apply to it.
+        file does not apply to it.
     now
         Returns the current time in UTC.
 

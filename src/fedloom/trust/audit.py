@@ -16,8 +16,7 @@ from fedloom.storage.folder import PRIVATE_FILE, open_to_append, storing
 
 Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "control", "handed_out"]
 """Kind of an event: a peer was admitted or left; was refused; was disconnected by a revocation; an access file changed;
-an
-operator paused, resumed or stopped the federation; a client's model was handed out.
+an operator paused, resumed or stopped the federation; a client's model was handed out.
 """
 
 REPEATED_S = 10.0
@@ -39,11 +38,9 @@ class Audit:
     """Appends to a file that only its owner may read (0600). Any thread may write.
 
     Each line has ``time`` (UTC), ``event``, and the caller's fields. A line is in the file when the call returns. The
-    file
-    is opened for each line, so that it may be moved (logrotate) at any time. Refusals, which anyone can cause in any
-    number,
-    are written at most once every :data:`REPEATED_S` per kind and host; ``repeated`` counts those left out since the
-    last.
+    file is opened for each line, so that it may be moved (logrotate) at any time. Refusals, which anyone can cause in
+    any number, are written at most once every :data:`REPEATED_S` per kind and host; ``repeated`` counts those left out
+    since the last.
 
     Parameters
     ----------

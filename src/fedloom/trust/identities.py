@@ -137,8 +137,7 @@ def _expression(pattern: str) -> str:
     """Return a pattern of ids as a regular expression that matches in linear time.
 
     Each piece between two stars matches at its first occurrence, without backtracking (an atomic group): if the rest
-    does
-    not match after that occurrence, it does not match after a later one either.
+    does not match after that occurrence, it does not match after a later one either.
     """
     pieces = ["".join(CHARACTER if c == "?" else re.escape(c) for c in piece) for piece in re.split(r"\*+", pattern)]
     if len(pieces) == 1:
