@@ -1,8 +1,8 @@
 """Checkpoints: only the server's state, so that equal states give equal bytes.
 
 A file ``round-<t>.safetensors`` holds the state's tensors, the format version, the algorithm and its version, the
-round,
-and the best round so far. It holds no times, hosts or paths. Its digest is checked at every read (``tensor_file.py``).
+round, and the best round so far. It holds no times, hosts or paths. Its digest is checked at every read
+(``tensor_file.py``).
 """
 
 from __future__ import annotations

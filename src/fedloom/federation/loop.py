@@ -586,7 +586,7 @@ class Loop:
             of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
             raise InterruptedRun(f"stopped after round {self.round}{of}; go on with {argument('resume')}")
 
-    # --- costs, from the journal ---------------------------------------------------------------------------------------
+    # --- costs, from the journal --------------------------------------------------------------------------------------
 
     def communication(self) -> Communication:
         """Return the bytes of all training rounds so far."""

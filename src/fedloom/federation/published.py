@@ -24,8 +24,7 @@ while it copies the folder, and continues copying, does not change them.
 
 A restart needs only the last record and what it names. This is safe because of the order of writes: first the blobs,
 then the record, and then the removal of blobs of this and earlier numbers that it does not name. Even an aggregator
-that
-is delayed before this last step and replaced meanwhile removes nothing that its successors need.
+that is delayed before this last step and replaced meanwhile removes nothing that its successors need.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Record:
     files
         Blobs of each file, in order, ``<number>-<sha256 in hex>``, by the file's path in the run's folder;
         ``folder-<sha256 in hex>`` for a file in the finished run's folder.
- """
+    """
 
     number: int
     round: int

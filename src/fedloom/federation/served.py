@@ -1,9 +1,9 @@
 """Models on request: a durable round of a run, and the server half's side of the conversations about it.
 
 The clients that ask here are unknown to the run: the opening of their conversations is the same for all, and is
-computed
-once per round. Their answers arrive at any time. Those that have arrived are processed together, up to 64 of them:
-server networks run on tiles of a fixed row count, so that a client's model does not depend on which other clients ask.
+computed once per round. Their answers arrive at any time. Those that have arrived are processed together, up to 64 of
+them: server networks run on tiles of a fixed row count, so that a client's model does not depend on which other clients
+ask.
 """
 
 from __future__ import annotations

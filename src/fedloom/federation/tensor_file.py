@@ -1,9 +1,8 @@
 """Tensor files that detect damage: checkpoints and client states.
 
 A safetensors file with one metadata key, ``fedloom`` (safetensors does not preserve the order of several): a JSON
-object
-whose first key, ``sha256``, is the digest of the whole file with 64 zeros in the digest's place. So it covers names,
-shapes and metadata as well as values, and equal content gives equal bytes.
+object whose first key, ``sha256``, is the digest of the whole file with 64 zeros in the digest's place. So it covers
+names, shapes and metadata as well as values, and equal content gives equal bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Validation of clients' answers: class, fields, quantity, row count, dtype, shape, finiteness, implausible values.
 
 Both carriers share these checks: in process a whole message is checked (:func:`fault`); over the wire the announced
-specs
-are checked before memory is allocated (:func:`mismatch`), and the values when they have arrived. The cohort refuses
-values that a quantity cannot have (:func:`absurd`), whatever the carrier.
+specs are checked before memory is allocated (:func:`mismatch`), and the values when they have arrived. The cohort
+refuses values that a quantity cannot have (:func:`absurd`), whatever the carrier.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Worker side of the wire protocol: connects to the aggregator, receives requests, streams answers back (docs/wire.md).
 
-The stream lives on an event loop in a thread of its own. All work of a session, and thus all torch work, happens in
-the thread that called :func:`serve`.
+The stream lives on an event loop in a thread of its own. All work of a session, and thus all torch work, happens in the
+thread that called :func:`serve`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokens: secrets of 256 random bits, shown once; a file keeps their hashes.
 
 A token is ``fedloom_ID_SECRET``. The id is not secret: it names the token in lists and logs, and selects the hash that
-the
-secret is compared with in constant time. An unsalted, single-round hash suffices, since 256 bits cannot be guessed.
+the secret is compared with in constant time. An unsalted, single-round hash suffices, since 256 bits cannot be guessed.
 """
 
 from __future__ import annotations
