@@ -22,9 +22,10 @@ LivePhase = Literal["waiting", "training", "evaluating", "saving", "paused", "st
 """Phase reported by a running process; ``waiting`` for members or workers."""
 
 Phase = LivePhase | Literal["running", "interrupted", "published"]
-"""Phase, including those that are derived from a run's files: ``running`` if a process is at work on it,
-``interrupted`` if none is and the run has not finished, and ``published`` for an unfinished run in a store, where it is
-unknown whether a process is at work.
+"""Phase of a federation, live or derived from a run's files.
+
+From files, ``running`` means that a process is at work on the run, ``interrupted`` that none is and the run has not
+finished, and ``published`` that a store has an unfinished run, on which a process may or may not be at work.
 """
 
 OVER: frozenset[Phase] = frozenset(("finished", "failed", "interrupted"))

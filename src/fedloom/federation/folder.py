@@ -27,8 +27,9 @@ METRICS = "metrics.jsonl"
 DIGESTS = "digests.json"
 """Digests of files that cannot hold their own, and, once a run is finished, those of the last lines of line files."""
 ELSEWHERE = ("partition.json", "clients.csv", "confusion.csv")
-"""Files whose digests are in :data:`DIGESTS`: the partition equals that of the data root byte for byte, and tables are
-read by other programs.
+"""Files whose digests are in :data:`DIGESTS`.
+
+The partition equals that of the data root byte for byte, and tables are read by other programs.
 """
 RELEASES = "releases.jsonl"
 """Private answers of clients, for methods with a privacy guarantee; it only grows, even on a resume."""

@@ -50,9 +50,9 @@ class Attempt:
     """One attempt at a round, or an evaluation (attempt 0).
 
     ``outcome`` is ``done``, ``evaluated``, or why the attempt failed. ``phases`` are seconds by message sent, and
-    ``server`` for the rest; ``steps`` are local SGD steps. ``payload_*`` are tensor bytes as the papers count them,
-    ``wire_*`` measured bytes; None in process. ``life`` identifies the aggregator process that made it
-    (:class:`Journal`).
+    ``server`` for the rest; ``statistics`` include ``client_steps``, local SGD steps. ``payload_*`` are tensor bytes as
+    the papers count them, ``wire_*`` measured bytes; None in process. ``life`` identifies the aggregator process that
+    made it (:class:`Journal`).
 
     In an open federation, ``joined`` and ``left`` are the changes of the roster just before, and ``experiment`` is the
     shared part of the experiment (JSON) if it has changed. ``paused`` describes an operator's pause just before: ``by``

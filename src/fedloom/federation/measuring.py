@@ -43,7 +43,7 @@ VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (Measure
 
 
 def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, int], deadline_s: float) -> Normalization:
-    """Ask clients for their moments, and return the normalization over those with possible answers.
+    """Ask clients for their moments, and return the normalization over those with plausible answers.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, in
     Raises
     ------
     QuorumError
-        If no client answers, or no answer is possible.
+        If no client answers plausibly.
     """
     clients, numbers = tuple(examples), own.input_shape[0]
     asked = torch.tensor([float(numbers)], dtype=torch.float64)

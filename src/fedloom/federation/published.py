@@ -56,8 +56,9 @@ VERSION = 2
 PART = ".part"
 SUMMARY = "summary.json"
 FIRST = ("experiment.yaml", "published.json")
-"""Files to copy first: an experiment makes a folder a run, and ``published.json`` locates the clients' states before
-any round exists.
+"""Files to copy first.
+
+An experiment makes a folder a run; ``published.json`` locates the clients' states before any round exists.
 """
 
 CHECKPOINTS = "checkpoints/"

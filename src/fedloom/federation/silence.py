@@ -81,8 +81,7 @@ class Silence:
             return frozenset(self._silent)
 
     def prefer(self, roster: Sequence[str], size: int, *, heard_first: bool) -> Sequence[str]:
-        """Return the clients of a roster, in its order, that a cohort is drawn from: at least ``size``, if there are as
-        many.
+        """Return the clients of a roster, in its order, that a cohort is drawn from: at least ``size`` if possible.
 
         This is the whole roster while no client is silent. Otherwise silent clients come last, and before them those of
         an owner whose clients were all silent in their last exchange.

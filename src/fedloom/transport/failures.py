@@ -33,8 +33,9 @@ REFUSALS = tuple(_HINTS)
 """Statuses after which reconnecting is of no use, with the exception of :data:`FINAL`."""
 
 FINAL = "fedloom-final"
-"""Metadata key of ``UNAUTHENTICATED`` if a token is revoked or has expired. Without it the credential is unknown,
-perhaps because the aggregator's files change after the peer's, or before.
+"""Metadata key of ``UNAUTHENTICATED`` if a token is revoked or has expired.
+
+Without it the credential is unknown, perhaps because the aggregator's files change after the peer's, or before.
 """
 
 _SAID = (

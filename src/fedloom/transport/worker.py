@@ -210,7 +210,7 @@ def serve(
     stop
         Set by a signal handler to leave at once, without finishing any work.
     reconnect_s
-        How long to keep trying to reach an aggregator that is gone; infinity for ever.
+        How long to keep trying to reach an aggregator that is gone, in seconds; infinity means forever.
     credentials
         Credentials to connect with; without them, the connection is plaintext and anonymous.
     bandwidth
@@ -517,10 +517,10 @@ class _Connection:
             self._say_missing(key, again.exchange, lacking)
 
     def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
-        """Send the answers of rows, or the reasons why there are none; without a connection the aggregator will ask for
-        them.
+        """Send the answers of rows, or the reasons why there are none.
 
-        Small answers are sent together, one transfer for as many as fit into a chunk.
+        Without a connection, nothing is sent; the aggregator will ask again. Small answers are sent together, one
+        transfer for as many as fit into a chunk.
         """
         found: list[tuple[int, str, Encoded]] = []
         for row in sorted(set(rows)):

@@ -74,8 +74,9 @@ class Denied(Exception):
 
 
 SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.PERSONALIZE, Role.WATCH}), ("*",))
-"""Identity of the shared token, which is in no file: it may act for every client. Without a table, every peer with a
-known credential has the same permissions.
+"""Identity of the shared token, which is in no file and may act for every client.
+
+Without a table of identities, every peer with a known credential has the same permissions.
 """
 
 

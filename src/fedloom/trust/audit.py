@@ -15,8 +15,10 @@ from typing import Literal, TypeAlias
 from fedloom.storage.folder import PRIVATE_FILE, open_to_append, storing
 
 Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "control", "handed_out"]
-"""Kind of an event: a peer was admitted or left; was refused; was disconnected by a revocation; an access file changed;
-an operator paused, resumed or stopped the federation; a client's model was handed out.
+"""Kind of an event.
+
+In order: a peer joined; left; was refused; was disconnected by a revocation; an access file changed; an operator
+paused, resumed or stopped the federation; a client's model was handed out.
 """
 
 REPEATED_S = 10.0

@@ -239,13 +239,12 @@ class Protection:
         self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
 
     def check(self, host: str) -> None:
-        """Refuse to listen on a host that other machines reach without TLS and access control; warn if ``insecure``
-        allows it.
+        """Refuse to listen where other machines could reach an unprotected aggregator; only warn if ``insecure``.
 
         Raises
         ------
         ExperimentError
-            Names what is missing.
+            If TLS or access control is missing; the message names it.
         """
         if is_loopback(host) or (self.tls is not None and self.access is not None):
             return
