@@ -47,9 +47,9 @@ class ClientCounts:
     roster
         Clients in the roster; in a run with a fixed population, all clients.
     observing
-        Of these, clients that are measured but never train (unseen clients or observers).
+        Clients of the roster that are measured but never train (unseen clients or observers).
     connected, absent
-        Of these, clients that a connected worker serves, and the others; None where files do not say.
+        Clients of the roster that a connected worker serves, and the others; None where files do not say.
     cohort, answered
         Clients asked in the last round, and those that answered to its end.
     """
@@ -73,7 +73,7 @@ class Awaited:
     worker
         Worker that was asked; None if no worker serves the client now.
     since, deadline
-        When it was asked, and when it counts as lost (None: never), in seconds since 1970.
+        Time of the request, and time at which the client counts as lost (None: never), in seconds since 1970.
     late
         True if the answer takes longer than usual, or no worker serves the client.
     """
@@ -92,13 +92,13 @@ class ConnectedWorker:
     Attributes
     ----------
     name, device
-        As the worker reported.
+        Name and device that the worker reported.
     identity
         Identity of the worker, where peers are identified.
     clients
         Number of clients that it may serve.
     since, sign
-        When it joined, and when a frame was last sent or received, in seconds since 1970.
+        Time of joining, and time of the last frame sent or received, in seconds since 1970.
     """
 
     name: str
@@ -199,7 +199,7 @@ class Activity:
     durable_round, durable_at
         Last round with a checkpoint, and the time of that checkpoint; None before the first.
     paused_by
-        Who requested the pause that is in force or due at the end of the round; None without a pause.
+        Name of the operator who requested the pause in force or due at the end of the round; None without a pause.
     clients
         Numbers of clients.
     awaited, late
@@ -289,7 +289,7 @@ class RosterClient:
     last_round
         Last round that counted it; None before the first, and for clients that never train.
     awaited_since
-        When it was asked for its pending answer; None if no answer is awaited.
+        Time of the request for its pending answer; None if no answer is awaited.
     """
 
     id: str

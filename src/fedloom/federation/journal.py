@@ -130,7 +130,7 @@ class Journal:
     members, ever
         In an open federation: the roster after the last line, as announced on joining; and all clients ever in it.
     experiment
-        Its experiment after the last line; empty in a closed run.
+        Experiment of an open federation after the last line; empty in a closed run.
     follows
         Digest of each line file's last line, as of the journal's last line.
     needed

@@ -260,7 +260,7 @@ class Aggregator:
         Parameters
         ----------
         resumed
-            Whether workers of an earlier aggregator process may connect.
+            True if workers of an earlier aggregator process may connect.
         """
         with self._joined:
             while True:

@@ -78,7 +78,7 @@ class Answered:
     Attributes
     ----------
     run, round, digest, precision
-        As named by the server.
+        Values named by the server.
     up, down
         Bytes of frames from and to the client.
     warm

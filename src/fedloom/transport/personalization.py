@@ -75,13 +75,13 @@ class ServingLimits:
     Attributes
     ----------
     linger_s
-        How long a client waits for others to share its tile.
+        Seconds that a client waits for others to share its tile.
     waiting
         Maximum number of clients waiting for a tile.
     conversations
         Maximum number of open conversations: clients compute in the middle of one.
     answer_s
-        How long a client may take to answer.
+        Seconds that a client may take to answer.
     follow_s
         Interval between checks for a newer durable round; None disables them.
     threads
@@ -391,7 +391,7 @@ class Personalization:
         Parameters
         ----------
         heard_at
-            When the client's last message was received, in seconds of ``time.perf_counter``.
+            Time at which the client's last message was received, in seconds of ``time.perf_counter``.
 
         Raises
         ------

@@ -210,7 +210,7 @@ def serve(
     stop
         Set by a signal handler to leave at once, without finishing any work.
     reconnect_s
-        How long to keep trying to reach an aggregator that is gone, in seconds; infinity means forever.
+        Seconds to keep trying to reach an aggregator that is gone; infinity means forever.
     credentials
         Credentials to connect with; without them, the connection is plaintext and anonymous.
     bandwidth
