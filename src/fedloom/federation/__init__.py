@@ -1,1 +1,1 @@
-"""Cohorts, round loop, sampling, randomness, placement, journal, checkpoint; not how messages travel."""
+"""Cohorts, round loop, sampling, randomness, placement, journal and checkpoints, independent of the transport."""

@@ -1,7 +1,7 @@
-"""What a federation is doing now: a snapshot as plain data, and the monitor that it is taken from.
+"""Current state of a federation: a snapshot as plain data, and the monitor that produces it.
 
-:class:`Activity` is what ``fedloom status`` shows, live or from a run's files, and what else tells of a federation
-(metrics) is made of it. Nothing here knows torch.
+``fedloom status`` shows an :class:`Activity`, live or from a run's files; metrics are derived from it. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ if TYPE_CHECKING:
     from fedloom.federation.journal import Attempt
 
 LivePhase = Literal["waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed"]
-"""Of a process that tells it itself; ``waiting`` for members or workers."""
+"""Phase reported by a running process; ``waiting`` for members or workers."""
 
 Phase = LivePhase | Literal["running", "interrupted", "published"]
-"""Beside these, from the files of a run alone: ``running`` where a process is at work on it,
-``interrupted`` where none is and it has not come to its end; ``published`` of what a store has of a run that has not,
-which does not say whether a process is at work."""
+"""Phase of a federation, live or derived from a run's files.
+
+From files, ``running`` means that a process is at work on the run, ``interrupted`` that none is and the run has not
+finished, and ``published`` that a store has an unfinished run, on which a process may or may not be at work.
+"""
 
 OVER: frozenset[Phase] = frozenset(("finished", "failed", "interrupted"))
-"""Phases of which a process makes nothing more."""
+"""Phases after which a process does no more work."""
 
 RECENT = 20
-"""Rounds that rates are of."""
+"""Number of recent rounds that rates are computed from."""
 
 AWAITED = 100
-"""Clients that a snapshot names of those who are awaited: the ones that are awaited longest."""
+"""Maximum number of awaited clients listed in a snapshot: those awaited longest."""
 
 
 @dataclass(frozen=True)
 class ClientCounts:
-    """How many clients there are of each kind.
+    """Numbers of clients.
 
     Attributes
     ----------
     roster
-        In the roster; of a run whose clients are all known, all of them.
+        Clients in the roster; in a run with a fixed population, all clients.
     observing
-        Of these: measured, and never train (unseen, or observers).
+        Clients of the roster that are measured but never train (unseen clients or observers).
     connected, absent
-        Of these: served by a worker that is connected, and not; None where files do not say it.
+        Clients of the roster that a connected worker serves, and the others; None where files do not say.
     cohort, answered
-        Of the last round: those asked, and those who answered to its end.
+        Clients asked in the last round, and those that answered to its end.
     """
 
     roster: int = 0
@@ -62,18 +64,18 @@ class ClientCounts:
 
 @dataclass(frozen=True)
 class Awaited:
-    """A client whose answer is awaited.
+    """Client whose answer is awaited.
 
     Attributes
     ----------
     client
-        Its id.
+        Id of the client.
     worker
-        Whom it was asked of; None: nobody serves it now.
+        Worker that was asked; None if no worker serves the client now.
     since, deadline
-        When it was asked, and when it counts as lost (None: never), in seconds since 1970.
+        Time of the request, and time at which the client counts as lost (None: never), in seconds since 1970.
     late
-        Whether that takes longer than answers usually do, or nobody serves it.
+        True if the answer takes longer than usual, or no worker serves the client.
     """
 
     client: str
@@ -85,18 +87,18 @@ class Awaited:
 
 @dataclass(frozen=True)
 class ConnectedWorker:
-    """A worker that is connected.
+    """Connected worker.
 
     Attributes
     ----------
     name, device
-        As it says.
+        Name and device that the worker reported.
     identity
-        Whose it is, where peers say who they are.
+        Identity of the worker, where peers are identified.
     clients
-        How many it may serve.
+        Number of clients that it may serve.
     since, sign
-        When it came, and when something last went either way, in seconds since 1970.
+        Time of joining, and time of the last frame sent or received, in seconds since 1970.
     """
 
     name: str
@@ -109,7 +111,7 @@ class ConnectedWorker:
 
 @dataclass(frozen=True)
 class Group:
-    """What a group of clients was measured to have: means over clients of test examples; None where there is none."""
+    """Measurements of a group of clients on test examples: means over clients; None where there is none."""
 
     clients: int = 0
     accuracy_mean: float | None = None
@@ -120,9 +122,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Measured:
-    """The last evaluation: of which round, the groups (``seen``, ``unseen``, ``global``), and on validation examples.
+    """Last evaluation: its round, groups (``seen``, ``unseen``, ``global``), and results on validation examples.
 
-    ``train_loss`` is the mean of the rounds since the one before.
+    ``train_loss`` is the mean over the rounds since the previous evaluation.
     """
 
     round: int
@@ -133,7 +135,7 @@ class Measured:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Measured:
-        """What a line of ``metrics.jsonl`` says."""
+        """Return the evaluation in a line of ``metrics.jsonl``."""
         groups = {
             name: Group(**{key: told.get(key) for key in Group.__dataclass_fields__})
             for name in ("seen", "unseen", "global")
@@ -150,7 +152,7 @@ class Totals:
     Attributes
     ----------
     rounds, failed_attempts
-        How many.
+        Number of rounds and of failed attempts.
     client_steps
         Local SGD steps of rounds.
     seconds
@@ -158,11 +160,11 @@ class Totals:
     bytes_up, bytes_down
         Bytes from workers and to them; None in process.
     exchanges
-        Seconds of attempts by the message that was sent, and ``server``, the rest.
+        Seconds of attempts by the message that was sent, and ``server`` for the rest.
     phases
         Seconds that the process spent in each phase; empty from files.
     refusals
-        What was refused or dropped, by reason.
+        Number of refused or dropped parts, by reason.
     """
 
     rounds: int = 0
@@ -178,40 +180,40 @@ class Totals:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a federation is doing. Times are seconds since 1970.
+    """State of a federation. Times are in seconds since 1970.
 
     Attributes
     ----------
     run, method
         Names of the experiment and its method.
     incarnation
-        Of the aggregator's process; empty from files.
+        Id of the aggregator's process; empty from files.
     time, started
-        When this was so, and when the process began; None from files.
+        Time of the snapshot, and start of the process; ``started`` is None from files.
     phase, since, message
-        What is done, since when (from files: when they last changed), and what a person should know of it.
+        Current phase, its start (from files: their last change), and a message for a person.
     round, rounds
-        The last round that is done, and how many there are to be; None: no end.
+        Last completed round, and number of rounds to run; None for no limit.
     doing, attempt
-        The round under way, and which attempt at it; None between rounds.
+        Current round, and number of the attempt at it; None between rounds.
     durable_round, durable_at
-        The last round that a checkpoint holds, and since when; None before the first.
+        Last round with a checkpoint, and the time of that checkpoint; None before the first.
     paused_by
-        Who asked for the pause that holds, or is to come at the end of the round; None without.
+        Name of the operator who requested the pause in force or due at the end of the round; None without a pause.
     clients
-        How many.
+        Numbers of clients.
     awaited, late
-        How many clients' answers are awaited, and how many of them are late.
+        Number of awaited answers, and how many of them are late.
     awaiting
-        Who they are, the longest first, at most :data:`AWAITED`.
+        Clients whose answers are awaited, late and longest awaited first, at most :data:`AWAITED`.
     rounds_per_s, client_steps_per_s
-        Of the last :data:`RECENT` rounds, in the wall time of training; None before the first.
+        Rates over the last :data:`RECENT` rounds, in wall time of training; None before the first.
     measured, train_loss
-        The last evaluation, and the training loss of the last round, of a method that has one.
+        Last evaluation, and training loss of the last round if the method has one.
     totals
         Sums over rounds.
     workers
-        Those that are connected, by name.
+        Connected workers, by name.
     """
 
     run: str
@@ -242,22 +244,22 @@ class Activity:
 
     @property
     def durable_age_s(self) -> float | None:
-        """For how long the last durable round has been durable; None before the first."""
+        """Seconds since the last durable round became durable; None before the first."""
         return None if self.durable_at is None else max(0.0, self.time - self.durable_at)
 
 
 @dataclass(frozen=True)
 class Connected:
-    """What the aggregator knows besides the round loop: who is connected, who is awaited, and what was refused.
+    """State known only to the aggregator: connected workers, awaited clients, and refusals.
 
     Attributes
     ----------
     workers, awaiting
-        As of :class:`Activity`; ``awaiting`` is whole.
+        See :class:`Activity`; ``awaiting`` is complete.
     clients
-        How many clients of the roster a connected worker serves.
+        Number of clients of the roster that a connected worker serves.
     refusals, bytes_up, bytes_down
-        As of :class:`Totals`.
+        See :class:`Totals`.
     """
 
     workers: tuple[ConnectedWorker, ...]
@@ -275,19 +277,19 @@ class RosterClient:
     Attributes
     ----------
     id
-        Of the client.
+        Id of the client.
     observes
-        Whether it is measured and never trains.
+        True if it is measured but never trains.
     connected
-        Whether a connected worker serves it; None where files do not say it.
+        True if a connected worker serves it; None where files do not say.
     worker, identity
-        The worker that serves it (of several one), and whose that is.
+        Worker that serves it (one of them if there are several), and that worker's identity.
     examples
-        Training examples.
+        Number of training examples.
     last_round
-        The last round that counted it; None before the first, and of those who never train.
+        Last round that counted it; None before the first, and for clients that never train.
     awaited_since
-        When it was asked for what it has not answered yet; None if nothing is awaited.
+        Time of the request for its pending answer; None if no answer is awaited.
     """
 
     id: str
@@ -301,7 +303,7 @@ class RosterClient:
 
 
 class Rates:
-    """Rounds and steps per second of training, of the last rounds."""
+    """Rounds and client steps per second of training, over recent rounds."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
@@ -320,14 +322,14 @@ class Rates:
 
 
 class Monitor:
-    """Keeps what a federation is doing: the round loop tells it, any thread asks.
+    """Tracks the state of a federation: the round loop updates it, any thread reads it.
 
     Parameters
     ----------
     run, method, incarnation
-        As of :class:`Activity`.
+        See :class:`Activity`.
     rounds
-        How many there are to be; None: no end.
+        Number of rounds to run; None for no limit.
     """
 
     def __init__(self, run: str = "", method: str = "", rounds: int | None = None, incarnation: str = "") -> None:
@@ -354,10 +356,10 @@ class Monitor:
         self._exchanges: defaultdict[str, float] = defaultdict(float)
         self._phases: defaultdict[str, float] = defaultdict(float)
 
-    # ---- what the aggregator's thread and the round loop tell
+    # ---- updates by the aggregator's thread and the round loop
 
     def enter(self, phase: Phase, message: str = "", *, doing: int | None = None, attempt: int | None = None) -> None:
-        """Something else is done from now on; after the end nothing is."""
+        """Enter a phase; ignored once the run has ended."""
         with self._lock:
             if self._phase not in OVER:
                 self._become(phase, message)
@@ -372,7 +374,7 @@ class Monitor:
 
     @contextmanager
     def during(self, phase: Phase, message: str = "") -> Iterator[None]:
-        """Another phase in the block, and then the one before."""
+        """Enter another phase for the block, then return to the previous one."""
         with self._lock:
             before = self._phase, self._message, self._since
             self._become(phase, message)
@@ -384,39 +386,39 @@ class Monitor:
                 self._since = before[2]
 
     def say(self, message: str) -> None:
-        """What a person should know of what is done."""
+        """Set the message for a person."""
         with self._lock:
             self._message = message
 
     def stopping(self) -> None:
-        """The run was asked to stop: that is its phase until it has ended. A signal handler may say so."""
+        """Record that the run was asked to stop: its phase until it ends. A signal handler may call this."""
         self._stopping = True
 
     def pausing(self, by: str | None) -> None:
-        """Somebody has asked for a pause; None: for its end."""
+        """Record who requested a pause; None clears it."""
         with self._lock:
             self._paused_by = by
 
     def know(self, clients: Iterable[ClientEntry]) -> None:
-        """Who is in the roster now."""
+        """Set the clients of the roster."""
         roster = {entry.id: entry for entry in clients}
         observing = sum(not entry.seen for entry in roster.values())
         with self._lock:
             self._roster, self._observing = roster, observing
 
     def counting(self, last_round: Callable[[str], int | None]) -> None:
-        """Who knows the last round that counted a client; any thread asks it."""
+        """Set the function that returns the last round that counted a client; any thread may call it."""
         self._last_round = last_round
 
     def resume(self, round: int, line: Mapping[str, Any] | None, durable_at: float | None) -> None:
-        """A run goes on after a round, of which a checkpoint was written then; the last line of its metrics."""
+        """Resume after a round, given the last line of its metrics and the time of its checkpoint."""
         with self._lock:
             self._round = round
             self._measured = None if line is None else Measured.of(line)
             self._durable = None if durable_at is None else (round, durable_at)
 
     def attempted(self, attempt: Attempt, *, counts: bool) -> None:
-        """An attempt at a round has ended; whether it became a round."""
+        """Record the end of an attempt at a round; ``counts`` if it became a round."""
         with self._lock:
             self._seconds += attempt.seconds
             for name, seconds in attempt.phases.items():
@@ -435,33 +437,33 @@ class Monitor:
             )
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
-        """A line of ``metrics.jsonl`` has been written."""
+        """Record the evaluation in a line of ``metrics.jsonl``."""
         with self._lock:
             self._measured = Measured.of(line)
 
     def durable(self, round: int) -> None:
-        """A checkpoint holds this round from now on."""
+        """Record that a checkpoint holds this round."""
         with self._lock:
             self._durable = round, time.time()
 
-    # ---- what any thread asks
+    # ---- read by any thread
 
     @property
     def roster(self) -> Mapping[str, ClientEntry]:
-        """Who is in the roster, by id."""
+        """Clients of the roster, by id."""
         return self._roster
 
     def last_round(self, client: str) -> int | None:
-        """The last round that counted a client; None before the first."""
+        """Return the last round that counted a client; None before the first."""
         return self._last_round(client)
 
     def about(self) -> dict[str, Any]:
-        """What a line of the log is about: ``run``, ``phase``, ``round`` and ``attempt``, as far as they are known."""
+        """Return the context of a log line: ``run``, ``phase``, ``round`` and ``attempt``, as far as known."""
         round = self._doing if self._doing is not None else self._round
         return {"run": self._about["run"], "phase": self._phase, "round": round, "attempt": self._attempt}
 
     def now(self, connected: Connected | None = None) -> Activity:
-        """Return a snapshot; ``connected`` is what an aggregator knows besides, None in process."""
+        """Return a snapshot; ``connected`` is the aggregator's own state, None in process."""
         with self._lock:
             phase = self._phase
             if self._stopping and phase not in OVER:
@@ -511,7 +513,7 @@ class Monitor:
 
 
 def cohort_of(conversations: Iterable[tuple[Collection[str], Collection[int]]]) -> tuple[int, int]:
-    """How many clients a round asked, and how many of them it did not lose, by conversations and rows lost."""
+    """Return how many clients a round asked, and how many it kept, given its conversations and their lost rows."""
     asked: set[str] = set()
     lost: set[str] = set()
     for clients, rows in conversations:

@@ -1,8 +1,9 @@
-"""The rule by which an exception loses one client, or is a bug in a method, a model or FedLoom.
+"""Distinction between exceptions that lose one client and bugs in a method, a model or FedLoom.
 
-A client is lost for what is its own: a :class:`~fedloom.errors.FedloomError` (its data or its state cannot be used),
-and numbers that overflow or are singular. So is one for which the client half calls ``Group.lose``. Any other exception
-is a bug. In one process it is raised where it is, at once; a worker logs its traceback, and tells its class and line.
+A client is lost by its own errors: a :class:`~fedloom.errors.FedloomError` (its data or its state cannot be used), and
+numbers that overflow or are singular. A client is also lost if the client half calls ``Group.lose`` for it. Any other
+exception is a bug. In process it is raised at once where it occurs; a worker logs its traceback and reports its class
+and line.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 from fedloom.errors import FedloomError, raised_at
 
 BUG = "bug: "
-"""How the reason begins for which a worker lost a client by a bug."""
+"""Prefix of the reason when a worker loses a client by a bug."""
 
-_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # torch lists it nowhere
+_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # not exported by torch
 _OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
 
 
 def is_bug(error: Exception) -> bool:
-    """Return True if an exception says nothing of the client for which it was raised."""
+    """Return True if an exception is not caused by the client for which it was raised."""
     return not isinstance(error, _OF_A_CLIENT)
 
 
@@ -33,9 +34,9 @@ def place(error: Exception) -> str:
 
 
 def told(error: Exception) -> str:
-    """Return what the aggregator is told: a sentence of ours, or the class and the line of code.
+    """Return the error text that is sent to the aggregator: our own sentence, or the class and the line of code.
 
-    Other exceptions may quote what they read; their class and line say nothing of the data.
+    Other exceptions may quote what they read; their class and line reveal nothing about the data.
     """
     text = str(error).splitlines()
     if isinstance(error, FloatingPointError | FedloomError) and text:

@@ -1,7 +1,7 @@
-"""What carries one exchange of a conversation to the clients and their answers back.
+"""Protocol that carries one exchange of a conversation to the clients, and their answers back.
 
-The round loop talks to this protocol alone; the in-process carrier and the gRPC carrier implement it, which is
-why both give the same numbers.
+The round loop uses only this protocol. Both the in-process carrier and the gRPC carrier implement it, which is why both
+give the same numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedloom.messages import Message
 
 @dataclass(frozen=True, order=True)
 class ConversationKey:
-    """Names a conversation within a run: round, attempt at that round, number within the attempt, purpose.
+    """Key of a conversation within a run: round, attempt at that round, number within the attempt, purpose.
 
     ``purpose`` is ``train`` or ``evaluate``; it separates the random generators of the two.
     """
@@ -35,24 +35,23 @@ class Call:
     Attributes
     ----------
     key, exchange
-        The conversation, and the number of this exchange in it, from 0 (the opening).
+        Conversation, and number of this exchange in it, from 0 (the opening).
     rows
         Positions in the cohort, ascending; the i-th row of ``message`` is for the client ``clients[i]``.
     clients
         Client ids, one per row; an id may repeat.
     message
-        What is sent: row fields have ``len(rows)`` rows.
+        Message to send: row fields have ``len(rows)`` rows.
     shapes
-        What may come back: message class -> field -> trailing shape (dtype is that of the run).
+        Allowed answers: message class -> field -> trailing shape (dtype is that of the run).
     deadline_s
-        Seconds from now until a row without a valid answer is lost; None waits for ever.
+        Seconds from now until a row without a valid answer is lost; None waits forever.
     states
-        In an opening of a method whose clients keep a state: which version of it, one per row.
+        In an opening of a method with client states: their versions, one per row.
     trace
-        Of the exchange's span, where the run is traced (:func:`fedloom.tracing.here`).
+        Trace context of the exchange's span, if the run is traced (:func:`fedloom.tracing.here`).
     told_again
-        Where the answers are private: called before clients are asked for another one, since the worker that was asked
-        first is gone.
+        For private answers: called before clients are asked for another one because the first worker asked is gone.
     """
 
     key: ConversationKey
@@ -69,9 +68,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Lost:
-    """A row that gave no valid answer, and why (one line: quantity and cause).
+    """A row without a valid answer, and why (one line: quantity and cause).
 
-    ``bug`` is the exception, where that says nothing of the client (``federation.bugs``); it never travels.
+    ``bug`` is the exception if the client did not cause it (``federation.bugs``); it is never sent.
     """
 
     reason: str
@@ -79,7 +78,7 @@ class Lost:
 
 
 class MissingConversation(Exception):
-    """These rows have no conversation at this exchange here: its earlier messages must be sent first, and replayed."""
+    """Rows have no conversation at this exchange here: its earlier messages must be sent and replayed first."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         super().__init__(f"no conversation for rows {list(rows)}")
@@ -88,7 +87,7 @@ class MissingConversation(Exception):
 
 @dataclass
 class Traffic:
-    """Bytes on the wire since the start, both directions, as measured; None where there is no wire."""
+    """Measured bytes on the wire since the start, in both directions; None where there is no wire."""
 
     up: int | None = None
     down: int | None = None
@@ -96,12 +95,12 @@ class Traffic:
 
 @dataclass
 class Refusals:
-    """What was refused or dropped so far, by reason; each attempt's share is written to the journal."""
+    """Number of refused or dropped parts so far, by reason; each attempt's share is written to the journal."""
 
     counts: dict[str, int] = field(default_factory=dict)
 
     def count(self, reason: str) -> None:
-        """Count one more."""
+        """Count one refusal."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
 
 
@@ -110,21 +109,21 @@ class Carrier(Protocol):
 
     @property
     def refusals(self) -> Refusals:
-        """What was refused or dropped so far."""
+        """Refused or dropped parts so far."""
 
     @property
     def silence(self) -> Silence:
-        """Clients that let a deadline pass."""
+        """Clients that missed a deadline."""
 
     @property
     def traffic(self) -> Traffic:
         """Bytes so far: ``up`` from workers to aggregator, ``down`` from aggregator to workers."""
 
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
-        """Deliver and wait; one answer per row of the call, in its order, each a message with one row.
+        """Deliver a call and return one answer per row, in its order, each a message with one row.
 
         Every answer has been checked: class, shapes, dtype and finiteness. A row that failed is ``Lost``.
         """
 
     def close(self, key: ConversationKey) -> None:
-        """End a conversation: the clients' coroutines see GeneratorExit. Idempotent."""
+        """End a conversation: the clients' coroutines receive GeneratorExit. Idempotent."""

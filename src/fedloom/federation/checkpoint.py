@@ -1,7 +1,8 @@
-"""Checkpoints: the server's state and nothing else, so that the same state is the same bytes.
+"""Checkpoints: only the server's state, so that equal states give equal bytes.
 
-A file ``round-<t>.safetensors`` holds the state's tensors, and says format version, algorithm and its version, round,
-and the best round so far. No times, hosts or paths. Its digest is checked whenever it is read (``tensor_file.py``).
+A file ``round-<t>.safetensors`` holds the state's tensors, the format version, the algorithm and its version, the
+round, and the best round so far. It holds no times, hosts or paths. Its digest is checked at every read
+(``tensor_file.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ _NAME = re.compile(r"round-(\d{6,})\.safetensors")
 
 @dataclass(frozen=True)
 class Best:
-    """The round of highest validation score of seen clients (pooled accuracy, or minus the loss of data without
-    classes), the earliest on ties."""
+    """Round with the highest validation score of seen clients, the earliest on ties.
+
+    The score is pooled accuracy, or the negative loss for data without classes.
+    """
 
     round: int
     score: float
@@ -35,7 +38,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A durable round; ``digest`` is that of the file it was read from, sha256 in hex, empty if from none."""
+    """A durable round; ``digest`` is the SHA-256 (hex) of the file that it was read from, empty if from none."""
 
     algorithm: str
     algorithm_version: int
@@ -45,7 +48,7 @@ class Checkpoint:
     digest: str = ""
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         about = {
             "version": VERSION,
             "algorithm": self.algorithm,
@@ -57,16 +60,16 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run: the last two and the best are kept, and writing overlaps with training.
+    """Checkpoints of a run: the last two and the best are kept, and writing overlaps with training.
 
     Parameters
     ----------
     before
-        Called in the background before each checkpoint is written, which it has to wait for.
+        Called in the background before each checkpoint is written.
     done
         Called in the background with each round that has become durable.
     after
-        Called after that with the round; the next checkpoint waits for it, and raises what it raised.
+        Called after that with the round; the next checkpoint waits for it, and raises its error.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Checkpoints:
         Raises
         ------
         StorageError
-            If the one before could not be written.
+            If the previous one could not be written.
         """
         self.wait()
         copied = {name: tensor.detach().clone() for name, tensor in checkpoint.state.items()}
@@ -97,13 +100,13 @@ class Checkpoints:
         self._writing = self._writer.submit(self._write, copy)
 
     def again(self, round: int) -> None:
-        """Call ``after`` once more with a round that is durable, in the background, once everything saved is."""
+        """Call ``after`` again with a durable round, in the background, once all saved rounds are durable."""
         self.wait()
         if self._after is not None:
             self._writing = self._writer.submit(self._after, round)
 
     def wait(self) -> None:
-        """Wait until everything saved is durable, and what comes after that is done.
+        """Wait until everything saved is durable and ``after`` has returned.
 
         Raises
         ------
@@ -122,14 +125,14 @@ class Checkpoints:
             self._writer.shutdown()
 
     def rounds(self) -> list[int]:
-        """Rounds that have a checkpoint, ascending."""
+        """Return the rounds that have a checkpoint, ascending."""
         if not self._folder.is_dir():
             return []
         names = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
     def written_at(self, round: int) -> float:
-        """When the checkpoint of a round was written, in seconds since 1970."""
+        """Return when the checkpoint of a round was written, in seconds since 1970."""
         return self._path(round).stat().st_mtime
 
     def load(self, which: str | int = "last") -> Checkpoint:
@@ -143,7 +146,7 @@ class Checkpoints:
         Raises
         ------
         DataError
-            If there is no such checkpoint, or it is damaged: then the hint names those that are there besides.
+            If there is no such checkpoint, or it is damaged; the hint then names the others.
         StorageError
             If it cannot be read.
         """
@@ -202,7 +205,7 @@ class Checkpoints:
             raise DataError(f"{path}: not a checkpoint: {error}", hint=self._instead(round)) from error
 
     def _instead(self, round: int) -> str:
-        """What to do without the checkpoint of a round. Nothing falls back by itself: which model is used is said."""
+        """Return what to do without the checkpoint of a round; there is no automatic fallback to another."""
         others = [other for other in self.rounds() if other != round]
         older = [other for other in others if other < round]
         if not others:
@@ -213,12 +216,12 @@ class Checkpoints:
 
 
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:
-    """Check that a checkpoint is of this algorithm and these shapes.
+    """Check that a checkpoint has this algorithm and these shapes.
 
     Raises
     ------
     DataError
-        If it is not.
+        If it does not.
     """
     if (checkpoint.algorithm, checkpoint.algorithm_version) != (algorithm, version):
         raise DataError(

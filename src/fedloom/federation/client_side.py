@@ -1,4 +1,4 @@
-"""The clients' side of all conversations: holds the coroutines and their last answers."""
+"""Clients' side of all conversations: holds the coroutines and their last answers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ TRAIN, EVALUATE = "train", "evaluate"
 
 
 def after_steps_purpose(steps: int) -> str:
-    """The purpose of an evaluation after so many steps of a client's own."""
+    """Return the purpose of an evaluation after so many local steps of each client."""
     return f"{EVALUATE}/{steps}"
 
 
 @dataclass(eq=False)
 class _Open:
-    """One coroutine, the rows it serves, and its last answers; ``life`` is that of the aggregator that opened it.
+    """One coroutine, its rows, and their last answers; ``life`` identifies the aggregator process that opened it.
 
-    Rows that went on elsewhere while the others of their group went on here have ``left``.
+    ``left`` holds rows that continued elsewhere while the rest of their group continued here.
     """
 
     key: ConversationKey
@@ -49,31 +49,31 @@ class _Open:
 
 
 class ClientSide:
-    """Holds the conversations of clients. One instance per worker process, or one in the aggregator's own process.
+    """Conversations of clients: one instance per worker process, or one in the aggregator's own process.
 
     Parameters
     ----------
     half
         The algorithm's client half.
     vocabulary
-        Every message it understands or says, by name.
+        All messages that it receives or sends, by name.
     load
         ``client id -> ClientData``; the only place where data are read.
     seed
-        Of the run.
+        Seed of the run.
     conclude
-        What is wanted of the predictors that a conversation returns: ``(predictors, group) -> message`` with one row
-        per client (for an evaluation, the metrics).
+        Turns the predictors that a conversation returns into its last answer: ``(predictors, group) -> message`` with
+        one row per client (for an evaluation, the metrics).
     device, clients_at_once
         On CPU a group is one client; elsewhere up to ``clients_at_once``.
     states
-        Where clients keep their states; needed where the half is ``stateful``.
+        Storage of client states; required if the half is ``stateful``.
     start_afresh
-        What becomes of a client whose state is lost: it starts afresh, or (False) it is refused.
+        Let a client whose state is lost start afresh; otherwise it is refused.
     secret
-        The key of noise that hides something from the aggregator (:class:`~fedloom.algorithms.base.Group`).
+        Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.Group`).
     after_steps
-        By a number of steps, the client half of which a new client makes so many (``evaluation.own_steps``).
+        Client half for each number of local steps of a new client (``evaluation.own_steps``).
     """
 
     def __init__(
@@ -115,17 +115,17 @@ class ClientSide:
         message: Message,
         states: Sequence[Versions] = (),
     ) -> Iterator[tuple[int, Message | Lost]]:
-        """Yield each row's answer as soon as it is there.
+        """Yield each row's answer as soon as it is ready.
 
-        The same exchange asked again gives the same answer, without computing it again. Conversations of an earlier
-        attempt, or of the evaluation before, are closed: their end is not told to a worker that was away.
+        The same exchange asked again gives the same answer without recomputation. Conversations of an earlier attempt,
+        or of the previous evaluation, are closed, because a worker that was away is not told of their end.
 
         Parameters
         ----------
         rows, clients
             Positions in the cohort, and their clients; row fields of ``message`` have as many rows.
         states
-            In an opening, where clients keep states: which of theirs, by row.
+            In an opening with client states: the versions of each row's client.
 
         Raises
         ------
@@ -172,7 +172,7 @@ class ClientSide:
                     yield member, answer
 
     def close(self, key: ConversationKey) -> None:
-        """End a conversation; its coroutines see GeneratorExit."""
+        """End a conversation; its coroutines receive GeneratorExit."""
         for opened in set(self._open.pop(key, {}).values()):
             opened.coroutine.close()
 
@@ -191,7 +191,7 @@ class ClientSide:
         versions: Sequence[Versions],
     ) -> None:
         def keyed(client: str, purpose: str) -> torch.Generator:
-            drawn = key.purpose.partition("/")[0]  # after so many steps of its own as in an evaluation
+            drawn = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
             return generator(self._seed, f"{drawn}/{purpose}", client, key.round)
 
         conversation = self._open[key]
@@ -212,16 +212,16 @@ class ClientSide:
             if key.purpose == TRAIN:
                 for client, version in zip(clients, versions, strict=False):
                     self._forget(client, version)
-        except (RefusedError, StorageError):  # the store's
+        except (RefusedError, StorageError):  # raised by the store
             raise
-        except Exception as error:  # the client is lost, or the carrier raises a bug
-            if len(rows) > 1:  # the others of its group are served all the same
+        except Exception as error:  # lose the client; the carrier raises a bug
+            if len(rows) > 1:  # serve the other clients of the group one by one
                 for i, row in enumerate(rows):
                     self._start(key, (row,), clients[i : i + 1], message, position, versions[i : i + 1])
                 return
             names = ", ".join(clients)
             about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": 0}
-            # A sentence of ours needs no traceback; what it came from is told here alone (:meth:`_loaded`).
+            # Our own sentences need no traceback; their cause is logged only here (:meth:`_loaded`).
             said = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
             why = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
             _log.error("clients %s cannot take part: %s", names, " ".join(why.split()), exc_info=said, extra=about)
@@ -231,12 +231,12 @@ class ClientSide:
             conversation[row] = opened
 
     def _loaded(self, client: str) -> ClientData:
-        """The data of a client.
+        """Return the data of a client.
 
         Raises
         ------
         DataError
-            If they cannot be read; without the paths and values that the cause names, which stay on this machine.
+            If they cannot be read. The error omits the cause's paths and values, which must stay on this machine.
         """
         try:
             return self._load(client)
@@ -244,24 +244,24 @@ class ClientSide:
             raise DataError(f"client {client}: its data cannot be read, the worker's log says why") from error
 
     def _half_for(self, purpose: str) -> ClientHalf:
-        """The client half that answers.
+        """Return the client half for a purpose.
 
         Raises
         ------
         DataError
-            If an evaluation is asked for after steps that the experiment does not name.
+            If the evaluation is after a number of steps that the experiment does not name.
         """
         if "/" in purpose and purpose not in self._after_steps:
             raise DataError(f"evaluation: found {purpose[:40]!r}, which evaluation.own_steps does not name")
         return self._after_steps.get(purpose, self._half)
 
     def _state(self, client: str, versions: Versions) -> dict[str, Tensor] | None:
-        """The state that a client starts from.
+        """Return the state that a client starts from; None to start afresh.
 
         Raises
         ------
         DataError
-            If it is lost, and clients whose state is lost are refused.
+            If it is lost, and clients with lost states are refused.
         """
         if versions.start is None or self._states is None:
             return None
@@ -285,7 +285,7 @@ class ClientSide:
             self._states.forget(client, versions)
 
     def _store(self, opened: _Open) -> None:
-        """Store what the group's clients keep, before the answer that it belongs to leaves."""
+        """Store the states that the group's clients keep, before the answer that they belong to is sent."""
         kept, opened.group.kept = opened.group.kept, {}
         for i, tensors in kept.items():
             assert self._states is not None
@@ -310,13 +310,13 @@ class ClientSide:
             return
         moved = _message_to(self._rows_for(opened, message, position), self._device)
         self._step(opened, exchange, lambda: opened.coroutine.send(moved))
-        # Who is lost stays lost, whatever the group's others made of its zeros.
+        # A lost client stays lost, whatever the group computed from its zeros.
         opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
 
     def _step(self, opened: _Open, exchange: int, resume: Callable[[], Message], *, alone: bool = True) -> None:
-        """Run the coroutine to its next answer, or to its end, where the predictors are put to use.
+        """Run the coroutine to its next answer, or to its end, where the predictors are used.
 
-        What a group that is not ``alone`` fails with is raised: its clients can still be served one by one.
+        The error of a group that is not ``alone`` is raised, so that its clients can still be served one by one.
         """
         g = len(opened.rows)
         try:
@@ -330,12 +330,12 @@ class ClientSide:
             self._store(opened)
             lost = opened.group.lost
             opened.answers = [Lost(lost[i]) if i in lost else reply.select([i]) for i in range(g)]
-        except (RefusedError, StorageError):  # the store's
+        except (RefusedError, StorageError):  # raised by the store
             raise
-        except Exception as error:  # the client is lost, or the carrier raises a bug
+        except Exception as error:  # lose the client; the carrier raises a bug
             if not alone:
                 raise
-            said = not isinstance(error, FedloomError)  # a sentence of ours needs no traceback
+            said = not isinstance(error, FedloomError)  # our own sentences need no traceback
             names = ", ".join(c.id for c in opened.group.clients)
             about = {"client": names, "round": opened.key.round, "attempt": opened.key.attempt, "exchange": exchange}
             _log.error("clients %s failed: %s", names, error, exc_info=said, extra=about)
@@ -344,7 +344,7 @@ class ClientSide:
         opened.exchange = exchange
 
     def _rows_for(self, opened: _Open, message: Message, position: Mapping[int, int]) -> Message:
-        """The rows of a group; zero for a member that was lost (only groups of several can have one)."""
+        """Return the rows of a group, with zeros for a member that was lost (possible only in groups of several)."""
         if all(row in position for row in opened.rows):
             return message.select([position[row] for row in opened.rows])
         fields: dict[str, Tensor] = {}
@@ -362,7 +362,7 @@ class ClientSide:
 def _traced(
     key: ConversationKey, exchange: int, clients: Sequence[str], message: Message
 ) -> AbstractContextManager[object]:
-    """The work of one group in one exchange."""
+    """Return a tracing span for the work of one group in one exchange."""
     return tracing.span(
         f"client {type(message).__name__}",
         client=",".join(clients),
@@ -374,13 +374,13 @@ def _traced(
 
 
 def _moment(key: ConversationKey) -> tuple[int, bool, int]:
-    """Orders conversations by when they are held: a round is trained, in attempts, and then evaluated."""
+    """Return a sort key for the time of a conversation: a round is trained, in attempts, and then evaluated."""
     return key.round, key.purpose != TRAIN, key.attempt
 
 
 def _ended() -> Conversation:
     return None
-    yield  # a coroutine that is over
+    yield  # makes this a generator that has ended
 
 
 def _lost(error: Exception) -> Lost:

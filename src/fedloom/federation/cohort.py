@@ -1,4 +1,4 @@
-"""Cohorts and rounds: what a server half talks to, whoever carries its messages."""
+"""Cohorts and rounds: the interface of the server half to clients, independent of the carrier."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from fedloom.words import REASON_CHARACTERS, counted, printable
 _log = logging.getLogger(__name__)
 
 ABSURD = "absurd value"
-"""What refused answers are counted as whose values make no sense."""
+"""Reason under which answers with implausible values are counted as refused."""
 
 
 class TooFewReplies(Exception):
-    """An exchange was answered by fewer clients than ``federation.min_replies``: the attempt is over."""
+    """Fewer clients than ``federation.min_replies`` answered an exchange, which ends the attempt."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What applies to every conversation of a run."""
+    """Settings that apply to every conversation of a run."""
 
     seed: int
     clients_per_round: int
@@ -46,11 +46,11 @@ class Rules:
     shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
     stop: threading.Event
     judge: Callable[[str, Message], str | None]
-    """Says of a client's answer, whose form is right, what makes no sense in its values; None if all does."""
+    """Returns why the values of a client's well-formed answer are implausible; None if they are plausible."""
     states: Callable[[Sequence[str]], tuple[Versions, ...]] | None = None
-    """Of a method whose clients keep a state: which version each client starts from now."""
+    """Returns the versions that clients start from now, for methods with client states."""
     releases: Releases | None = None
-    """Where private answers are counted, before they are asked for."""
+    """Record of private answers, updated before they are requested."""
 
 
 class CarriedCohort:
@@ -81,12 +81,12 @@ class CarriedCohort:
         self._alive = list(range(len(clients)))
         self._record = ConversationRecord(list(clients))
         self.failure: Exception | None = None
-        """What the carrier raised: no fault of the method, nor of what clients answered."""
+        """Error raised by the carrier, which neither the method nor the clients' answers caused."""
         attempt.conversations.append(self._record)
 
     @property
     def present(self) -> Tensor:
-        """``[c]`` bool: who has answered everything so far."""
+        """``[c]`` bool: clients that have answered everything so far."""
         present = torch.zeros(len(self.clients), dtype=torch.bool)
         present[self._alive] = True
         return present
@@ -94,16 +94,17 @@ class CarriedCohort:
     def send(
         self, message: Message, answer: type[Message] = Metrics, meanwhile: Callable[[], None] | None = None
     ) -> Replies[Any]:
-        """Deliver a message to every client still here and return their replies, one row per client.
+        """Deliver a message to every client still present and return their replies, one row per client.
 
         Raises
         ------
         TypeError
-            If clients never answer with this class: its rows say no shape.
+            If clients never answer with this class, for which no shapes are known.
         TooFewReplies
             If fewer than ``min_replies`` clients answered.
         InterruptedRun
-            If the run was stopped meanwhile and clients are missing: the stop may be why, so nothing may be made of it.
+            If the run was stopped meanwhile and clients are missing: the stop may be the cause, so the replies are
+            unusable.
         """
         started = time.perf_counter()
         if answer not in self._rules.shapes:
@@ -157,7 +158,7 @@ class CarriedCohort:
         return Replies(stacked, self.present, self._sizes)
 
     def _why_lost(self) -> str:
-        """Say why the last client was lost, as often all were for one reason; or that all met a bug."""
+        """Return why the last client was lost, as often all share one reason; or that all failed by a bug."""
         lost = [loss for loss in self._record.lost if loss.exchange == self._at - 1]
         if lost and not self._alive and all(loss.reason.startswith(BUG) for loss in lost):
             return (
@@ -167,7 +168,7 @@ class CarriedCohort:
         return "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
 
     def _about(self) -> dict[str, int]:
-        """Which exchange the next one is."""
+        """Return the key of the next exchange."""
         key = self.key
         return {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": self._at}
 
@@ -176,7 +177,7 @@ class CarriedCohort:
         return () if states is None else states([self.clients[row] for row in self._alive])
 
     def _count_private(self, answer: type[Message]) -> Callable[[Sequence[str]], None] | None:
-        """Count what those still here are about to tell; return what counts them once more. None: it is not private."""
+        """Record the private answers about to be given; return a function that records repeats (None: not private)."""
         releases = self._rules.releases
         if releases is None or answer.__name__ not in releases.covers:
             return None
@@ -196,7 +197,7 @@ class CarriedCohort:
         if meanwhile is None:
             return self._exchange(call)
         if self._carrier.traffic.down is None:
-            # In process there is no free core to use: one thing after the other.
+            # There is no free core in process, so run one after the other.
             meanwhile()
             return self._exchange(call)
         carried = self._helper.submit(self._exchange, call)
@@ -214,7 +215,7 @@ class CarriedCohort:
             raise
 
     def lose_all(self, reason: str) -> None:
-        """Lose whoever is still here."""
+        """Lose all clients still present."""
         for row in list(self._alive):
             self._lose(row, reason)
 
@@ -277,7 +278,7 @@ class Attempting:
     ) -> CarriedCohort:
         """Draw a cohort from the roster.
 
-        Who answered before matters in an open federation alone, while clients are silent, and to a uniform draw alone
+        Previous answers matter only in an open federation with silent clients, and only to a uniform draw
         (:meth:`fedloom.federation.silence.Silence.prefer`).
 
         Parameters
@@ -285,14 +286,14 @@ class Attempting:
         size
             Clients to draw; ``federation.clients_per_round`` by default.
         purpose
-            Of the generator, so that two draws of one round differ.
+            Purpose of the generator, so that two draws of one round differ.
         weights
             ``[roster]`` probabilities up to a factor; uniform by default.
         replace
-            Whether a client may be drawn more than once.
+            Allow a client to be drawn more than once.
         always
-            Clients that are in the cohort whatever is drawn; they count for its size, and the rest is drawn uniformly
-            from the others.
+            Clients that are always in the cohort; they count for its size, and the rest is drawn uniformly from the
+            others.
 
         Raises
         ------
@@ -324,11 +325,11 @@ class Attempting:
         return self.hold([roster[i] for i in sorted(drawn.tolist())])
 
     def everyone(self) -> CarriedCohort:
-        """The whole roster as one cohort."""
+        """Return the whole roster as one cohort."""
         return self.hold(self._roster)
 
     def generator(self, purpose: str) -> torch.Generator:
-        """The server's random numbers for this round and purpose."""
+        """Return the server's random generator for this round and purpose."""
         return generator(self._rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
 
     def hold(self, clients: Sequence[str]) -> CarriedCohort:
@@ -351,7 +352,13 @@ class Attempting:
         return conversation
 
     def _planned_conversation(self, clients: Sequence[str]) -> ConversationRecord:
-        """What the journal says of the next conversation."""
+        """Return the journal's record of the next conversation.
+
+        Raises
+        ------
+        DataError
+            If it does not match this run.
+        """
         assert self._planned is not None
         planned, begun = self._planned.conversations, len(self._conversations)
         if begun >= len(planned):
@@ -375,7 +382,7 @@ class Attempting:
 
     @property
     def failure(self) -> Exception | None:
-        """What the carrier raised in one of its conversations."""
+        """Error that the carrier raised in one of its conversations, if any."""
         return next((c.failure for c in self._conversations if c.failure is not None), None)
 
     def close(self) -> None:

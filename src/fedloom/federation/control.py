@@ -1,4 +1,4 @@
-"""What an operator asks of a federation: that it pauses, goes on, stops. Any thread asks, the round loop obeys."""
+"""Operator control of a federation: pause, resume, stop. Any thread may request it; the round loop complies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.federation.activity import Monitor
 from fedloom.federation.folder import RunFolder
 
 NAME = "control.json"
-"""In a run's folder: whether it is paused, and who asked for that."""
+"""File in a run's folder that records a pause and who requested it."""
 
 VERSION = 1
 POLL_S = 0.2
@@ -20,19 +20,19 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Pause:
-    """A pause that was asked for: by whom, and when, in seconds since 1970."""
+    """A requested pause: by whom, and when, in seconds since 1970."""
 
     by: str
     since: float
 
 
 def read_pause(folder: RunFolder) -> Pause | None:
-    """Return the pause that holds in a run; None without one.
+    """Return the pause in force in a run; None without one.
 
     Raises
     ------
     DataError
-        If what says so is damaged.
+        If the file is damaged.
     """
     match folder.json_or_none(NAME):
         case None | {"version": 1, "paused": None}:
@@ -43,16 +43,16 @@ def read_pause(folder: RunFolder) -> Pause | None:
 
 
 class Control:
-    """Pause, and stop.
+    """Requests of an operator to the round loop: pause, resume, stop.
 
     Parameters
     ----------
     monitor
-        Is told of a pause that is asked for.
+        Notified of a requested pause.
     stop
-        Ends the run after the round under way, or, if it is given True, at once.
+        Ends the run after the current round, or at once if called with True.
 
-    Both are attributes, too.
+    Both are also attributes.
     """
 
     def __init__(self, monitor: Monitor, stop: Callable[[bool], None]) -> None:
@@ -63,14 +63,14 @@ class Control:
         self._folder: RunFolder | None = None
 
     def keep(self, folder: RunFolder) -> None:
-        """Say where a pause is written down; one that is there holds.
+        """Set the folder that a pause is recorded in; a pause recorded there takes effect.
 
         Raises
         ------
         DataError
-            If what is there is damaged.
+            If the record is damaged.
         StorageError
-            If a pause that was asked for before cannot be written.
+            If a pause requested earlier cannot be written.
         """
         found = read_pause(folder)
         with self._changed:
@@ -82,27 +82,27 @@ class Control:
 
     @property
     def paused(self) -> Pause | None:
-        """The pause that was asked for, and holds from the end of the round under way."""
+        """Requested pause, in force from the end of the current round."""
         return self._asked
 
     def pause(self, by: str) -> bool:
-        """Ask for a pause; whether there was none. It is written down when this returns.
+        """Request a pause; return whether there was none before. It is recorded when this returns.
 
         Raises
         ------
         StorageError
-            If it cannot be written; then it was not asked for.
+            If it cannot be written; then no pause is requested.
         """
         with self._changed:
             return self._asked is None and self._set(Pause(by, time.time()))
 
     def resume(self) -> bool:
-        """End a pause; whether there was one.
+        """End a pause; return whether there was one.
 
         Raises
         ------
         StorageError
-            If that cannot be written; then the pause holds.
+            If this cannot be written; then the pause stays in force.
         """
         with self._changed:
             return self._asked is not None and self._set(None)
@@ -123,7 +123,7 @@ class Control:
         self._changed.notify_all()
 
     def wait(self, stop: threading.Event) -> None:
-        """Wait while there is a pause, until ``stop`` is set."""
+        """Wait until there is no pause or ``stop`` is set."""
         with self._changed:
             while self._asked is not None and not stop.is_set():
                 self._changed.wait(POLL_S)

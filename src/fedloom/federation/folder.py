@@ -1,4 +1,4 @@
-"""A run's folder: whole files are written atomically, logs are appended a line at a time."""
+"""Run folder: whole files are written atomically, logs are appended line by line."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from fedloom.words import parsed_json
 EXPERIMENT = "experiment.yaml"
 METRICS = "metrics.jsonl"
 DIGESTS = "digests.json"
-"""Digests of files that have no place for one, and, of a finished run, those of the last lines of files of lines."""
+"""Digests of files that cannot hold their own, and, once a run is finished, those of the last lines of line files."""
 ELSEWHERE = ("partition.json", "clients.csv", "confusion.csv")
-"""Files whose digests are in :data:`DIGESTS`: the partition is byte for byte that of the data root, and tables are read
-by other programs."""
+"""Files whose digests are in :data:`DIGESTS`.
+
+The partition equals that of the data root byte for byte, and tables are read by other programs.
+"""
 RELEASES = "releases.jsonl"
-"""Private answers of clients, of methods that promise privacy; it only grows, on a resume, too."""
+"""Private answers of clients, for methods with a privacy guarantee; it only grows, even on a resume."""
 ENDED = (METRICS, RELEASES, "journal.jsonl")
 AGAIN = f"run again with {argument('resume')}: it makes the results of a finished run anew"
 HINTS = {
@@ -41,16 +43,16 @@ HINTS = {
     "calibration.json": AGAIN,
     "control.json": "remove it; then the run continues",
 }
-"""What to do about a damaged file, where that is not :data:`digests.RESTORE`."""
+"""Hints for damaged files, where they differ from :data:`digests.RESTORE`."""
 ABSENT = "is not there"
-"""How the message about a file ends that a run does not have, or not yet."""
+"""End of the message about a file that a run does not have (yet)."""
 MANY_ROUNDS = 2000
-"""Of more evaluated rounds only some are read where all are asked for."""
+"""Number of evaluated rounds above which :meth:`RunFolder.metrics` reads only some of them."""
 _ROUND = re.compile(rb'\{"round": (\d+),')
 
 
 class Lines(list[dict[str, Any]]):
-    """Objects of a JSON-lines file, in its order; ``unreadable`` lines (one, after a crash) are left out."""
+    """Objects of a JSON-lines file, in order; ``unreadable`` counts lines left out (one, after a crash)."""
 
     def __init__(self, objects: Iterable[dict[str, Any]], unreadable: int) -> None:
         super().__init__(objects)
@@ -58,7 +60,7 @@ class Lines(list[dict[str, Any]]):
 
 
 class RunFolder:
-    """The folder of one run (docs/design.md, §7), for those who write it and those who read it later.
+    """Folder of one run (docs/design.md, §7), for its writers and later readers.
 
     Every reader raises ``DataError`` naming the file and what is wrong with it.
     """
@@ -68,7 +70,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Return the folder of a run that is there, finished or not.
+        """Return the folder of an existing run, finished or not.
 
         Raises
         ------
@@ -87,34 +89,34 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """Folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def states(self) -> Path:
-        """Where clients keep their states."""
+        """Folder of client states."""
         return self.path / "states"
 
     @property
     def logs(self) -> Path:
-        """Where each process writes its log."""
+        """Folder of the processes' logs."""
         return self.path / "logs"
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of this name, damaged or not."""
+        """Return whether a file with this name exists, damaged or not."""
         return (self.path / name).exists()
 
     def is_free(self) -> bool:
-        """Whether there is no such folder, or nothing in it but the half-written experiment of a run killed there."""
+        """Return whether the folder is missing, or holds only the half-written experiment of a run killed there."""
         if not self.path.is_dir():
             return not self.path.exists()
         names = (entry.name for entry in self.path.iterdir())
         return all(name.startswith(f".{EXPERIMENT}.") and name.endswith(PARTIAL) for name in names)
 
     def make(self, experiment: str | None = None) -> None:
-        """Make the folder and its parts, and remove files that a crash left half-written.
+        """Create the folder and its subfolders, and remove files that a crash left half-written.
 
-        ``experiment.yaml`` comes first: what has it is a run, and can be resumed.
+        ``experiment.yaml`` comes first: a folder that has it is a run, and can be resumed.
         """
         with storing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -125,9 +127,10 @@ class RunFolder:
         self.tidy()
 
     def tidy(self) -> None:
-        """Remove files that processes left half-written which were killed.
+        """Remove files that killed processes left half-written.
 
-        A worker of before that still writes a client's state loses nothing: it writes it again (``FolderStore.write``).
+        An earlier worker that is still writing a client's state loses nothing: it writes it again
+        (``FolderStore.write``).
         """
         with storing(self.path, "removed"):
             for pattern in (f".*{PARTIAL}", f"checkpoints/.*{PARTIAL}", f"states/*/.*{PARTIAL}"):
@@ -136,12 +139,12 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from working in this folder; the hold goes when the process goes, killed or not.
+        """Lock the folder against other processes; the lock ends with the process, even if it is killed.
 
         Raises
         ------
         ExperimentError
-            If one does already.
+            If another process holds the lock.
         """
         with storing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -159,10 +162,10 @@ class RunFolder:
             os.close(descriptor)
 
     def write(self, name: str, text: str) -> None:
-        """Write a whole file, with its digest; if it has no place for one, that goes into ``digests.json``."""
+        """Write a whole file with its digest, which goes into ``digests.json`` if the file cannot hold it."""
         if name in ELSEWHERE:
             known = self._known()
-            # The digest of before stays: whenever the process is killed, that of the file is there.
+            # The previous digest is kept, so that the file's digest is listed whenever the process is killed.
             accepted = [digests.digest_of(text.encode()), *known.get(name, ())]
             self._know({**known, name: list(dict.fromkeys(accepted))[:2]})
             write_atomically(self.path / name, text.encode())
@@ -174,15 +177,15 @@ class RunFolder:
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def close_lines(self) -> None:
-        """Write down with which lines files of lines end, those of a finished run."""
+        """Record the last lines of the line files of a finished run."""
         self._know({**self._known(), **{name: [self.line_file(name).last_digest()] for name in ENDED}})
 
     def last_digests(self, *names: str) -> dict[str, str]:
-        """Return the digest of the last line of each of these files of lines that is there."""
+        """Return the digest of the last line of each of these line files that exists."""
         return {name: self.line_file(name).last_digest() for name in names if self.has(name)}
 
     def reopen_lines(self) -> None:
-        """Let files of lines grow again, of a run that goes on."""
+        """Let the line files of a resumed run grow again."""
         known = self._known()
         if any(name in known for name in ENDED):
             self._know({name: found for name, found in known.items() if name not in ENDED})
@@ -191,7 +194,7 @@ class RunFolder:
         self.write_json(DIGESTS, {"version": digests.VERSION, "files": known})
 
     def _known(self) -> dict[str, list[str]]:
-        """The digests that files may have, by name; none if there is no such file."""
+        """Return the digests that files may have, by name; none if there is no digest file."""
         match self.json_or_none(DIGESTS):
             case None:
                 return {}
@@ -200,7 +203,7 @@ class RunFolder:
         raise DataError(f"{self.path / DIGESTS}: written by another version of FedLoom", hint=digests.RESTORE)
 
     def read(self, name: str) -> str | None:
-        """Return the content of a file, compared with its digest; None if it is not there."""
+        """Return the content of a file after checking its digest; None if the file does not exist."""
         path = self.path / name
         try:
             content = read_file(path)
@@ -218,14 +221,14 @@ class RunFolder:
             raise DataError(f"{path}: damaged, {error}", hint=HINTS.get(name, digests.RESTORE)) from error
 
     def text(self, name: str) -> str:
-        """Return the content of a file that must be there."""
+        """Return the content of a file that must exist."""
         found = self.read(name)
         if found is None:
             raise DataError(f"{self.path / name}: {ABSENT}")
         return found
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the object of a JSON file that must be there."""
+        """Return the object of a JSON file that must exist."""
         try:
             value = parsed_json(self.text(name))
         except ValueError as error:
@@ -235,11 +238,11 @@ class RunFolder:
         return value
 
     def json_or_none(self, name: str) -> dict[str, Any] | None:
-        """Return the object of a JSON file; None if it is not there."""
+        """Return the object of a JSON file; None if it does not exist."""
         return None if self.read(name) is None else self.json(name)
 
     def line_file(self, name: str) -> LineFile:
-        """Return a file of lines, which need not be there."""
+        """Return a line file, which need not exist."""
 
         def ending() -> str | None:
             found = self._known().get(name)
@@ -248,29 +251,29 @@ class RunFolder:
         return LineFile(self.path / name, ending if name in ENDED else lambda: None)
 
     def lines(self, name: str) -> Lines:
-        """Return the objects of a JSON-lines file; none if it is not there. A line cut short is counted."""
+        """Return the objects of a JSON-lines file; none if it does not exist. A line cut short is counted."""
         found = [line.object for line in self.placed(name)]
         objects = [value for value in found if value is not None]
         return Lines(objects, len(found) - len(objects))
 
     def objects(self, name: str) -> Iterator[dict[str, Any]]:
-        """Give the objects of a JSON-lines file one after another, however many there are; none if it is not there."""
+        """Yield the objects of a JSON-lines file in constant memory; none if it does not exist."""
         return (line.object for line in self.placed(name) if line.object is not None)
 
     def placed(
         self, name: str, skipped: Callable[[bytes], bool] = lambda line: False, start: int = 0
     ) -> Iterator[Placed]:
-        """Give the lines of a file, and where they are (:meth:`LineFile.forwards`)."""
+        """Yield the lines of a file with their positions (:meth:`LineFile.forwards`)."""
         return self.line_file(name).forwards(skipped, start)
 
     def backwards(self, name: str, beginning: str = "") -> Iterator[Placed]:
-        """Give the lines of a file, from the last to the first (:meth:`LineFile.backwards`)."""
+        """Yield the lines of a file, from the last to the first (:meth:`LineFile.backwards`)."""
         return self.line_file(name).backwards(beginning)
 
     def last_evaluation(self, upto: int = sys.maxsize) -> tuple[dict[str, Any], int] | None:
-        """Return the object of ``metrics.jsonl`` of the last round up to this one, and where its line ends; or None.
+        """Return the object in ``metrics.jsonl`` of the last round up to ``upto`` and the end of its line, or None.
 
-        Only as much of the file is read as comes after it.
+        Only the part of the file after it is read.
         """
         for line in self.backwards(METRICS):
             if line.whole and line.object is not None and _is_evaluation(line.object) and line.object["round"] <= upto:
@@ -278,7 +281,10 @@ class RunFolder:
         return None
 
     def last_evaluations(self, most: int, upto: int) -> list[dict[str, Any]]:
-        """Return the objects of the last rounds of ``metrics.jsonl`` up to this one, ascending; of two, the later."""
+        """Return the objects of the last ``most`` rounds in ``metrics.jsonl`` up to ``upto``, ascending.
+
+        Of several lines of a round, the last counts.
+        """
         found: list[dict[str, Any]] = []
         for line in self.backwards(METRICS):
             if line.whole and line.object is not None and _is_evaluation(line.object):
@@ -290,14 +296,15 @@ class RunFolder:
         return found[::-1]
 
     def evaluation_of(self, round: int) -> dict[str, Any] | None:
-        """Return the object of ``metrics.jsonl`` of one round; None if there is none."""
+        """Return the object in ``metrics.jsonl`` of one round; None if there is none."""
         of_round = (line.object for line in self.backwards(METRICS, f'{{"round": {round},'))
         return next((line for line in of_round if line is not None and _is_evaluation(line)), None)
 
     def metrics(self) -> Lines:
-        """Return the evaluated rounds, ascending; of one written twice (before and after a resume) the later line.
+        """Return the evaluated rounds, ascending; of a round written twice (before and after a resume), the later line.
 
-        Of more than :data:`MANY_ROUNDS` only those of a wider spacing are read, and the last: as many as a curve shows.
+        Above :data:`MANY_ROUNDS`, only rounds at a wider spacing and the last one are read: as many as a curve can
+        show.
         """
         spacing, last = 1, self.last_evaluation()
         first = [line["round"] for line in itertools.islice(self.evaluations(), 2)]
@@ -319,11 +326,11 @@ class RunFolder:
         return Lines((by_round[number] for number in sorted(by_round)), unreadable)
 
     def evaluations(self) -> Iterator[dict[str, Any]]:
-        """Give all evaluated rounds one after another, as they were written, however many there are."""
+        """Yield all evaluated rounds in the order in which they were written, in constant memory."""
         return (line for line in self.objects(METRICS) if _is_evaluation(line))
 
     def training_loss(self) -> dict[int, float]:
-        """Return the training loss of each round that is in the journal, ascending; none of methods without one."""
+        """Return the training loss of each round in the journal, ascending; empty for methods without one."""
         found: dict[int, float] = {}
         for attempt in self.objects("journal.jsonl"):
             match attempt:
@@ -344,7 +351,7 @@ class RunFolder:
         return rows
 
     def confusions(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Return, by client, the lines of ``confusion.csv``: class, predicted class, examples."""
+        """Return the lines of ``confusion.csv`` by client: class, predicted class, examples."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         header, *lines = self.text("confusion.csv").splitlines() or [""]
         if header != "id,class,predicted,examples":
@@ -367,8 +374,8 @@ class RunFolder:
         self.line_file(name).append(line)
 
     def sync(self, *names: str) -> None:
-        """Wait until the disk has what was appended so far to these files, those of them that are there."""
-        for path in (*(self.path / name for name in names), self.path):  # the folder, for their names
+        """Wait until everything appended to those of these files that exist is on the disk."""
+        for path in (*(self.path / name for name in names), self.path):  # the folder, for the files' names
             with storing(path):
                 try:
                     descriptor = os.open(path, os.O_RDONLY)
@@ -380,16 +387,16 @@ class RunFolder:
                     os.close(descriptor)
 
     def cut(self, name: str, end: int) -> None:
-        """Keep the first bytes of a file of lines, all of them whole lines (:meth:`LineFile.cut`)."""
+        """Keep the first bytes of a line file, all of them whole lines (:meth:`LineFile.cut`)."""
         self.line_file(name).cut(end)
 
     def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Replace a file of lines."""
+        """Replace the lines of a line file."""
         self.line_file(name).rewrite(lines)
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Whether a line has what every reader of ``metrics.jsonl`` needs."""
+    """Return whether a line has what every reader of ``metrics.jsonl`` needs."""
     match line:
         case {
             "round": int(round), "seen": dict() | None, "unseen": dict() | None, "global": dict() | None,
@@ -400,7 +407,13 @@ def _is_evaluation(line: Mapping[str, Any]) -> bool:
 
 
 def _index(text: str) -> int:
-    """A whole number of up to 18 decimal digits, as a table has it."""
+    """Return a whole number of up to 18 decimal digits.
+
+    Raises
+    ------
+    ValueError
+        If the text is not one.
+    """
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise ValueError(text)
     return int(text)

@@ -1,4 +1,4 @@
-"""The carrier that needs no wire: clients answer in the aggregator's own process, one after another."""
+"""In-process carrier: clients answer in the aggregator's own process, one after another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.messages import Message
 
 
 class InProcess:
-    """Carries exchanges by calling. Deadlines do not apply: nothing can interrupt a client that runs in our thread."""
+    """Carries exchanges by function calls. Deadlines do not apply: a client in our own thread cannot be interrupted."""
 
     def __init__(self, client_side: ClientSide, dtype: torch.dtype) -> None:
         self._client_side = client_side
@@ -24,12 +24,12 @@ class InProcess:
         self.silence = Silence()
 
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
-        """Ask each row in turn; an answer that does not fit is refused, as on the wire.
+        """Ask each row in turn; an invalid answer is refused, as on the wire.
 
         Raises
         ------
         Exception
-            The bug, of the method or the model, that a client met.
+            The bug, in the method or the model, that a client ran into.
         """
         answers: dict[int, Message | Lost] = {}
         for row, answer in self._client_side.answer(

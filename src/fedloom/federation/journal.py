@@ -1,7 +1,7 @@
-"""The journal: each attempt's cohorts, where each client was lost, and what the round cost.
+"""Journal: each attempt's cohorts, where each client was lost, and what the round cost.
 
 ``journal.jsonl`` has one object per attempt at a round, and one per evaluation that lost a client. ``fedloom run
---replay RUN`` holds the same cohorts and loses the same rows at the same exchanges, and so repeats a run to the bit,
+--replay RUN`` forms the same cohorts and loses the same rows at the same exchanges, and so repeats a run bit for bit,
 faults included.
 """
 
@@ -29,7 +29,7 @@ EVALUATED = "evaluated"
 
 @dataclass
 class Loss:
-    """One row that left a conversation: its position, the exchange it did not answer, and why."""
+    """A row that left a conversation: its position, the exchange it did not answer, and why."""
 
     row: int
     client: str
@@ -49,15 +49,15 @@ class ConversationRecord:
 class Attempt:
     """One attempt at a round, or an evaluation (attempt 0).
 
-    ``outcome`` is ``done``, ``evaluated``, or why the attempt failed.
-    ``phases`` are seconds by message sent, and ``server`` for the rest; ``steps`` are local SGD steps. ``payload_*``
-    are tensor bytes as the papers count them, ``wire_*`` bytes measured; None in process. ``life`` is that of the
-    aggregator that made it (:class:`Journal`).
+    ``outcome`` is ``done``, ``evaluated``, or why the attempt failed. ``phases`` are seconds by message sent, and
+    ``server`` for the rest; ``statistics`` include ``client_steps``, local SGD steps. ``payload_*`` are tensor bytes as
+    the papers count them, ``wire_*`` measured bytes; None in process. ``life`` identifies the aggregator process that
+    made it (:class:`Journal`).
 
-    Of an open federation: ``joined`` and ``left`` say how the roster changed just before, ``experiment`` is the shared
-    part of the experiment if it is another than before (JSON). ``paused`` says that an operator had the run wait just
-    before: ``by`` whom, and how many ``seconds``. ``follows`` has, by file of lines, the digest of the line that it
-    ended with when this one was written. Where they are empty, a line does not have them.
+    In an open federation, ``joined`` and ``left`` are the changes of the roster just before, and ``experiment`` is the
+    shared part of the experiment (JSON) if it has changed. ``paused`` describes an operator's pause just before: ``by``
+    whom, and how many ``seconds``. ``follows`` maps each line file to the digest of its last line when this one was
+    written. A line omits these fields where they are empty.
     """
 
     round: int
@@ -87,7 +87,7 @@ class Attempt:
 
 @dataclass
 class Costs:
-    """What the rounds cost that count, all together; ``seconds`` are those of failed attempts, too.
+    """Total costs of the completed rounds; ``seconds`` include failed attempts.
 
     ``wire_*`` is None once a round has not been measured.
     """
@@ -114,27 +114,27 @@ class Costs:
 
 
 class Journal:
-    """The journal of a run, appended as rounds end.
+    """Journal of a run, appended to as rounds end.
 
-    Its attempts are in the file alone. Kept in memory is what the loop needs of them, which does not grow with rounds.
+    Attempts are kept only in the file. Memory holds what the loop needs of them, which does not grow with rounds.
 
     Attributes
     ----------
     life
-        Of the aggregator that appends to it: ms since 1970 at its start, and more than any life in the journal. Client
-        states are named by it, so that two aggregators that held the same round never mean one file.
+        Id of the aggregator process that appends to it: ms since 1970 at its start, and greater than any life in the
+        journal. Client states are named by it, so that two aggregators that ran the same round never use the same file.
     costs
-        Of all rounds so far.
+        Costs of all rounds so far.
     counted_rounds, whole
-        How many attempts became rounds; and up to which round none is missing.
+        Number of attempts that became rounds, and the last round up to which none is missing.
     members, ever
-        Of an open federation: who is in the roster after the last line, as told when they joined; and who ever was.
+        In an open federation: the roster after the last line, as announced on joining; and all clients ever in it.
     experiment
-        Its experiment after the last line; empty in a closed run.
+        Experiment of an open federation after the last line; empty in a closed run.
     follows
-        By file of lines, the digest of the last line that the journal's last line knows.
+        Digest of each line file's last line, as of the journal's last line.
     needed
-        Rounds at which versions of clients' states are asked for, besides the last: those of checkpoints.
+        Rounds other than the last for which versions of client states are requested: those of checkpoints.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -177,27 +177,27 @@ class Journal:
         self._kept[client] = [*(old for old in before if old in needed), version]
 
     def version(self, client: str, round: int) -> Version | None:
-        """The state that a client kept in the last round, up to this one, that counted it; None before the first.
+        """Return the state that a client kept in the last round up to this one that counted it; None before the first.
 
-        The round is the last one, or among those ``needed``.
+        ``round`` must be the last round or one of ``needed``.
         """
         return _at(self._kept.get(client, []), round)
 
     def last_round(self, client: str) -> int | None:
-        """The last round that counted a client; None before the first. Any thread may ask."""
+        """Return the last round that counted a client; None before the first. Callable from any thread."""
         kept = self._kept.get(client)
         return kept[-1].round if kept else None
 
     def train_loss(self) -> float | None:
-        """Mean training loss of the rounds since it was asked for last; None without."""
+        """Return the mean training loss of the rounds since the previous call; None without one."""
         losses, self._losses = self._losses, array("d")
         return sum(losses) / len(losses) if losses else None
 
     def append(self, attempt: Attempt) -> None:
-        """Write an attempt down, as one of this life."""
+        """Append an attempt, marked with this life."""
         attempt.life = self.life
         attempt.follows = self._folder.last_digests(METRICS, RELEASES)
-        # Not asdict, which copies each of a hundred thousand ids.
+        # asdict would copy each of a hundred thousand ids.
         conversations = [
             {"clients": held.clients, "lost": [vars(loss) for loss in held.lost]} for held in attempt.conversations
         ]
@@ -206,23 +206,23 @@ class Journal:
         self._note(attempt)
 
     def rewind(self) -> None:
-        """Remove what comes after the rounds that were read: those rounds run again."""
+        """Remove everything after the rounds that were read: later rounds run again."""
         self._folder.cut(NAME, self._end)
 
     @classmethod
     def read(
         cls, folder: RunFolder, upto: int | None = None, needed: Collection[int] = (), evaluated: int = 0
     ) -> Journal:
-        """Read the journal of a run, line by line; a half-written last line is as good as none.
+        """Read the journal of a run, line by line; a half-written last line is ignored.
 
         Parameters
         ----------
         upto
-            The last round that is wanted; by default all are.
+            Last round to read; by default all are read.
         needed
-            Rounds at which versions are asked for, besides the last.
+            Rounds other than the last for which versions are requested.
         evaluated
-            The round that was evaluated last: training losses of later ones have not been asked for.
+            Last evaluated round: training losses of later rounds have yet to be reported.
 
         Raises
         ------
@@ -244,11 +244,11 @@ class Journal:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """All that is in the file, read anew."""
+        """All attempts in the file, read again at each access."""
         return [attempt for attempt, _ in _attempts(self._folder)]
 
     def counted(self) -> list[Attempt]:
-        """The attempts that became rounds, read anew."""
+        """Return the attempts that became rounds, read again from the file."""
         return [attempt for attempt in self.attempts if attempt.outcome == DONE]
 
 
@@ -256,32 +256,32 @@ _SELDOM = ("joined", "left", "experiment", "paused", "follows")
 
 
 def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, Any]], left: Iterable[str]) -> None:
-    """Apply what a line of a journal says to a roster, by id."""
+    """Apply the roster changes of a journal line to a roster, by id."""
     for name in left:
         members.pop(name, None)
     members.update({told["id"]: told for told in joined})
 
 
 def _at(versions: Sequence[Version], round: int) -> Version | None:
-    """The last of a client's versions up to a round."""
+    """Return the last of a client's versions up to a round."""
     at = bisect(versions, round, key=lambda version: version.round)
     return versions[at - 1] if at else None
 
 
 class Replay:
-    """What a journal says about the rounds to repeat: where its lines are, eight bytes a round.
+    """Index of a journal for repeating its rounds: the positions of its lines, eight bytes per round.
 
-    It reads the file as it is now, though another takes its place meanwhile.
+    The file is read as it is now, even if it is replaced later.
     """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._starts = array("q")  # of round t at t - 1
+        self._starts = array("q")  # the line of round t is at t - 1
         self._evaluations: dict[int, int] = {}
-        self._changes = array("q")  # of lines that say how the roster changed
+        self._changes = array("q")  # lines with roster changes
         self._taken = 0
-        self.experiments: list[tuple[int, str]] = []  # of each the round of its first line, and its text
-        self._begins: list[bool] = []  # whether that line is an evaluation
+        self.experiments: list[tuple[int, str]] = []  # round of its first line, and text, of each experiment
+        self._begins: list[bool] = []  # whether that first line is an evaluation
         for attempt, line in _attempts(folder):
             if attempt.joined or attempt.left:
                 self._changes.append(line.start)
@@ -299,12 +299,12 @@ class Replay:
                 self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def attempt(self, round: int) -> Attempt:
-        """The attempt that became a round.
+        """Return the attempt that became a round.
 
         Raises
         ------
         DataError
-            If the journal does not reach that far.
+            If the journal ends before this round.
         """
         if round > len(self._starts):
             raise DataError(
@@ -315,22 +315,22 @@ class Replay:
 
     @property
     def rounds(self) -> int:
-        """How many there are."""
+        """Number of rounds."""
         return len(self._starts)
 
     @property
     def is_open(self) -> bool:
-        """Whether it is of an open federation."""
+        """True for the journal of an open federation."""
         return bool(self._changes)
 
     def evaluation_begins(self, i: int) -> bool:
-        """Whether the i-th experiment begins with an evaluation of the round before it."""
+        """Return whether the i-th experiment begins with an evaluation of the round before it."""
         return self._begins[i]
 
     def changes(self, round: int, *, evaluating: bool) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
-        """Who joined and who left, line by line, up to the attempt that became a round, or the evaluation after it.
+        """Yield (joined, left) line by line, up to the attempt that became a round, or the evaluation after it.
 
-        What was told before is not told again.
+        Changes that an earlier call has yielded are not repeated.
         """
         if evaluating:
             upto = self._evaluations.get(round, -1)
@@ -342,30 +342,30 @@ class Replay:
             yield attempt.joined, attempt.left
 
     def evaluation(self, round: int) -> Attempt | None:
-        """The evaluation after a round, if it lost a client, or in an open federation."""
+        """Return the evaluation after a round, if it lost a client or belongs to an open federation."""
         start = self._evaluations.get(round)
         return None if start is None else self._read(start)
 
     def _read(self, start: int) -> Attempt:
         assert self._lines is not None
-        line = as_object(self._lines[start : self._lines.find(b"\n", start)]) or {}  # its digest has been compared
+        line = as_object(self._lines[start : self._lines.find(b"\n", start)]) or {}  # its digest has been checked
         return attempt_of({key: value for key, value in line.items() if key != "digest"}, self._folder)
 
 
 def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
-    """The attempts in a folder's journal, and where they are; only a last line cut short by a crash may be none."""
+    """Yield the attempts in a folder's journal and their positions; a last line cut short by a crash is skipped."""
     for line in folder.placed(NAME):
         if line.object is not None:
             yield attempt_of(line.object, folder), line
 
 
 def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
-    """Return what a line of a folder's journal says.
+    """Return the attempt in a line of a folder's journal.
 
     Raises
     ------
     DataError
-        If it says something else.
+        If the line is not an attempt.
     """
     try:
         conversations = [
@@ -389,10 +389,10 @@ def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
 
 
 def lost_rows(record: ConversationRecord, exchange: int) -> Sequence[Loss]:
-    """The rows that a journal lost at one exchange."""
+    """Return the rows that were lost at one exchange."""
     return [loss for loss in record.lost if loss.exchange == exchange]
 
 
 def dump(attempt: Attempt) -> str:
-    """One line, for logs and tests."""
+    """Return an attempt as one line, for logs and tests."""
     return json.dumps(asdict(attempt), sort_keys=True)

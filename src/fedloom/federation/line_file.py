@@ -1,4 +1,4 @@
-"""Files of lines of JSON, appended to a line at a time; every line that is read is compared with its digest."""
+"""Files of JSON lines, appended to line by line; every line that is read is checked against its digest."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PIECE = 1 << 20
 
 
 class Placed(NamedTuple):
-    """A line of a file of lines: where it begins and ends, in bytes, its object and its digest.
+    """Line of a line file: its start and end in bytes, its object and its digest.
 
-    ``whole`` says whether the line's end was written. If not, a crash cut it short: it has no object.
+    ``whole`` is False if a crash cut the line short; then it has no object.
     """
 
     start: int
@@ -30,16 +30,16 @@ class Placed(NamedTuple):
 
 
 class LineFile:
-    """A file of JSON objects, one a line, each of which carries a digest chained over the lines before.
+    """File of JSON objects, one per line, each with a digest chained over the lines before.
 
-    Every reader raises ``DataError`` with the file, the line and what to do if a line is not what was written.
+    Every reader raises ``DataError`` with the file, the line and what to do if a line is not as written.
 
     Parameters
     ----------
     path
         The file.
     ending
-        Gives the digest of the last line, where it is known that nothing has been appended since; else None.
+        Returns the digest of the last line if it is known that nothing has been appended since; else None.
     """
 
     def __init__(self, path: Path, ending: Callable[[], str | None] = lambda: None) -> None:
@@ -47,7 +47,7 @@ class LineFile:
         self._ending = ending
 
     def last_digest(self) -> str:
-        """Return the digest of the last line, unchecked; of a file without lines, what stands for it.
+        """Return the digest of the last line, unchecked; for a file without lines, the initial digest.
 
         Raises
         ------
@@ -77,7 +77,7 @@ class LineFile:
         write_atomically(self.path, b"".join(lines))
 
     def cut(self, end: int) -> None:
-        """Keep the first bytes, all of them whole lines; the others go. A file too short stays."""
+        """Keep the first ``end`` bytes, all of them whole lines, and drop the rest. A shorter file stays unchanged."""
         path = self.path
         with storing(path):
             if not path.exists() or path.stat().st_size <= end:
@@ -91,13 +91,13 @@ class LineFile:
             sync(path.parent)
 
     def forwards(self, skipped: Callable[[bytes], bool] = lambda line: False, start: int = 0) -> Iterator[Placed]:
-        """Give the lines but those ``skipped``, from the byte ``start``, where one begins; none of no file."""
+        """Yield the lines from byte ``start``, where one begins, except those ``skipped``; none if there is no file."""
         expected, end, before = self._ending(), start, ""
         try:
             with open_file(self.path) as file:
                 before = self._before(file, start)
                 file.seek(start)
-                for line in file:  # of bytes: lines end with \n alone
+                for line in file:  # binary: only \n ends a line
                     start, end = end, end + len(line)
                     if not line.endswith(b"\n"):
                         yield Placed(start, end, None, whole=False)
@@ -112,10 +112,10 @@ class LineFile:
         self._check_end(before, expected)
 
     def backwards(self, beginning: str = "") -> Iterator[Placed]:
-        """Give the lines as :meth:`forwards` does, from the last to the first.
+        """Yield the lines like :meth:`forwards`, from the last to the first.
 
-        However long the file is, its end is read at once; lines that do not have the ``beginning`` are passed over
-        without a look at their digest.
+        The end of the file is read at once, however long the file is; lines without the ``beginning`` are skipped
+        without checking their digest.
         """
         expected, start = self._ending(), beginning.encode()
         try:
@@ -140,7 +140,7 @@ class LineFile:
             raise DataError(f"{self.path}: cannot be read ({error.strerror or error})") from error
 
     def _before(self, file: BinaryIO, at: int, *, torn: bool = False) -> str:
-        """The digest that the line before a byte says; with ``torn``, empty where no line ends there."""
+        """Return the digest in the line that ends at a byte; with ``torn``, empty if no line ends there."""
         if at == 0:
             return digests.beginning(self.path.name)
         begin = max(0, at - digests.TAIL)
@@ -163,7 +163,7 @@ class LineFile:
         return found
 
     def _check_end(self, found: str, expected: str | None) -> None:
-        """Compare the last digest with that of a finished run; who reads as the run goes on sees that it does."""
+        """Compare the last digest with that of a finished run, unless the run has been resumed meanwhile."""
         if expected is not None and found != expected and self._ending() == expected:
             raise DataError(
                 f"{self.path}: damaged, it does not end with the line that it ended with when the run was finished",
@@ -177,7 +177,7 @@ class LineFile:
 
 
 def as_object(line: str | bytes) -> dict[str, Any] | None:
-    """The object that a line is; None if it is none."""
+    """Return the object in a line; None if the line is not a JSON object."""
     try:
         value = parsed_json(line)
     except ValueError:

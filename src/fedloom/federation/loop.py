@@ -1,4 +1,4 @@
-"""The round loop: rounds, attempts, evaluations, checkpoints. The same for every carrier."""
+"""Round loop: rounds, attempts, evaluations, checkpoints. It is the same for every carrier."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from fedloom.words import REASON_CHARACTERS, counted, printable
 _log = logging.getLogger(__name__)
 
 Extra = Callable[[Evaluation], dict[str, dict[str, Any]]]
-"""Sub-objects of metrics.jsonl and summary.json that a method adds, from what its server half recorded."""
+"""Sub-objects that a method adds to metrics.jsonl and summary.json, from what its server half recorded."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The part of the experiment that the loop follows."""
+    """Settings of the loop, from the experiment."""
 
     rounds: int | None
     clients_per_round: int
@@ -60,27 +60,27 @@ class Schedule:
     label_mask: bool
     seed: int
     enough: Callable[[int, Best], bool] | None = None
-    """Whether the rounds may end after this one, by the best so far; asked after each evaluation."""
+    """Returns whether the rounds may end after this one, given the best so far; called after each evaluation."""
     measure_last: bool = True
-    """Whether the last round is evaluated."""
+    """Evaluate the last round."""
     own_steps: tuple[int, ...] = ()
-    """After how many steps of their own the unseen clients are measured, too, when training has ended."""
+    """Numbers of local steps after which the unseen clients are also measured when training has ended."""
 
 
 class Observer(Protocol):
-    """Who is told how the run goes."""
+    """Callbacks for run progress."""
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """A round has ended; there are to be so many, None: no end."""
+        """Report a completed round; ``rounds`` is the number to run, None for no limit."""
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """An attempt came to nothing."""
+        """Report a failed attempt."""
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
-        """An evaluation has measured so many clients."""
+        """Report how many clients an evaluation has measured so far."""
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl has been written."""
+        """Report a line written to metrics.jsonl."""
 
 
 class Loop:
@@ -91,19 +91,19 @@ class Loop:
     server
         Freshly made; a resumed run loads its state from the last checkpoint.
     client_half
-        Only for the names of its predictors, and whether clients keep states.
+        Used only for the names of its predictors, and whether clients keep states.
     stop
-        Set it (from a signal handler) to end the run after the exchange at hand, with a checkpoint.
+        Set it (from a signal handler) to end the run after the current exchange, with a checkpoint.
     after
         Called with each round that has become durable, in the thread that writes checkpoints.
     experiment
-        Of an open federation: the shared part of the experiment, which may be another than when the run began.
+        In an open federation: the shared part of the experiment, which may have changed since the run began.
     monitor
-        Is told what the loop does.
+        Receives the state of the loop.
     control
-        Who may have the rounds pause; None: nobody.
+        Requests of an operator; without it, the run cannot be paused.
     releases
-        Where private answers are counted.
+        Record of private answers.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Loop:
         self.extra = extra
         self.replay = replay
         self.predictors = client_half.predictors
-        # A checkpoint must not outlive, in a power cut, the lines that say how it came about.
+        # In a power failure, a checkpoint must not survive without the lines that document it.
         self.checkpoints = Checkpoints(
             folder.checkpoints,
             before=lambda: folder.sync("journal.jsonl", "metrics.jsonl"),
@@ -155,7 +155,7 @@ class Loop:
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self.personalization_payload = (0, 0)
         self.after_steps: dict[int, Evaluation] = {}
-        self.unmeasured: dict[str, str] = {}  # clients that the last evaluation lost, and why
+        self.unmeasured: dict[str, str] = {}  # clients that the last evaluation lost -> why
         shapes = {
             **answer_shapes(algorithm.messages, server.sizes),
             Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
@@ -176,22 +176,22 @@ class Loop:
 
     @property
     def manifest(self) -> Manifest:
-        """Of those who are in the roster now."""
+        """Manifest of the current roster."""
         return self.roster.manifest
 
     def _know(self) -> None:
-        """Look up what is known of those in the roster."""
+        """Look up the sizes of the roster's clients."""
         self._sizes = {entry.id: entry.train for entry in self.manifest.clients}
         self._held_out = {entry.id: (entry.validation, entry.test) for entry in self.manifest.clients}
         self.monitor.know(self.manifest.clients)
 
     def _settle(self, attempt: Attempt) -> None:
-        """Wait while there is a pause, and take in who came and who left; the attempt, or evaluation, tells of it.
+        """Wait for the end of a pause and update the roster; the changes are noted in the attempt or evaluation.
 
         Raises
         ------
         InterruptedRun
-            If the run is stopped while too few are there, or while it is paused.
+            If the run is stopped while it waits for clients or is paused.
         """
         change = self.roster.settle(attempt.round, evaluating=attempt.attempt == 0, hold=lambda: self._hold(attempt))
         if self.roster.fixed:
@@ -207,7 +207,13 @@ class Loop:
             attempt.experiment = self._experiment
 
     def _hold(self, attempt: Attempt) -> None:
-        """Wait while there is a pause: with the last round durable, and the pause where the run is published."""
+        """Wait for the end of a pause, after making the last round durable and publishing the pause.
+
+        Raises
+        ------
+        InterruptedRun
+            If the run is stopped while it is paused.
+        """
         if self._control is None or (pause := self._control.paused) is None:
             return
         started = time.monotonic()
@@ -226,12 +232,12 @@ class Loop:
         attempt.paused = {"by": pause.by, "seconds": seconds}
 
     def resume(self) -> None:
-        """Go back to the last durable round; what came after it runs again, to equal bits.
+        """Return to the last durable round; later rounds run again, bit for bit.
 
         Raises
         ------
         DataError
-            If the checkpoint does not fit, or as :meth:`Resumption.find` says.
+            If the checkpoint does not fit, or from :meth:`Resumption.find`.
         """
         found = Resumption.find(self.folder, self.checkpoints)
         if found is None:  # nothing was durable
@@ -251,7 +257,7 @@ class Loop:
         self.monitor.resume(self.round, found.last, self.checkpoints.written_at(self.round))
 
     def advance(self) -> None:
-        """Run to the last round and leave a checkpoint, of a run that another goes on with; raises as :meth:`run`."""
+        """Run to the last round and leave a checkpoint for another loop to continue from; raises like :meth:`run`."""
         try:
             self._make_rounds()
             self._checkpoint()
@@ -295,7 +301,7 @@ class Loop:
         return evaluation
 
     def _make_rounds(self) -> Evaluation | None:
-        """Make all rounds that are to be made, and return the last evaluation on the way."""
+        """Run all remaining rounds, and return the last evaluation made on the way."""
         evaluation: Evaluation | None = None
         if self._evaluation_due() and self._evaluated != self.round:
             evaluation = self._evaluate_and_note()
@@ -313,7 +319,7 @@ class Loop:
         return evaluation
 
     def _is_over(self) -> bool:
-        """Whether there are no more rounds to make."""
+        """Return whether there are no more rounds to run."""
         s = self.schedule
         if s.rounds is not None and self.round >= s.rounds:
             return True
@@ -322,7 +328,7 @@ class Loop:
         return s.enough(self.round, self.best)
 
     def evaluate(self) -> Evaluation:
-        """Personalize every client, seen and unseen, and let it measure the result. Changes no state."""
+        """Personalize every client, seen and unseen, and have it measure the result. Changes no state."""
         return self._evaluate(Attempt(self.round, 0))
 
     def _evaluate(self, attempt: Attempt, steps: int | None = None) -> Evaluation:
@@ -330,7 +336,7 @@ class Loop:
             return self._measure(attempt, steps)
 
     def _measure(self, attempt: Attempt, steps: int | None) -> Evaluation:
-        """Measure every client, or, after so many steps of their own, the unseen ones."""
+        """Measure every client, or, given a number of local steps, the unseen ones after these steps."""
         planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
         clients = list(self.roster.here())
         if planned is not None and not self.roster.fixed:
@@ -371,7 +377,7 @@ class Loop:
             _log.warning("the evaluation after round %d skips %s", self.round, counted(skipped, "silent client"))
         answered = int(present.sum())
         if answered:
-            # Per client: what personalization moved, without the metrics, which only an evaluation wants.
+            # Per client: the bytes for personalization, without the metrics, which only an evaluation needs.
             self.personalization_payload = (
                 attempt.payload_up // answered - measured.client_bytes(),
                 attempt.payload_down // (len(clients) - skipped),
@@ -387,7 +393,7 @@ class Loop:
         )
 
     def personalize(self, clients: Sequence[str]) -> dict[str, str]:
-        """Hold the ``personalize`` conversation with some clients; returns those lost, and why."""
+        """Hold the ``personalize`` conversation with some clients; return those lost, and why."""
         attempt = Attempt(self.round, 0)
         session = self._measuring(attempt)
         try:
@@ -398,7 +404,7 @@ class Loop:
         return attempt.losses
 
     def _personalize(self, session: Attempting, cohort: CarriedCohort) -> Replies[Metrics] | None:
-        """Hold the conversation; None if nothing came of it, and each client's loss says why."""
+        """Hold the conversation; return None if it had no result, and each client's loss says why."""
         try:
             return self.server.personalize(cohort)
         except TooFewReplies:
@@ -413,13 +419,13 @@ class Loop:
             return None
 
     def _failure(self, session: Attempting, error: Exception) -> str:
-        """What the server half made of the answers, in a line; its traceback is logged.
+        """Return a line that describes a failure of the server half on the answers; its traceback is logged.
 
         Raises
         ------
         Exception
-            The error itself, where the answers of clients are no cause: a failure with a class of its own, the
-            carrier's, or a bug where all clients are in this process, and are not those of a run that is repeated.
+            The error itself if clients' answers did not cause it: a FedloomError, an error of the carrier, or a bug in
+            a run whose clients are all in this process and which is not a replay.
         """
         own_clients = self.carrier.traffic.up is None and self.replay is None
         if isinstance(error, FedloomError) or error is session.failure or (own_clients and is_bug(error)):
@@ -429,16 +435,16 @@ class Loop:
         return f"{what} ({place(error)})"
 
     def _judge(self, client: str, answer: Message) -> str | None:
-        """What makes no sense in a client's answer."""
+        """Return why the values of a client's answer are implausible; None if they are plausible."""
         if isinstance(answer, Metrics):
             validation, test = self._held_out[client]
             return implausible(answer, validation=validation, test=test)
         return absurd(answer, self.server.limits(self._sizes[client]), learning_rates(self.server.settings))
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
-        """Which state each client starts from now, and which others a checkpoint that is kept would start from."""
+        """Return the versions that each client starts from now, and would start from at kept checkpoints."""
         kept = set(self.checkpoints.rounds())
-        if self._durable is not None:  # it may be on its way to the disk still
+        if self._durable is not None:  # it may not be on the disk yet
             kept.add(self._durable[0])
         self.journal.needed = kept
 
@@ -450,14 +456,14 @@ class Loop:
         return tuple(versions(client) for client in clients)
 
     def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> Attempting:
-        """Conversations outside training: those who answer are measured, however few."""
+        """Return conversations outside training: clients that answer are measured, however few."""
         rules = replace(self._rules, min_replies=1)
         return Attempting(
             attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
         )
 
     def _training(self, attempt: Attempt, planned: Attempt | None, heard_first: bool) -> Attempting:
-        """One attempt at a round, with those who train and are here."""
+        """Return one attempt at a round, with the training clients that are connected."""
         roster, rules, prefer = self.manifest.roster, self._rules, None
         if not self.roster.fixed:
             here = set(self.roster.here())
@@ -469,7 +475,7 @@ class Loop:
     # --- one round ----------------------------------------------------------------------------------------------------
 
     def _train_round(self) -> None:
-        """Make the next round, in as many attempts as allowed."""
+        """Run the next round, in as many attempts as allowed."""
         t = self.round + 1
         planned = self.replay.attempt(t) if self.replay is not None else None
         first = planned.attempt if planned is not None else 1
@@ -500,7 +506,7 @@ class Loop:
             if up is not None and down is not None:
                 attempt.wire_up = (self.carrier.traffic.up or 0) - up
                 attempt.wire_down = (self.carrier.traffic.down or 0) - down
-            counts = dict(self.carrier.refusals.counts).items()  # a copy: more may be counted meanwhile
+            counts = dict(self.carrier.refusals.counts).items()  # a copy: counts may change meanwhile
             attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
             self.journal.append(attempt)
             self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
@@ -565,7 +571,7 @@ class Loop:
         self.server.settle()
         try:
             check_finite({}, self.server.state, {})
-        except FloatingPointError as error:  # of a method that changes it in place
+        except FloatingPointError as error:  # possible in a method that changes the state in place
             raise QuorumError(
                 f"{error}: round {self.round} is not kept", hint=f"go on with {argument('resume')}"
             ) from error
@@ -580,10 +586,10 @@ class Loop:
             of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
             raise InterruptedRun(f"stopped after round {self.round}{of}; go on with {argument('resume')}")
 
-    # --- what it cost, from the journal -------------------------------------------------------------------------------
+    # --- costs, from the journal --------------------------------------------------------------------------------------
 
     def communication(self) -> Communication:
-        """Bytes of all training rounds so far."""
+        """Return the bytes of all training rounds so far."""
         costs, traffic = self.journal.costs, self.carrier.traffic
         return Communication(
             payload_up=costs.payload_up,
@@ -593,21 +599,21 @@ class Loop:
         )
 
     def client_steps(self) -> int:
-        """Local SGD steps of all training rounds so far."""
+        """Return the local SGD steps of all training rounds so far."""
         return round(self.journal.costs.client_steps)
 
     def training_seconds(self) -> float:
-        """Wall time of all training rounds so far, failed attempts included."""
+        """Return the wall time of all training rounds so far in seconds, including failed attempts."""
         return self.journal.costs.seconds
 
 
 def check_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], statistics: Statistics) -> None:
-    """Look at what a round made of the server's state, and at what it reports.
+    """Check that a round left only finite numbers in the server's state and its statistics.
 
     Raises
     ------
     FloatingPointError
-        If a tensor that it put into the state is not finite, or one of the statistics.
+        If a tensor that the round put into the state, or one of the statistics, is not finite.
     """
     for name, value in statistics.items():
         if not math.isfinite(value):
@@ -618,5 +624,5 @@ def check_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], stat
 
 
 def vocabulary(algorithm: Algorithm) -> dict[str, type[Message]]:
-    """Every message that a conversation of this algorithm can hold, by name."""
+    """Return all messages that a conversation of this algorithm can contain, by name."""
     return {message.__name__: message for message in (*algorithm.messages, Metrics)}

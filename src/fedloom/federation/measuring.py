@@ -1,7 +1,7 @@
-"""Before round 1 of an open federation: what its clients' inputs are like, from sums that each tells once.
+"""Normalization of inputs in an open federation, measured before round 1 from sums that each client reports once.
 
-A conversation of one exchange, held by no method: the aggregator asks the clients that train and are connected, and
-makes the normalization of all rounds of what they answer, in exact arithmetic.
+The conversation has one exchange and involves no method: the aggregator asks the connected training clients, and
+computes the normalization for all rounds from their answers, in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY = ConversationKey(0, 0, 0, "measure")
 
 
 class MeasureInputs(Message):
-    """Asks for :class:`InputMoments`."""
+    """Request for :class:`InputMoments`."""
 
     numbers: Tensor = broadcast(Quantity.COUNT)  # [1] float64, channels or features
 
@@ -43,17 +43,17 @@ VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (Measure
 
 
 def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, int], deadline_s: float) -> Normalization:
-    """Ask clients for their moments, and return the normalization over those who answer with what can be.
+    """Ask clients for their moments, and return the normalization over those with plausible answers.
 
     Parameters
     ----------
     examples
-        How many train examples each client has, as it announced.
+        Number of training examples that each client announced.
 
     Raises
     ------
     QuorumError
-        If nobody does, or what they answer makes no sense.
+        If no client answers plausibly.
     """
     clients, numbers = tuple(examples), own.input_shape[0]
     asked = torch.tensor([float(numbers)], dtype=torch.float64)
@@ -88,14 +88,15 @@ def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, in
 
 
 def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
-    """What a client tells; None if no such number of examples can be like that."""
+    """Return a client's moments; None if no such number of examples can have them."""
     count, first, second = float(answer.count[0, 0]), answer.sum[0].tolist(), answer.squares[0].tolist()
     if count != examples * math.prod(own.input_shape[1:]):
         return None
     for total, squares in zip(first, second, strict=True):
         possible = max(abs(total), squares) <= LOSS_LIMIT
-        possible = possible and total**2 <= count * squares * (1 + 1e-9)  # Cauchy-Schwarz, of sums that were rounded
-        if own.kind == "pixels":  # from 0 to 255 each
+        # Cauchy-Schwarz, with tolerance for rounded sums
+        possible = possible and total**2 <= count * squares * (1 + 1e-9)
+        if own.kind == "pixels":  # each from 0 to 255
             possible = possible and 0 <= squares <= 255 * total <= 255**2 * count
         if not possible:
             return None
@@ -103,7 +104,7 @@ def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
 
 
 class MeasuringSession:
-    """A worker's side, from its clients' cards (``transport.worker.Session``)."""
+    """Worker side of the measurement, based on its clients' cards (``transport.worker.Session``)."""
 
     def __init__(self, cards: Mapping[str, ClientCard]) -> None:
         self.vocabulary: Mapping[str, type[Message]] = VOCABULARY
@@ -134,4 +135,4 @@ class MeasuringSession:
             )
 
     def close(self, key: ConversationKey) -> None:
-        """Nothing is kept."""
+        """Do nothing: no conversation is kept."""

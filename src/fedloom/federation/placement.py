@@ -1,4 +1,4 @@
-"""Which worker serves which row of a cohort."""
+"""Placement of a cohort's rows on workers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 def deal(
     clients: Sequence[str], workers: Mapping[str, Collection[str]], loads: Mapping[str, int] | None = None
 ) -> dict[str, list[int]]:
-    """Deal the rows of a cohort to workers: in order, in equal shares (±1) among those that may serve them.
+    """Deal the rows of a cohort to workers: in order, in equal shares (±1) among the workers that may serve them.
 
-    A client whose data exists in one place only is served there; what is left evens the shares out. The result
-    depends on nothing but the arguments, not on the order in which workers joined.
+    A client whose data exist in only one place is served there; the other rows even out the shares. The result depends
+    only on the arguments, not on the order in which workers joined.
 
     Parameters
     ----------
     clients
         Client id of each row; an id may repeat.
     workers
-        For each worker the clients it may serve; give sets, membership is asked once per row and worker.
+        Clients that each worker may serve; use sets, because membership is tested once per row and worker.
     loads
-        Rows that each worker is busy with already (default: none).
+        Rows that each worker is already busy with (default: none).
 
     Returns
     -------
@@ -31,7 +31,7 @@ def deal(
     load = {name: 0 if loads is None else loads.get(name, 0) for name in names}
     shares: dict[str, list[int]] = {name: [] for name in names}
 
-    # Rows alike in who may serve them are dealt together, the least free first.
+    # Deal rows with the same candidates together, those with the fewest candidates first.
     alike: dict[tuple[str, ...], list[int]] = {}
     for row, client in enumerate(clients):
         alike.setdefault(tuple(name for name in names if client in workers[name]), []).append(row)
@@ -45,7 +45,7 @@ def deal(
 
 
 def _even_out(loads: Sequence[int], names: Sequence[str], rows: int) -> list[tuple[str, int]]:
-    """Split ``rows`` so that loads end as equal as they can; ties go to the earlier name."""
+    """Split ``rows`` so that the final loads are as equal as possible; ties go to the earlier name."""
     shares = [0] * len(names)
     for _ in range(rows if names else 0):
         least = min(range(len(names)), key=lambda i: loads[i] + shares[i])

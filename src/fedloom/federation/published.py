@@ -1,30 +1,30 @@
-"""A run published in a store as it goes, so that an aggregator elsewhere can go on with it.
+"""Publication of a run in a store while it runs, so that an aggregator elsewhere can resume it.
 
 Below the run's place in the store:
 
 ``published/<n>.json``
-    The record of one publication: round, incarnation, and for each file of the run's folder its blob. Records count
-    up from 1, and each is written with a conditional put. So of two aggregators that both go on from record n only one
-    gets to write n + 1; the other is told, and stops. Records stay.
+    Record of one publication: round, incarnation, and the blobs of each file of the run's folder. Records count up from
+    1, and each is written with a conditional put: of two aggregators that both resume from record n, only one can write
+    n + 1; the other gets an error and stops. Records are never removed.
 ``blobs/<n>-<sha256>``
-    The contents of the files that the last record names, each written for the first record that names it. What a record
-    names is never written over with something else, and its successors name only that, or blobs with their own numbers.
-    A file is one blob; a file of lines, which only grows, is cut into segments (:func:`segments`), so that a
-    publication copies what is new, however long the run is.
+    Contents of the files that the last record names, each written for the first record that names it. A blob that a
+    record names is never overwritten with other content, and later records name only such blobs, or blobs with their
+    own numbers. A file is one blob; a line file, which only grows, is cut into segments (:func:`segments`), so that a
+    publication copies only what is new, however long the run is.
 ``states/``
     The clients' states, which the workers keep there.
 ``releases/<life>-<n>.json``
-    Lines of ``releases.jsonl`` that no publication has yet: private answers are stored before they are asked for.
+    Lines of ``releases.jsonl`` that are not published yet: private answers are recorded before they are requested.
 everything else
-    The finished run's folder, for people and programs to read. What has a ``summary.json`` is whole.
+    The finished run's folder, for people and programs to read. It is complete if it has a ``summary.json``.
 
 The last record of a finished run, written once its folder is there, names the checkpoints in that folder instead of
-blobs, so that each is kept once. The bytes of a checkpoint follow from its round, so an aggregator that is replaced
-while it copies the folder, and goes on copying, does not change them.
+blobs, so that each is stored once. The bytes of a checkpoint follow from its round, so an aggregator that is replaced
+while it copies the folder, and continues copying, does not change them.
 
-A restart needs the last record and what it names alone. Order makes that safe: the blobs first, then the record, and
-then blobs of this and earlier numbers go that it does not name. Even an aggregator that is held up before that last
-step and replaced meanwhile removes nothing that its successors need.
+A restart needs only the last record and what it names. This is safe because of the order of writes: first the blobs,
+then the record, and then the removal of blobs of this and earlier numbers that it does not name. Even an aggregator
+that is delayed before this last step and replaced meanwhile removes nothing that its successors need.
 """
 
 from __future__ import annotations
@@ -56,20 +56,24 @@ VERSION = 2
 PART = ".part"
 SUMMARY = "summary.json"
 FIRST = ("experiment.yaml", "published.json")
-"""What has an experiment is a run; and before there are rounds in it, it says where their clients' states are."""
+"""Files to copy first.
+
+An experiment makes a folder a run; ``published.json`` locates the clients' states before any round exists.
+"""
 
 CHECKPOINTS = "checkpoints/"
 FOLDER = "folder"
-"""In place of a blob's number: the file lies in the finished run's folder."""
+"""Replaces a blob's number for a file in the finished run's folder."""
 
 LINES = ".jsonl"
-"""How the names of files of lines end."""
+"""Suffix of line files."""
 
 SEGMENTS = (1 << 24, 1 << 21, 1 << 18)
-"""Bytes of the segments of a file of lines, each 8 of the next; what is left at the end is smaller than the last."""
+"""Sizes of the segments of a line file in bytes, each 8 times the next; the rest at the end is smaller than the last.
+"""
 
 OF_ITS_OWN = ("blobs", "published", "releases", "states")
-"""Folders in the store that are no part of the finished run's folder."""
+"""Folders in the store that do not belong to the finished run's folder."""
 
 _RECORD = re.compile(r"published/(\d{8})\.json")
 
@@ -81,14 +85,14 @@ class Record:
     Attributes
     ----------
     number
-        Counts up from 1.
+        Number of the record, counting from 1.
     round
-        The last that it holds.
+        Last round that it holds.
     incarnation
-        Of the aggregator that wrote it.
+        Id of the aggregator process that wrote it.
     files
-        The blobs of each file, in order, ``<number>-<sha256 in hex>``, by its path in the run's folder;
-        ``folder-<sha256 in hex>`` where it is read from the finished run's folder.
+        Blobs of each file, in order, ``<number>-<sha256 in hex>``, by the file's path in the run's folder;
+        ``folder-<sha256 in hex>`` for a file in the finished run's folder.
     """
 
     number: int
@@ -98,7 +102,7 @@ class Record:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is that of a finished run, all of it."""
+        """True for the complete publication of a finished run."""
         return any(blobs[0].startswith(FOLDER) for blobs in self.files.values())
 
 
@@ -107,14 +111,14 @@ _BLOB = re.compile(rf"(\d{{8}}|{FOLDER})-[0-9a-f]{{64}}")
 
 
 class Look:
-    """A look at a published run, again and again, without its checkpoints: only what is new is fetched.
+    """Local mirror of a published run, without its checkpoints; each refresh fetches only what is new.
 
     Parameters
     ----------
     store
-        The run's place.
+        The run's place in the store.
     folder
-        Gets the files; nobody else's.
+        Folder for the files, used by nothing else.
     """
 
     def __init__(self, store: Store, folder: Path) -> None:
@@ -125,18 +129,18 @@ class Look:
 
     @property
     def url(self) -> str:
-        """The run's place."""
+        """URL of the run's place."""
         return self._store.url
 
     def refresh(self) -> Record | None:
-        """Bring the folder up to the last publication, and return its record; None if nothing is published.
+        """Update the folder to the last publication, and return its record; None if nothing is published.
 
         Raises
         ------
         DataError
-            If what is published is missing or damaged.
+            If published files are missing or damaged.
         StorageError, RefusedError
-            If the store fails, or refuses us.
+            If the store fails, or denies access.
         """
         record = self._source.latest()
         while record is not None and record != self._last:
@@ -145,7 +149,7 @@ class Look:
                     if not name.startswith(CHECKPOINTS):
                         self._bring(name, blobs)
             except Absent as error:
-                newer = self._source.latest()  # an aggregator at work has removed what this one needs
+                newer = self._source.latest()  # a running aggregator has removed what this record needs
                 if newer is None or newer.number == record.number:
                     raise DataError(f"{self._store.url}: the published run is not whole: {error}") from error
                 record = newer
@@ -154,7 +158,7 @@ class Look:
         return record
 
     def published_at(self, record: Record) -> float:
-        """When a record was written, in seconds since 1970."""
+        """Return when a record was written, in seconds since 1970."""
         name = _name(record.number)
         return max((entry.modified for entry in self._store.entries(name) if entry.name == name), default=0.0)
 
@@ -172,21 +176,21 @@ class Look:
                 (self._blobs / blob).unlink(missing_ok=True)
             path = self.folder.path / name
             if path.exists() and not content.startswith(path.read_bytes()):
-                path.unlink()  # another file than one that has grown: who reads on from where it was sees that
+                path.unlink()  # replaced, not grown: readers that continue from an offset must notice
             path.write_bytes(content)
 
 
 class Published:
-    """A run's place in a store, for one aggregator's life.
+    """A run's place in a store, for the lifetime of one aggregator.
 
     Parameters
     ----------
     folder
         The run's folder on this machine.
     store
-        For this run alone.
+        Store of this run only.
     incarnation
-        Names this life of the aggregator.
+        Id of this aggregator process.
     """
 
     def __init__(self, folder: RunFolder, store: Store, incarnation: str) -> None:
@@ -194,49 +198,49 @@ class Published:
         self._store = store
         self._incarnation = incarnation
         self._last: Record | None = None
-        self._blobs: dict[str, str] = {}  # what is there, by sha256
+        self._blobs: dict[str, str] = {}  # existing blobs, by sha256
         self._segments: dict[str, Grown] = {}
         self._told: list[str] = []  # objects below releases/ whose lines this folder has
 
     @property
     def finished(self) -> bool:
-        """Whether the publication taken up or written last is that of a finished run, all of it."""
+        """True if the last publication read or written is the complete one of a finished run."""
         return self._last is not None and self._last.is_finished
 
     @property
     def is_behind(self) -> bool:
-        """Whether the store may have a newer publication than the one taken up or written last."""
+        """True if the store may have a newer publication than the last one read or written."""
         return self._last is None or self._newest() != self._last.number
 
     def take_up(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
-        """Bring the files of the last publication into the run's folder.
+        """Copy the files of the last publication into the run's folder.
 
-        They take the place of those of the same names, and checkpoints that are not among them are removed.
+        They replace files with the same names, and other checkpoints are removed.
 
         Parameters
         ----------
         check
-            Looks at the published files, in a folder of their own, before any of this run's is touched; what it raises
-            leaves the run's folder as it was.
+            Checks the published files, in a folder of their own, before the run's folder is changed; its errors leave
+            that folder unchanged.
 
         Returns
         -------
         bool
-            False if nothing has been published; the folder is then as it was.
+            False if nothing has been published; the folder is then unchanged.
 
         Raises
         ------
         DataError
-            If what is published is missing or damaged.
+            If published files are missing or damaged.
         StorageError, RefusedError
-            If the store fails, or refuses us; or the folder cannot be written.
+            If the store fails, or denies access; or the folder cannot be written.
         """
         record = self.latest()
         while record is not None:
             try:
                 self._fetch(record, check)
             except Absent as error:
-                # Perhaps an aggregator that is still at work has published again, and removed what this record needs.
+                # An aggregator that is still running may have published again, and removed what this record needs.
                 newer = self.latest()
                 if newer is None or newer.number == record.number:
                     raise DataError(f"{self._store.url}: the published run is not whole: {error}") from error
@@ -251,14 +255,14 @@ class Published:
         return True
 
     def publish(self, round: int) -> None:
-        """Publish the run as of a round that is durable.
+        """Publish the run as of a durable round.
 
         Raises
         ------
         StorageError
-            If another aggregator has published since this one took the run up, or the store fails.
+            If another aggregator has published since this one read the run, or the store fails.
         RefusedError
-            If the store refuses us.
+            If the store denies access.
         """
         number = 1 if self._last is None else self._last.number + 1
         told = list(self._told)
@@ -277,19 +281,19 @@ class Published:
         log.info("published round %d at %s", round, self._store.url)
 
     def keep_release(self, line: Mapping[str, Any]) -> None:
-        """Store a line of ``releases.jsonl``, which the folder has, until it is published; any thread may call.
+        """Store a line of the folder's ``releases.jsonl`` until it is published; callable from any thread.
 
         Raises
         ------
         StorageError, RefusedError
-            If the store fails, or refuses us.
+            If the store fails, or denies access.
         """
         name = _release(line)
         self._store.write(name, json.dumps(line).encode())
         self._told.append(name)
 
     def gather_releases(self) -> None:
-        """Append to ``releases.jsonl`` what aggregators have stored that did not come to publish it."""
+        """Append to ``releases.jsonl`` the lines that aggregators have stored but not published."""
         there = [entry.name for entry in self._store.entries("releases/") if entry.name not in self._told]
         known = {_release(line) for line in self._folder.objects(RELEASES)} if there else set()
         for name in there:
@@ -298,18 +302,19 @@ class Published:
             self._told.append(name)
 
     def finish(self) -> None:
-        """Publish the finished run's folder under the names it has here.
+        """Publish the finished run's folder under the names of its files.
 
         Raises
         ------
         StorageError
             If another aggregator has published since, or the store fails.
         RefusedError
-            If the store refuses us.
+            If the store denies access.
         """
-        # Of the run before it was resumed. Listed first: what a successor writes after our record is not among them.
+        # Checkpoints of the run before it was resumed. Listed first, to exclude what a successor writes after our
+        # record.
         there = [entry.name for entry in self._store.entries(CHECKPOINTS)]
-        # Who writes over what others may read has just shown that the run is its own.
+        # Publishing first proves that the run is ours before we overwrite files that others may read.
         self.publish(self._last.round if self._last is not None else 0)
         assert self._last is not None
         self._store.remove([SUMMARY, *(name for name in there if name not in self._last.files)])
@@ -323,7 +328,7 @@ class Published:
         log.info("published the finished run at %s", self._store.url)
 
     def log_files(self) -> None:
-        """Copy the logs as they are, for those who want to know why a run ended."""
+        """Copy the current logs, to document why a run ended."""
         for name in self._everything():
             if name.startswith("logs/"):
                 self._store.upload(name, self._folder.path / name)
@@ -331,7 +336,13 @@ class Published:
     # --- records ------------------------------------------------------------------------------------------------------
 
     def _record(self, record: Record) -> None:
-        """Write the next record, unless somebody else has, and remove the blobs that it makes superfluous."""
+        """Write the next record, unless another aggregator has, and remove blobs that are no longer needed.
+
+        Raises
+        ------
+        StorageError
+            If another aggregator has written it.
+        """
         number = record.number
         text = json.dumps({"version": VERSION, **asdict(record)}, indent=2, sort_keys=True) + "\n"
         try:
@@ -347,12 +358,12 @@ class Published:
         self._sweep(record)
 
     def latest(self) -> Record | None:
-        """Return the record of the last publication; None without any."""
+        """Return the record of the last publication; None if there is none."""
         newest = self._newest()
         return self._read(newest) if newest else None
 
     def _newest(self) -> int:
-        """The number of the last record; 0 without any."""
+        """Return the number of the last record; 0 if there is none."""
         names = (_RECORD.fullmatch(entry.name) for entry in self._store.entries("published/"))
         return max((int(found[1]) for found in names if found), default=0)
 
@@ -366,7 +377,7 @@ class Published:
             if record.number != number:
                 raise ValueError(f"it says that it is number {record.number}")
             for name, blobs in record.files.items():
-                parts_of(name)  # it is written to, so it must lie in the run's folder
+                parts_of(name)  # it is used as a path to write to, so it must lie in the run's folder
                 if not blobs or not all(_BLOB.fullmatch(blob) for blob in blobs):
                     raise ValueError(f"the blobs of {name} are {blobs}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -376,7 +387,7 @@ class Published:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def _needed(self) -> list[str]:
-        """What a resumed run may read: checkpoints, and the files beside them; not the logs, nor figures."""
+        """Return the files that a resumed run may read: checkpoints and top-level files, but no logs or figures."""
         return [
             name
             for name in self._everything()
@@ -384,13 +395,13 @@ class Published:
         ]
 
     def _everything(self) -> list[str]:
-        """Every file of the folder that is whole, but for those of the workers."""
+        """Return all complete files of the folder, except those of the workers."""
         root = self._folder.path
         found = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.suffix != PARTIAL)
         return sorted(path.as_posix() for path in found if path.parts[0] not in OF_ITS_OWN)
 
     def _contents(self, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
-        """The digests of the blobs that a file is made of, and how to read each."""
+        """Yield the digest of each blob of a file, and a function that reads it."""
         path = self._folder.path / name
         if not name.endswith(LINES):
             with opened(path) as file:
@@ -409,7 +420,7 @@ class Published:
                 yield digest, partial(_part, file, *cut)
 
     def _fetch(self, record: Record, check: Callable[[RunFolder], None]) -> None:
-        """Write a record's files over what the folder holds, once all of them are here and belong there."""
+        """Replace the folder's files with a record's, once all of them are downloaded and checked."""
         with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
             staging = Path(temporary)
             for name, blobs in record.files.items():
@@ -430,14 +441,14 @@ class Published:
             for name in self._needed():
                 if name.startswith(CHECKPOINTS) and name not in record.files:
                     (self._folder.path / name).unlink()
-            for name in sorted(record.files, key=lambda name: (name not in FIRST, name)):  # we may be killed half way
+            for name in sorted(record.files, key=lambda name: (name not in FIRST, name)):  # we may be killed half-way
                 path = self._folder.path / name
                 with storing(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
                 copy_atomically(staging / name, path)
 
     def _sweep(self, record: Record) -> None:
-        """Remove the blobs of this number and earlier ones that a record does not name."""
+        """Remove the blobs of this and earlier numbers that a record does not name."""
         named = {blob for blobs in record.files.values() for blob in blobs}
         blobs = (entry.name.removeprefix("blobs/") for entry in self._store.entries("blobs/"))
         last = f"{record.number + 1:08d}"
@@ -446,13 +457,13 @@ class Published:
 
 @dataclass
 class Grown:
-    """A file of lines as it was published last: its inode, and the digests of its segments by begin and length."""
+    """A line file as last published: its inode, and the digests of its segments by start and length."""
 
     inode: int
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def still(self, file: BinaryIO, about: os.stat_result) -> bool:
-        """Whether the file has only grown since: its last segment is where it was."""
+        """Return whether the file has only grown since: its last segment is unchanged."""
         last = next(reversed(self.digests), (0, 0))
         return (
             self.inode == about.st_ino
@@ -462,10 +473,10 @@ class Grown:
 
 
 def segments(size: int) -> list[tuple[int, int]]:
-    """Where a file of lines is cut: begin and length of each segment, the largest first.
+    """Return the segments of a line file as (start, length), the largest first.
 
-    A file of 1 GB has 64 to 79 of them. As it grows, a byte is in a segment of each length once: it is copied four
-    times at most, besides those at the end, fewer than 256 KiB.
+    A file of 1 GB has 64 to 79 segments. As the file grows, a byte is in a segment of each length once, so it is copied
+    at most four times, except for the last bytes, fewer than 256 KiB.
     """
     found, begin = [], 0
     for length in SEGMENTS:

@@ -1,4 +1,4 @@
-"""Every random choice of a run, from a generator keyed with what it is for. There is no global generator."""
+"""Random generators of a run, each keyed by its purpose. There is no global generator."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def generator(seed: int, purpose: str, client: str = "", round: int = 0, attempt: int = 0) -> torch.Generator:
-    """Return the CPU generator of one purpose.
+    """Return the CPU generator for one purpose.
 
-    The key is hashed, so that neighbouring seeds, clients and rounds have nothing in common, and the numbers depend
-    on no order of arrival, process or device.
+    The key is hashed, so that neighbouring seeds, clients and rounds are unrelated, and the numbers do not depend on
+    order of arrival, process or device.
     """
-    # Length-prefixed: no two different keys make the same text.
+    # Length prefixes make the text unique for each key.
     key = "".join(f"{len(part)}:{part}" for part in (str(seed), purpose, client, str(round), str(attempt)))
     digest = blake2b(key.encode(), digest_size=8, person=b"fedloom").digest()
     made = torch.Generator()

@@ -1,8 +1,8 @@
-"""The count of differentially private answers: written down before clients are asked for them, and never taken back.
+"""Record of differentially private answers, written before clients are asked for them, and never undone.
 
-A journal says what rounds are made of, and loses what runs again after a resume. What a client has told stays told. So
-``releases.jsonl`` has a line for each exchange that asks for a private answer, and is not cut on resume: it counts
-failed attempts, evaluations, rounds that were repeated, and clients that a restarted worker was asked for again.
+The journal lists the rounds that count, and loses those that run again after a resume. Released answers stay released,
+so ``releases.jsonl`` has a line for each exchange that asks for a private answer, and is not cut on resume: it counts
+failed attempts, evaluations, repeated rounds, and clients asked again after a worker restart.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from fedloom.federation.carrier import ConversationKey
 from fedloom.federation.folder import RELEASES, RunFolder
 
 BEGIN = "begin"
-"""In place of a purpose, in the first line: everything is counted from here on."""
+"""Purpose in the first line: everything is counted from here on."""
 BEFORE = "before"
-"""In place of a purpose: there were rounds whose answers were not private, or were not counted."""
+"""Purpose that marks earlier rounds whose answers were not private, or were not counted."""
 
 Keep = Callable[[Mapping[str, Any]], None]
 """Stores a line where another aggregator finds it."""
 
 
 class Releases:
-    """Writer of ``releases.jsonl`` for one aggregator's life.
+    """Writer of ``releases.jsonl`` for the lifetime of one aggregator.
 
     Parameters
     ----------
     folder
         The run's folder.
     promised
-        Which answers are private, and with how much noise; None: none is.
+        The private answers and their noise; None if no answers are private.
     keep
-        Where the run is published: called with each line before it takes effect.
+        For a published run: called with each line before it takes effect.
     """
 
     def __init__(self, folder: RunFolder, promised: Privacy | None, keep: Keep | None = None) -> None:
@@ -52,19 +52,19 @@ class Releases:
         self.covers: Collection[str] = () if promised is None else promised.covers
         file = folder.line_file(RELEASES)
         whole = [line.end for line in file.forwards() if line.whole]
-        file.cut(whole[-1] if whole else 0)  # of a line that was cut short nothing has been told
+        file.cut(whole[-1] if whole else 0)  # a line that was cut short belongs to a request that was never sent
         if promised is None or not whole:
-            # The run may have been begun without private answers, or go on without them.
+            # The run may have begun without private answers, or continue without them.
             is_new = promised is not None and not folder.has("journal.jsonl")
             self._write({"purpose": BEGIN if is_new else BEFORE, "noise_multiplier": 0.0, "clients": []})
 
     def tell(self, key: ConversationKey, exchange: int, clients: Sequence[str]) -> None:
-        """Write down that these clients are about to tell something; it is on the disk when this returns.
+        """Record that these clients are about to answer; the line is on the disk when this returns.
 
         Raises
         ------
         StorageError
-            If it cannot be written: then nothing may be asked.
+            If it cannot be written; the clients must not be asked then.
         """
         at = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": exchange}
         about = {"purpose": key.purpose, "noise_multiplier": self.noise_multiplier}
@@ -82,7 +82,7 @@ class Releases:
 
 @dataclass(frozen=True)
 class Told:
-    """Private answers of each client that was ever in the run: how many, by their noise multiplier.
+    """Number of private answers of each client that was ever in the run, by noise multiplier.
 
     ``is_known`` is False if some answers had no noise, or were not counted.
     """
@@ -97,8 +97,8 @@ def told(folder: RunFolder, *, repeatable: bool) -> Told:
     Parameters
     ----------
     repeatable
-        Whether noise is the seed's: then a client that is asked the same again answers the same, which tells nothing
-        more.
+        True if the noise is derived from the seed: repeating a request then gives the same answer, which reveals
+        nothing more.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The point from which a run is resumed: its last durable round, and what its files say up to there."""
+"""Point from which a run is resumed: its last durable round, and its files up to that round."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fedloom.federation.journal import NAME, Journal
 
 @dataclass(frozen=True)
 class Resumption:
-    """The last durable round of a run.
+    """Last durable round of a run.
 
     Attributes
     ----------
     checkpoint, journal
-        Its state, and the journal up to it.
+        State after the round, and the journal up to it.
     last
-        The line of ``metrics.jsonl`` after which the run goes on; None: it has none that counts.
+        Line of ``metrics.jsonl`` after which the run continues; None if no line counts.
     evaluated
-        The round of that line, or -1.
+        Round of that line, or -1.
     """
 
     checkpoint: Checkpoint
@@ -37,13 +37,13 @@ class Resumption:
 
     @classmethod
     def find(cls, folder: RunFolder, checkpoints: Checkpoints) -> Resumption | None:
-        """Return the last durable round; None of a run that was stopped before the first. Nothing is changed.
+        """Return the last durable round; None if a run was stopped before the first. Changes nothing.
 
         Raises
         ------
         DataError
-            If the checkpoint, the journal or the metrics are damaged or lack something, or the run has come to its end
-            and there is no checkpoint.
+            If the checkpoint, the journal or the metrics are damaged or incomplete, or the run has finished and has no
+            checkpoint.
         """
         if not checkpoints.rounds():
             if folder.has("summary.json"):
@@ -53,8 +53,8 @@ class Resumption:
                 )
             return None
         checkpoint = checkpoints.load("last")
-        # Killed after this round had been evaluated and before a checkpoint said that it is the best: with its line
-        # gone it is evaluated again, and found to be the best again.
+        # The run may have been killed between the evaluation of this round and the checkpoint that records it as the
+        # best. Without its line, the round is evaluated again, and again found to be the best.
         last = folder.last_evaluation(checkpoint.round)
         if last is not None and last[0]["round"] == checkpoint.round:
             score, best = line_score(last[0]), checkpoint.best
@@ -73,19 +73,19 @@ class Resumption:
         return cls(checkpoint, journal, line, evaluated, end)
 
     def rewind(self, folder: RunFolder) -> None:
-        """Remove from the files of lines what came after the round: it runs again."""
+        """Remove from the line files everything after the round: later rounds run again."""
         folder.reopen_lines()
         self.journal.rewind()
         folder.cut(METRICS, self._end)
 
 
 def _check_followed(folder: RunFolder, journal: Journal) -> None:
-    """Compare every line of the other files of lines with its digest, and each file with what the journal knows of it.
+    """Check the digests of all lines in the other line files, and that no line known to the journal is missing.
 
     Raises
     ------
     DataError
-        If a line is damaged, or lines that were there when the journal was written are gone.
+        If a line is damaged, or lines that existed when the journal was written are missing.
     """
     for name in (METRICS, RELEASES):
         wanted = journal.follows.get(name)
@@ -100,6 +100,6 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
 
 
 def _note(found: set[str | None], line: bytes) -> bool:
-    """Add a line's digest to those found, and pass it over."""
+    """Add a line's digest to those found; return True to skip the line."""
     found.add(digests.said_by(line))
     return True

@@ -1,7 +1,7 @@
-"""The roster: who takes part, in a closed run, in an open federation, and when the journal of one is replayed.
+"""Roster of participating clients: in a closed run, in an open federation, and in the replay of one from its journal.
 
-In an open federation workers announce their clients, and clients come and go. Who came and who left is settled at the
-boundary of a round, and written into the journal with the attempt or evaluation that began there.
+In an open federation workers announce their clients, and clients come and go. Changes are settled at the boundary of a
+round, and written to the journal with the attempt or evaluation that begins there.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from fedloom.federation.silence import Silence
 from fedloom.words import counted
 
 UNKNOWN = "0" * 64
-"""In place of the hash of a shard whose owner does not tell it."""
+"""Replaces the hash of a shard whose owner does not reveal it."""
 
 POLL_S = 0.2
-"""How soon a stop, a pause, or a client that has been absent for too long, is noticed while nothing else happens."""
+"""Interval for noticing a stop, a pause, or a client that has been absent for too long."""
 
 Hold = Callable[[], None]
-"""Returns once nobody wants rounds to pause."""
+"""Returns once no pause is requested."""
 
 
 def no_pause() -> None:
-    """Nobody can ask for a pause."""
+    """Return at once: no pause can be requested."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """What an aggregator is told of a client with data of its own.
+    """Announcement of a client with data of its own.
 
     Attributes
     ----------
     id
-        Chosen by its owner.
+        Id, chosen by its owner.
     train, validation, test
         Number of examples in each split.
     labelled
-        Whether they have labels.
+        True if the examples have labels.
     observer
-        Whether it is measured and gets models, and never trains.
+        True if it is measured and gets models, but never trains.
     class_counts
-        Training examples of each class; empty where that is not told.
+        Training examples of each class; empty where unknown.
     """
 
     id: str
@@ -62,19 +62,19 @@ class Member:
     class_counts: tuple[int, ...] = ()
 
     def entry(self, classes: int) -> ClientEntry:
-        """Return what a manifest says of it."""
+        """Return its entry in a manifest."""
         nothing = (0,) * classes
         counts = dict.fromkeys(SPLITS, nothing) | {"train": self.class_counts or nothing}
         return ClientEntry(self.id, not self.observer, self.train, self.validation, self.test, counts, UNKNOWN)
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Member:
-        """Return the member that a line of a journal tells of.
+        """Return the member in a line of a journal.
 
         Raises
         ------
         DataError
-            If it tells of none.
+            If the line has no valid member.
         """
         try:
             return cls(**{**told, "class_counts": tuple(told["class_counts"])})
@@ -84,18 +84,18 @@ class Member:
 
 @dataclass(frozen=True)
 class Change:
-    """Who joined and who left at a boundary; a client whose data are others than before did both."""
+    """Clients that joined and left at a boundary; a client with changed data did both."""
 
     joined: tuple[Member, ...] = ()
     left: tuple[str, ...] = ()
 
     def as_lines(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return ``joined`` and ``left`` as the journal has them."""
+        """Return ``joined`` and ``left`` in the journal's format."""
         return [asdict(member) for member in self.joined], list(self.left)
 
 
 def between(before: Mapping[str, Member], after: Mapping[str, Member]) -> Change:
-    """Return what changed between two rosters, in the order of ids."""
+    """Return the change from one roster to another, sorted by id."""
     return Change(
         tuple(member for name, member in sorted(after.items()) if before.get(name) != member),
         tuple(name for name, member in sorted(before.items()) if after.get(name) != member),
@@ -103,34 +103,34 @@ def between(before: Mapping[str, Member], after: Mapping[str, Member]) -> Change
 
 
 class Roster(Protocol):
-    """Who takes part.
+    """Clients that take part.
 
     Attributes
     ----------
     manifest
-        Of those who are in the roster now.
+        Manifest of the current roster.
     fixed
-        Whether nobody comes or goes.
+        True if clients never join or leave.
     """
 
     manifest: Manifest
     fixed: bool
 
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
-        """Take in who came and who left before the next attempt at a round, or the evaluation after it.
+        """Update the roster before the next attempt at a round, or the evaluation after it, and return the change.
 
-        ``hold`` is called before that, and again whenever others have been waited for.
+        ``hold`` is called first, and again after each wait for clients.
         """
 
     def here(self) -> tuple[str, ...]:
-        """Ids of those who can be asked now, in manifest order: a round draws from those of them who train."""
+        """Return the ids of clients that can be asked now, in manifest order; a round draws from those that train."""
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go back to the roster of the round that a run goes on from, as its journal tells of it."""
+        """Restore the roster of the round that a run continues from, as recorded in its journal."""
 
 
 class FixedRoster:
-    """Everyone is known, and stays: a partition, or packed folders that are at hand."""
+    """Fixed population: a partition, or packed folders that are available locally."""
 
     fixed = True
 
@@ -139,16 +139,16 @@ class FixedRoster:
         self._everyone = tuple(entry.id for entry in manifest.clients)
 
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
-        """Nobody comes or goes."""
+        """Wait for the end of a pause; the roster never changes."""
         hold()
         return Change()
 
     def here(self) -> tuple[str, ...]:
-        """Everyone."""
+        """Return the ids of all clients."""
         return self._everyone
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
-        """Nothing has changed."""
+        """Do nothing: the roster never changes."""
 
 
 class _ChangingRoster:
@@ -169,19 +169,19 @@ class _ChangingRoster:
         return change
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go back to an earlier roster."""
+        """Restore an earlier roster."""
         self._become({name: Member.read(told) for name, told in members.items()})
 
 
 class ReplayedRoster(_ChangingRoster):
-    """Who took part in a run that is replayed, as its journal says."""
+    """Roster of a replayed run, as recorded in its journal."""
 
     def __init__(self, manifest: Manifest, replay: Replay) -> None:
         super().__init__(manifest)
         self._replay = replay
 
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
-        """Take in what the journal says up to this attempt, or this evaluation."""
+        """Apply the changes in the journal up to this attempt or evaluation."""
         hold()
         told: dict[str, Mapping[str, Any]] = {name: asdict(member) for name, member in self._members.items()}
         for joined, left in self._replay.changes(round, evaluating=evaluating):
@@ -189,23 +189,23 @@ class ReplayedRoster(_ChangingRoster):
         return self._become({name: Member.read(member) for name, member in told.items()})
 
     def here(self) -> tuple[str, ...]:
-        """Everyone: whom the journal asked is asked."""
+        """Return the ids of all members: the clients that the journal asked are asked."""
         return tuple(self._members)
 
 
 class Presence:
-    """Who is connected: written by the aggregator's event loop, read by the thread that runs the rounds."""
+    """Connected clients: written by the aggregator's event loop, read by the thread that runs the rounds."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._here: dict[str, Member] = {}
         self._gone_at: dict[str, float] = {}
-        self._training = 0  # of those who are here
+        self._training = 0  # number of connected clients that train
         self._changes = 0
         self._over = False
 
     def change(self, come: Iterable[Member], gone: Iterable[Member]) -> None:
-        """Some have left, and some have come, perhaps the same."""
+        """Remove clients that left and add those that came; a client may be in both."""
         now = time.monotonic()
         with self._changed:
             for member in gone:
@@ -219,18 +219,18 @@ class Presence:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Nobody will come any more."""
+        """Record that no more clients will come."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def count(self, silent: Collection[str] = ()) -> tuple[int, int]:
-        """Return how many who train are connected and not silent, and how often anybody has come or gone so far.
+        """Return how many training clients are connected and not silent, and the number of changes so far.
 
         Raises
         ------
         InterruptedRun
-            If nobody will come any more.
+            If no more clients will come.
         """
         with self._changed:
             if self._over:
@@ -239,38 +239,38 @@ class Presence:
             return self._training - sum(member is not None and not member.observer for member in here), self._changes
 
     def now(self) -> tuple[Mapping[str, Member], Mapping[str, float]]:
-        """Return who is connected, and since when, on the monotonic clock, others are not."""
+        """Return the connected clients, and when each absent one left, on the monotonic clock."""
         with self._changed:
             return dict(self._here), dict(self._gone_at)
 
     def wait(self, seconds: float) -> None:
-        """Wait until others are connected, but no longer than that."""
+        """Wait for a change of the connected clients, for at most ``seconds``."""
         with self._changed:
             if not self._over:
                 self._changed.wait(seconds)
 
 
 class OpenRoster(_ChangingRoster):
-    """Who takes part in an open federation: those who come, until they have been absent for too long.
+    """Roster of an open federation: clients that come, until they have been absent for too long.
 
     Parameters
     ----------
     manifest
-        What every client's data are like; its clients do not count.
+        Description of every client's data; its clients are ignored.
     presence
-        Who is connected.
+        Connected clients.
     min_clients
-        Clients that train and are connected, below which rounds wait.
+        Number of connected training clients below which rounds wait.
     absent_after_s
-        How long a client may be away before it leaves the roster.
+        Time after which an absent client leaves the roster.
     stop
         Set to end the run.
     say
-        Is told when rounds wait, and when they go on.
+        Receives a message when rounds wait, and when they continue.
     monitor
-        Is told that they wait.
+        Receives the waiting phase.
     silence
-        Clients that let deadlines pass: rounds wait for others than them.
+        Clients that miss deadlines: rounds do not count on them.
     """
 
     def __init__(
@@ -294,16 +294,16 @@ class OpenRoster(_ChangingRoster):
         self._say = say
         self._begun = time.monotonic()
         self._here: tuple[str, ...] = ()
-        self._settled: int | None = None  # how often anybody had come or gone then
-        self._next_leaves = math.inf  # when who is away will have been away for too long
+        self._settled: int | None = None  # number of changes when the roster was last settled
+        self._next_leaves = math.inf  # when the next absent client leaves the roster
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go back to an earlier roster."""
+        """Restore an earlier roster."""
         super().restore(members)
         self._settled = None
 
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
-        """Take in who came and who left, once enough clients that train are connected.
+        """Update the roster once enough training clients are connected, and return the change.
 
         Raises
         ------
@@ -333,7 +333,7 @@ class OpenRoster(_ChangingRoster):
             self._say(f"going on with {counted(training, 'client')}")
         now = time.monotonic()
         if changes == self._settled and now < self._next_leaves:
-            return Change()  # which costs the same for any number of clients
+            return Change()  # makes the cost independent of the number of clients
         here, gone_at = self._presence.now()
         leaves = {
             name: gone_at.get(name, self._begun) + self._absent_after_s for name in self._members if name not in here
@@ -344,7 +344,7 @@ class OpenRoster(_ChangingRoster):
         return self._become({**away, **here})
 
     def here(self) -> tuple[str, ...]:
-        """Those who were connected when the roster was last settled."""
+        """Return the clients that were connected when the roster was last settled."""
         return self._here
 
 

@@ -1,9 +1,9 @@
 """Models on request: a durable round of a run, and the server half's side of the conversations about it.
 
-Whoever asks here is a client that the run does not know: the opening of its conversation is the same for all of them,
-and is made once for a round. Their answers come whenever they have them. Those that have come are taken together,
-up to 64 of them: server networks run on tiles of a fixed row count, so that a client's model does not depend on who
-else asks.
+The clients that ask here are unknown to the run: the opening of their conversations is the same for all, and is
+computed once per round. Their answers arrive at any time. Those that have arrived are processed together, up to 64 of
+them: server networks run on tiles of a fixed row count, so that a client's model does not depend on which other clients
+ask.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedloom.models.hypernetwork import TILE
 __all__ = ["TILE", "TOGETHER", "About", "NobodyLeft", "ServedRound", "Tile", "served_round"]
 
 TOGETHER = 64
-"""Clients whose answers are taken together, at most: a hypernetwork's weights are read once for all of their tiles."""
+"""Maximum number of answers processed together: a hypernetwork's weights are read once for all of their tiles."""
 
 
 class NobodyLeft(Exception):
@@ -35,12 +35,12 @@ class NobodyLeft(Exception):
 
 @dataclass(frozen=True)
 class About:
-    """What a client has to know of a run to ask for its model.
+    """Information about a run that a client needs to request its model.
 
     Attributes
     ----------
     run
-        Its name.
+        Name of the run.
     algorithm, version
         The method, which the client must have.
     experiment
@@ -58,20 +58,20 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class ServedRound:
-    """A durable round, ready to serve. Nothing changes it.
+    """A durable round, ready to serve. Immutable.
 
     Attributes
     ----------
     round, digest
-        Which, and sha256 of its checkpoint.
+        Number of the round, and SHA-256 of its checkpoint.
     server
-        A server half at this round, which nobody trains.
+        A server half at this round, which is never trained.
     shapes, dtype
-        What a client may answer.
+        Allowed answers of a client.
     opening
-        What every conversation begins with: one row.
+        First message of every conversation: one row.
     answer
-        The class of the answer to it; ``Metrics`` if there is none, so that the opening is all there is.
+        Class of the answer to it; ``Metrics`` if there is none, so that the opening is the whole conversation.
     """
 
     about: About
@@ -84,7 +84,7 @@ class ServedRound:
     answer: type[Message]
 
     def fault(self, awaited: type[Message], message: Message) -> str | None:
-        """Say in one line why an answer of one client cannot be used; None if it can."""
+        """Return in one line why an answer of one client cannot be used; None if it can."""
         shapes = {awaited: self.shapes[awaited]}
         wrong = mismatch(type(message), specs(message), shapes, self.dtype) or non_finite(message)
         return wrong or absurd(message, {})
@@ -96,16 +96,16 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerHalf, checkpoi
     Parameters
     ----------
     fresh
-        A server half of the run, with any state; it stays as it is.
+        A server half of the run, with any state; it is not changed.
 
     Raises
     ------
     DataError
-        If the checkpoint is of another method or model.
+        If the checkpoint belongs to another method or model.
     ExperimentError
-        If the method has no model for a client that it does not know.
+        If the method has no model for an unknown client.
     Exception
-        The bug of its server half.
+        A bug in its server half.
     """
     check_fits(checkpoint, fresh.state, algorithm.name, algorithm.version)
     server = copy.copy(fresh)
@@ -123,7 +123,7 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerHalf, checkpoi
 
 
 class _Opened(Exception):
-    """What a server half sends first."""
+    """First message of a server half."""
 
     def __init__(self, message: Message, answer: type[Message]) -> None:
         self.message = message
@@ -131,7 +131,7 @@ class _Opened(Exception):
 
 
 class _Opening:
-    """A cohort of one client whom the run does not know, for the sake of what it is sent first."""
+    """A cohort of one client unknown to the run, used to obtain the first message."""
 
     clients = ("",)
 
@@ -141,22 +141,22 @@ class _Opening:
         raise _Opened(message, answer)
 
     def record(self, name: str, values: Tensor) -> None:
-        """Nobody measures."""
+        """Do nothing: no client is measured."""
 
 
 class Tile:
-    """Clients whose answers to the opening are there, as the server half's cohort (``algorithms.base.Cohort``).
+    """Clients that have answered the opening, as the server half's cohort (``algorithms.base.Cohort``).
 
     Parameters
     ----------
     clients
         Their ids.
     answers
-        To the opening, one row each.
+        Their answers to the opening, one row each.
     say
-        Sends each client its row of a message; the class of the answer that is waited for, None after the last.
+        Sends each client its row of a message, given the class of the awaited answer; None after the last message.
     hear
-        Waits for the answers to what was said; None of a client that is gone.
+        Waits for the answers to the last message; None for a client that is gone.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class Tile:
     def send(
         self, message: Message, answer: type[Message] = Metrics, meanwhile: Callable[[], None] | None = None
     ) -> Replies[Any]:
-        """Deliver a message; nothing comes back of the last, which gives each client its model.
+        """Deliver a message; the last one, which gives each client its model, has no answer.
 
         Raises
         ------
         NobodyLeft
-            If no client is there any more.
+            If no client is left.
         """
         if meanwhile is not None:
             meanwhile()
@@ -195,7 +195,7 @@ class Tile:
         return Replies(stacked, self._present(), torch.ones(len(self.clients)))
 
     def record(self, name: str, values: Tensor) -> None:
-        """Nobody measures: nothing is kept of a client."""
+        """Do nothing: no client is measured, and nothing is kept of it."""
 
     def _present(self) -> Tensor:
         return torch.tensor([answer is not None for answer in self._answers])

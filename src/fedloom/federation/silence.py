@@ -1,6 +1,6 @@
-"""Clients that let a deadline pass and have given no sign of life since, and what follows for draws and evaluations.
+"""Clients that missed a deadline without any sign of life since, and the consequences for draws and evaluations.
 
-A sign of life is that the client's worker joins again, or that it says anything about a request, even too late.
+A sign of life is that the client's worker rejoins, or sends anything about a request, even too late.
 """
 
 from __future__ import annotations
@@ -9,34 +9,35 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 
 PATIENCE = 3
-"""Deadlines that one evaluation waits for silent clients, before it asks those alone that have answered before."""
+"""Deadlines that one evaluation waits for silent clients before asking only those that have answered before."""
 
 NO_SIGN = "it let an earlier deadline pass, and has given no sign of life since"
 NEVER_ANSWERED = f"it has never answered, and this evaluation has waited for {PATIENCE} deadlines"
 
 
 class Silence:
-    """Record of who answers and who does not. Any thread may use it.
+    """Record of the clients that answer and those that do not. Thread-safe.
 
-    It grows with the clients that are connected, and belongs to one process: whoever joins another aggregator, or this
-    one after a restart, begins anew.
+    It grows with the connected clients, and belongs to one process: a client that joins another aggregator, or this one
+    after a restart, starts with a clean record.
 
     Attributes
     ----------
     waited_s
-        Seconds of all exchanges in which a client let the deadline pass.
+        Total seconds of all exchanges in which a client missed the deadline.
     """
 
     def __init__(self) -> None:
         self.waited_s = 0.0
         self._lock = threading.Lock()
         self._silent: set[str] = set()
-        self._heard: set[str] = set()  # they answered what they were asked last
-        self._places: dict[str, tuple[str, str]] = {}  # worker and owner of clients that one worker alone serves
-        self._owing: set[str] = set()  # owners of which no client answered the exchange they were asked in last
+        self._heard: set[str] = set()  # answered the last request
+        self._places: dict[str, tuple[str, str]] = {}  # worker and owner of clients that only one worker serves
+        # owners without any answer in the last exchange in which their clients were asked
+        self._owing: set[str] = set()
 
     def join(self, members: Iterable[str], worker: str, owner: str | None) -> None:
-        """Note who serves clients that nobody else may serve; they are new."""
+        """Record the worker and owner of clients that no other worker may serve; they start with a clean record."""
         with self._lock:
             for client in members:
                 self._heard.discard(client)
@@ -51,13 +52,13 @@ class Silence:
                 self._silent.discard(client)
 
     def sign(self, clients: Collection[str], worker: str, owner: str | None) -> None:
-        """Note that the worker of these clients is alive."""
+        """Record that the worker of these clients is alive."""
         with self._lock:
             self._owing.discard(owner or worker)
             self._silent = {client for client in self._silent if client not in clients}
 
     def end(self, answered: Collection[str], silent: Collection[str], seconds: float) -> None:
-        """Note the end of an exchange; clients whose worker answered nothing at all are as silent as those asked."""
+        """Record the end of an exchange; a worker without any answer makes all its own clients silent."""
         with self._lock:
             self._heard.update(answered)
             self._silent.difference_update(answered)
@@ -80,16 +81,15 @@ class Silence:
             return frozenset(self._silent)
 
     def prefer(self, roster: Sequence[str], size: int, *, heard_first: bool) -> Sequence[str]:
-        """Return those of a roster, in its order, that a cohort is drawn from: at least ``size``, if there are.
+        """Return the clients of a roster, in its order, that a cohort is drawn from: at least ``size`` if possible.
 
-        Everyone, while nobody is silent. Otherwise silent clients come last, and before them those of an owner whose
-        clients have all been silent in their last exchange.
+        This is the whole roster while no client is silent. Otherwise silent clients come last, and before them those of
+        an owner whose clients were all silent in their last exchange.
 
         Parameters
         ----------
         heard_first
-            Whether clients that have never answered come after those that have, which is for the next attempt after
-            one in which clients were silent.
+            Rank clients that have never answered after those that have; for the attempt after one with silent clients.
         """
         with self._lock:
             if not heard_first and not self._owing and self._silent.isdisjoint(roster):
@@ -108,12 +108,12 @@ class Silence:
         return 2 * owes + (heard_first and client not in self._heard)
 
     def skipped(self, clients: Sequence[str], waited_s: float, deadline_s: float) -> dict[str, str]:
-        """Return those that an evaluation does not ask, each with the reason.
+        """Return the clients that an evaluation skips, each with the reason.
 
         Parameters
         ----------
         waited_s
-            How long it has waited for silent clients so far.
+            Seconds that the evaluation has waited for silent clients so far.
         """
         with self._lock:
             found = dict.fromkeys((client for client in clients if client in self._silent), NO_SIGN)

@@ -1,10 +1,10 @@
-"""Client state: what a client keeps from one round to the next, with the workers and never with the aggregator.
+"""Client state: data that a client keeps between rounds, stored with the workers and never with the aggregator.
 
 A state is one file, or one object of a bucket, named by the conversation it was kept in (:class:`Version`). The
-aggregator knows the names alone: it tells each client which version to start from, that of the last round that counted
-it, so that a client lost in the middle of a round goes on from where it was before. A conversation held again after a
-crash of the aggregator keeps a version of its own, named by the aggregator's new life: a worker that has not heard of
-that yet does it no harm.
+aggregator knows only the names. It tells each client which version to start from: that of the last round that counted
+it, so that a client lost in the middle of a round continues from its state before. A conversation repeated after a
+crash of the aggregator keeps a version of its own, named by the aggregator's new life, so a worker that has not heard
+of the crash does no harm.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedloom.states")
 
 VERSION = 2
-"""Of the format of a state's file."""
+"""Version of the file format."""
 
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """Names a client's state: the round, attempt, conversation, row and aggregator's life that it was kept in."""
+    """Key of a client's state: the round, attempt, conversation, row and aggregator life that it was kept in."""
 
     round: int
     attempt: int
@@ -38,22 +38,22 @@ class Version:
     life: int = 0
 
     def __str__(self) -> str:
-        """As in the name of a file."""
+        """Return the version as in a file name."""
         return f"{self.round}-{self.attempt}-{self.conversation}-{self.row}-{self.life}"
 
 
 @dataclass(frozen=True)
 class Versions:
-    """What the aggregator says of one client's state when it opens a conversation.
+    """Versions of one client's state, sent by the aggregator when it opens a conversation.
 
     Attributes
     ----------
     start
-        Where to start from; None for a client that no round has counted yet.
+        Version to start from; None for a client that no round has counted yet.
     needed
-        What checkpoints that still exist would start from.
+        Versions that existing checkpoints would start from.
     life
-        Of the aggregator that says so; a later one has a larger.
+        Life of the aggregator that sends this; a later aggregator has a greater one.
     """
 
     start: Version | None
@@ -61,10 +61,10 @@ class Versions:
     life: int = 0
 
     def superseded(self, version: Version) -> bool:
-        """Whether nothing will start from a version again.
+        """Return whether no conversation will start from a version again.
 
-        It is not needed, and either this aggregator has gone on from it or only an earlier one knew it. What a later
-        one knows is not this one's to judge.
+        This holds if it is not needed, and this aggregator has advanced past it or only an earlier aggregator knew it.
+        Versions of a later aggregator are never considered superseded.
         """
         if self.start is None or version == self.start or version in self.needed:
             return False
@@ -72,26 +72,26 @@ class Versions:
 
 
 class States(Protocol):
-    """Where client states are kept; every worker that may serve a client reaches the same one."""
+    """Storage of client states; every worker that may serve a client reaches the same one."""
 
     def load(self, client: str, version: Version) -> dict[str, Tensor] | None:
-        """Return a state, None if it is not there."""
+        """Return a state; None if it does not exist."""
 
     def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """Store a state."""
 
     def forget(self, client: str, versions: Versions) -> None:
-        """Remove a client's versions that are superseded, and what workers that were killed left of others."""
+        """Remove a client's superseded versions, and leftovers of killed workers."""
 
 
 class NoStates:
-    """For clients that never train, and so keep nothing."""
+    """Empty storage for clients that never train, and so keep no state."""
 
     def load(self, client: str, version: Version) -> None:
-        """There is none."""
+        """Return None: there are no states."""
 
     def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse: nothing is kept outside training.
+        """Refuse: no state may be kept outside training.
 
         Raises
         ------
@@ -101,20 +101,20 @@ class NoStates:
         raise RuntimeError(f"client {client} does not train: nothing can be kept")
 
     def forget(self, client: str, versions: Versions) -> None:
-        """There is nothing."""
+        """Do nothing: there are no states."""
 
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
 
 
 class StoredStates:
-    """Client states in a store, a folder or S3: ``<client>/<version>.safetensors``."""
+    """Client states in a store (a folder or S3): ``<client>/<version>.safetensors``."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def load(self, client: str, version: Version) -> dict[str, Tensor] | None:
-        """Return a state, None if it is not there.
+        """Return a state; None if it does not exist.
 
         Raises
         ------
@@ -123,7 +123,7 @@ class StoredStates:
         StorageError
             If the store cannot be read.
         """
-        from fedloom.federation import tensor_file  # imports torch, which a journal is read without
+        from fedloom.federation import tensor_file  # imports torch, which reading a journal does not need
 
         name = _name(client, version)
         try:
@@ -136,16 +136,16 @@ class StoredStates:
                 raise ValueError(f"found {about}, expected {_about(client)}")
         except ValueError as error:
             raise DataError(
-                f"{name}: not a client state: {error}",  # the aggregator is told this line, but not where it lies
+                f"{name}: not a client state: {error}",  # sent to the aggregator, unlike the location
                 hint=f"restore it in {self._store.url} from a copy; or remove it, and federation.lost_state decides",
             ) from error
         return tensors
 
     def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Store a state, whole or not at all.
+        """Store a state atomically.
 
-        Without waiting for the disk, which would cost more than many a client's training: after a power cut a state may
-        be lost, and is found out.
+        It does not wait for the disk, which would take longer than the training of many clients: a power failure may
+        lose a state, which is detected later.
 
         Raises
         ------
@@ -158,7 +158,7 @@ class StoredStates:
         self._store.write(_name(client, version), tensor_file.encode(dense, _about(client)), durably=False)
 
     def forget(self, client: str, versions: Versions) -> None:
-        """Remove a client's versions that are superseded, and what workers that were killed left of others."""
+        """Remove a client's superseded versions, and leftovers of killed workers."""
         self._store.tidy(f"{client}/")
         old = []
         for entry in self._store.entries(f"{client}/"):

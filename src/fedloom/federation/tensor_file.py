@@ -1,8 +1,8 @@
-"""Files of tensors that show when they were damaged: checkpoints, and what clients keep.
+"""Tensor files that detect damage: checkpoints and client states.
 
-A safetensors file with one metadata key, ``fedloom`` (safetensors does not keep the order of several): a JSON object
-whose first key, ``sha256``, is the digest of the whole file with 64 zeros in the digest's place. So it covers names,
-shapes and metadata as well as values, and the same content is the same bytes.
+A safetensors file with one metadata key, ``fedloom`` (safetensors does not preserve the order of several): a JSON
+object whose first key, ``sha256``, is the digest of the whole file with 64 zeros in the digest's place. So it covers
+names, shapes and metadata as well as values, and equal content gives equal bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
     Parameters
     ----------
     tensors
-        Dense, on the CPU.
+        Dense tensors on the CPU.
     about
-        What else the file says; any JSON, without the key ``sha256``.
+        Metadata: any JSON object without the key ``sha256``.
     """
     text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(about.items()))})
     content = safetensors.torch.save(dict(tensors), metadata={"fedloom": text})
@@ -40,12 +40,12 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
 
 
 def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a file, and what else it says.
+    """Return the tensors and the metadata of a file.
 
     Raises
     ------
     ValueError
-        If it has no digest, or another than its own.
+        If its digest is missing or wrong, or the file is not valid.
     """
     if content[8 : _AT.start] != _BEFORE:
         raise ValueError("found no digest: damaged, or written by another version of FedLoom")
@@ -62,12 +62,12 @@ def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def digest_of(content: bytes) -> str:
-    """The digest that a file has, as :func:`decode` has compared it."""
+    """Return the digest stored in a file that :func:`decode` has checked."""
     return content[_AT].decode("ascii")
 
 
 def _digest(content: bytes) -> str:
-    """The digest of a file, whatever stands in its place."""
+    """Return the digest of a file, ignoring the stored one."""
     parts = memoryview(content)
     digest = hashlib.sha256(parts[: _AT.start])
     digest.update(_ZEROS)

@@ -1,8 +1,8 @@
-"""What makes a client's answer unusable: class, fields, quantity, row count, dtype, shape, finiteness, absurd values.
+"""Validation of clients' answers: class, fields, quantity, row count, dtype, shape, finiteness, implausible values.
 
-One function says it for both carriers: in process a whole message is checked (:func:`fault`); over the wire the
-announced specs are checked before memory is taken (:func:`mismatch`), the values when they have arrived. What a
-quantity cannot be (:func:`absurd`) the cohort refuses, whoever carried it.
+Both carriers share these checks: in process a whole message is checked (:func:`fault`); over the wire the announced
+specs are checked before memory is allocated (:func:`mismatch`), and the values when they have arrived. The cohort
+refuses values that a quantity cannot have (:func:`absurd`), whatever the carrier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Quantity, Shapes
 
 _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
-    # Counts and metrics are summed over examples: float64 whatever the model computes in.
+    # Counts and metrics are sums over examples, in float64 whatever the model's dtype.
     Quantity.METRICS: frozenset({torch.float64, torch.int64}),
     Quantity.COUNT: frozenset({torch.float64}),
     Quantity.LOSS: frozenset({torch.float64}),
@@ -42,7 +42,7 @@ class TensorSpec:
 
 
 def specs(message: Message) -> tuple[TensorSpec, ...]:
-    """Describe the fields of a message, in order."""
+    """Return the specs of a message's fields, in order."""
     return tuple(
         TensorSpec(field.name, field.quantity, field.per_client, tensor.dtype, tuple(tensor.shape))
         for field, tensor in zip(message.fields(), message.tensors().values(), strict=True)
@@ -52,18 +52,20 @@ def specs(message: Message) -> tuple[TensorSpec, ...]:
 def mismatch(
     cls: type[Message], found: Sequence[TensorSpec], shapes: Shapes, dtype: torch.dtype, rows: int = 1
 ) -> str | None:
-    """Say in one line why a one-row message with these fields is not an allowed answer; None if it is.
+    """Return in one line why a message with these fields is not an allowed answer; None if it is.
 
     Parameters
     ----------
     cls
-        The class of the message.
+        Class of the message.
     found
-        Its fields as found; row fields have shape ``[1, ...]``.
+        Its fields as found; row fields have shape ``[rows, ...]``.
     shapes
-        What may come back.
+        Allowed answers.
     dtype
-        Of the run's floating-point numbers.
+        Type of the run's floating-point numbers.
+    rows
+        Number of rows in the message.
     """
     if cls not in shapes:
         allowed = ", ".join(sorted(allowed.__name__ for allowed in shapes))
@@ -86,7 +88,7 @@ def mismatch(
 
 
 def non_finite(message: Message) -> str | None:
-    """Name the first field that holds a NaN or an infinity; None if all values are finite."""
+    """Return a sentence naming the first field that holds a NaN or an infinity; None if all values are finite."""
     for field in message.fields():
         tensor = getattr(message, field.name)
         if tensor.is_floating_point() and not is_finite(tensor):
@@ -95,7 +97,7 @@ def non_finite(message: Message) -> str | None:
 
 
 def learning_rates(settings: BaseModel, where: str = "algorithm") -> dict[str, float]:
-    """Return the learning rates of a method by their keys: what to lower when training diverges."""
+    """Return the learning rates of a method by their keys, which are to be lowered when training diverges."""
     found: dict[str, float] = {}
     for name in type(settings).model_fields:
         value, key = getattr(settings, name), f"{where}.{name}"
@@ -107,12 +109,13 @@ def learning_rates(settings: BaseModel, where: str = "algorithm") -> dict[str, f
 
 
 def absurd(message: Message, limits: Mapping[str, float], rates: Mapping[str, float] | None = None) -> str | None:
-    """Name the first field of a finite answer with a value that its quantity cannot have; None if all make sense.
+    """Return a sentence naming the first field of a finite answer with a value that its quantity cannot have, or None.
 
-    Counts are whole numbers from 0 to ``COUNT_LIMIT``; losses, and quantities of no name, are at most ``LOSS_LIMIT``
-    either way, models, updates, gradients and descriptors ``VALUE_LIMIT``. Metrics are for the evaluation to judge.
-    ``limits`` are those of a method (``ServerHalf.limits``): a count's largest, or the largest norm, by field.
-    ``rates`` are the method's (:func:`learning_rates`): values beyond all bounds mean that training has diverged.
+    Counts are whole numbers from 0 to ``COUNT_LIMIT``. The magnitude of losses and unnamed quantities is at most
+    ``LOSS_LIMIT``, that of models, updates, gradients and descriptors at most ``VALUE_LIMIT``. Metrics are left to the
+    evaluation. ``limits`` are those of a method by field (``ServerHalf.limits``): the largest count, or the largest
+    norm. ``rates`` are the method's learning rates (:func:`learning_rates`): if given, values beyond all bounds mean
+    that training has diverged.
     """
     for field in message.fields():
         tensor: torch.Tensor = getattr(message, field.name)
@@ -141,22 +144,22 @@ def absurd(message: Message, limits: Mapping[str, float], rates: Mapping[str, fl
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is a NaN or an infinity."""
-    # A sum is a quarter of the work; where it is finite no summand was not, and where it is not it may have overflown.
+    """Return whether no value is a NaN or an infinity."""
+    # A sum costs a quarter of the check. If it is finite, so are all values; otherwise it may have overflowed.
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:
-    """Say in one line why a one-row answer cannot be used; None if it can.
+    """Return in one line why a one-row answer cannot be used; None if it can.
 
     Parameters
     ----------
     message
         The answer of one client: row fields have shape ``[1, ...]``.
     shapes
-        What may come back: message class -> field -> trailing shape.
+        Allowed answers: message class -> field -> trailing shape.
     dtype
-        Of the run's floating-point numbers. Counts and metrics may be float64 whatever it is.
+        Type of the run's floating-point numbers. Counts and metrics may always be float64.
     """
     return mismatch(type(message), specs(message), shapes, dtype) or non_finite(message)
 

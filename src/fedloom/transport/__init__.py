@@ -1,1 +1,1 @@
-"""Quantities on the wire: the gRPC aggregator, the gRPC worker, and what they say to each other (docs/wire.md)."""
+"""Transport over gRPC: aggregator, workers, and their wire protocol (docs/wire.md)."""

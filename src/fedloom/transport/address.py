@@ -1,4 +1,4 @@
-"""Addresses on the network, as ``--listen`` and ``--aggregator`` take them."""
+"""Network addresses, as given to ``--listen`` and ``--aggregator``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ HIGHEST_PORT = 65535
 
 
 def split_address(text: str, *, what: str, lowest: int) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``; an IPv6 address stands, and stays, in brackets.
+    """Return host and port of ``HOST:PORT``; an IPv6 address is in brackets and keeps them.
 
-    gRPC takes a port above 65535 for another one, and dials a name without a port.
+    gRPC wraps a port above 65535 to another one, and accepts a name without a port.
 
     Parameters
     ----------
     what
-        What to call the address in errors.
+        Name of the address in errors.
     lowest
-        The lowest port: 0, any free one, is only for an address to serve on.
+        Lowest port allowed: 0 (any free port) makes sense only for an address to serve on.
 
     Raises
     ------
     ExperimentError
-        If it is none.
+        If the text is not such an address.
     """
     found = re.fullmatch(r"([^\s:/\[\]]+|\[(?P<v6>[^\s/\[\]]+)\]):(?P<port>[0-9]{1,5})", text, re.ASCII)
     if found is None or not lowest <= int(found["port"]) <= HIGHEST_PORT or not _is_v6(found["v6"]):
@@ -36,7 +36,7 @@ def split_address(text: str, *, what: str, lowest: int) -> tuple[str, int]:
 
 
 def _is_v6(text: str | None) -> bool:
-    """Whether what stands in brackets, if anything does, is an IPv6 address."""
+    """Return whether the text in brackets is an IPv6 address; True for None (no brackets)."""
     try:
         return text is None or bool(IPv6Address(text))
     except ValueError:

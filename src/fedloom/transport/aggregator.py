@@ -1,7 +1,7 @@
-"""The aggregator's end of the wire: a gRPC server that carries exchanges to connected workers (docs/wire.md).
+"""Aggregator side of the wire protocol: a gRPC server that carries exchanges to connected workers (docs/wire.md).
 
-Streams, frames and bookkeeping live on one event loop in a thread of their own. Decoding and checking values happen
-in the thread that called :meth:`Aggregator.exchange`, while other replies are still on their way.
+Streams, frames and bookkeeping live on one event loop in a thread of its own. The thread that called
+:meth:`Aggregator.exchange` decodes and checks values while other replies are still in transit.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ log.addFilter(Sparing())
 
 HELLO_TIMEOUT_S = 10.0
 NAME_CHARACTERS = 200
-ROWS_EVERY_S = 0.25  # how often rows are looked for of which there is no sign
-MOST_EXAMPLES = 10**9  # of a client in a split
-LINGER_S = 2 * LAST_BACKOFF_S  # in which a worker that has lost its connection has dialled again
-HELLO_BYTES = 10_000  # that cost as much as another Hello
-CONNECTIONS_EVERY_S = 5.0  # how often it is looked whether they are as many as may be
+ROWS_EVERY_S = 0.25  # how often to look for rows that show no sign of progress
+MOST_EXAMPLES = 10**9  # per client and split
+LINGER_S = 2 * LAST_BACKOFF_S  # a worker that has lost its connection reconnects within this time
+HELLO_BYTES = 10_000  # a Hello of this size costs as much as one more Hello
+CONNECTIONS_EVERY_S = 5.0  # how often to check whether the connection limit is reached
 STATUS = {
     Refusal.CHECKSUM: grpc.StatusCode.DATA_LOSS,
     Refusal.FLOOD: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -83,49 +83,50 @@ STATUS = {
     Refusal.JOINS: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.SILENT: grpc.StatusCode.UNAVAILABLE,
 }
-"""With what a stream ends, where it is not INVALID_ARGUMENT."""
-ALIVE_S = 5.0  # how often a waiting exchange makes sure that the event loop is still there
+"""gRPC status that ends a stream, by refusal; INVALID_ARGUMENT for any other refusal."""
+ALIVE_S = 5.0  # how often a waiting exchange checks that the event loop is alive
 
 
 class Aggregator:
-    """A gRPC server that is the carrier of a federation's exchanges.
+    """gRPC server that carries a federation's exchanges.
 
     Parameters
     ----------
     run, incarnation
-        The run, and this process of it: a reply to another one is refused.
+        The run, and the id of this aggregator process; replies to another one are refused.
     experiment
-        The shared part of the experiment, JSON; every worker gets it in its Welcome.
+        The shared part of the experiment, as JSON; sent to every worker in its Welcome.
     vocabulary
-        The messages that replies may consist of, by class name.
+        Message classes allowed in replies, by class name.
     dtype
-        Of the run's floating-point numbers.
+        Type of the run's floating-point numbers.
     clients
-        Ids of all clients of the run, seen and unseen: a worker that names another is refused.
+        Ids of all clients of the run, seen and unseen. A worker that names any other client is refused.
     algorithm, version
-        What a worker must have to be let in.
+        Algorithm and version that a worker must have to be admitted.
     notices
-        What those who watch the run are told; without, nobody can.
+        Progress published to watchers; without it, the run cannot be watched.
     say
-        Shows a person a line, such as that clients have no worker; it is called on the event loop's thread.
+        Shows one line to a person, for example that clients have no worker. Called on the event loop's thread.
     protection
-        TLS, and who is let in; without, anybody is, and only this machine is served.
+        TLS and access rules. Without it, anyone is admitted and only this machine is served.
     audit
-        Where it is written who was let in and who was not; without, nowhere.
+        Audit log of admissions and refusals; without it, none are logged.
     roster
-        The clients that train: an observer may not speak for them.
+        Clients that train; an observer may not answer for them.
     presence
-        Where it is written who is connected, if clients with data of their own come and go; without, they do not.
+        Record of connected clients, in a federation whose clients bring data of their own and come and go; None in any
+        other federation.
     classes
-        C, where they do.
+        Number of classes C, where ``presence`` is given.
     monitor
-        What the round loop does; without, nobody tells.
+        State of the round loop; without it, the loop's state is not reported.
     control
-        What an operator may have it do; without, nobody may, nor ask what it does.
+        Requests that an operator may make of the round loop. Without it, the control service is not offered.
     models
-        Hands out models to clients that are no workers; without, nobody does.
+        Service that hands out models to clients that are not workers; without it, none are handed out.
     health
-        ``host:port`` where health is served in plaintext, and nothing else; None: nowhere.
+        ``host:port`` on which only health is served, in plaintext; None disables it.
 
     Examples
     --------
@@ -184,17 +185,17 @@ class Aggregator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._stopped = False  # guarded by _joined
-        self._joined = threading.Condition()  # its lock may be taken twice
+        self._joined = threading.Condition()  # reentrant
         self._workers: dict[str, WorkerInfo] = {}  # guarded by _joined
         self._index = {client: i for i, client in enumerate(clients)}
-        self._served = np.zeros(len(self._index), np.int32)  # by how many workers each may be; guarded by _joined
-        self._absent: dict[str, float] = {}  # who left, and when, and has not come back; guarded by _joined
+        self._served = np.zeros(len(self._index), np.int32)  # workers that may serve each client; guarded by _joined
+        self._absent: dict[str, float] = {}  # when each absent worker left; guarded by _joined
         self._started_at = time.monotonic()
         self._joins = Budget(1_000, 200)
         self._most = connections()
         self._board = Dispatcher(run, incarnation, vocabulary, dtype, self._publish, self._tell)
 
-    # ---- what the round loop uses, in its own thread
+    # ---- used by the round loop, in its own thread
 
     def _welcoming(self, experiment: str) -> bytes:
         welcome = wire.Welcome(run=self._run_name, incarnation=self._incarnation, experiment=experiment)
@@ -206,9 +207,9 @@ class Aggregator:
         return frame
 
     def go_on_as(self, incarnation: str, experiment: str) -> None:
-        """Be another incarnation, with something else to tell workers; those that are connected come back to hear it.
+        """Switch to another incarnation and Welcome; connected workers reconnect to receive it.
 
-        Conversations have to be closed before.
+        All conversations must be closed first.
         """
 
         def renamed() -> None:
@@ -219,13 +220,13 @@ class Aggregator:
         self._post(renamed)
 
     def start(self, address: str) -> str:
-        """Serve on ``host:port`` (port 0: any free one) and return the address that was bound.
+        """Serve on ``host:port`` (port 0: any free port) and return the bound address.
 
         Raises
         ------
         ExperimentError
-            If it is no address, the port is taken or the address cannot be bound; if others would reach what is not
-            protected.
+            If the address is invalid, the port is taken, the address cannot be bound, or an unprotected aggregator
+            would be reachable from other machines.
         """
         if self._thread is not None:
             raise RuntimeError("the aggregator has been started already")
@@ -244,22 +245,22 @@ class Aggregator:
         Parameters
         ----------
         finished
-            Tell the workers, also those that come later, that the run is over, so that they leave instead of waiting
-            for us to come back.
+            Tell the workers, including those that connect later, that the run is over, so that they exit instead of
+            reconnecting.
         """
         self._post(self._begin_dismissal, finished)
 
     def linger(self, resumed: bool) -> None:
-        """Wait, after :meth:`dismiss`, for workers that have yet to hear that the run is over.
+        """Wait, after :meth:`dismiss`, for workers that have yet to learn that the run is over.
 
-        Whoever has lost its connection dials again within a few seconds: one that was here before is waited for until
-        it has come back, but no longer than that; those of an aggregator before, whom nobody here knows, as long as
-        that after the start.
+        A worker that has lost its connection reconnects within ``LINGER_S``. The wait ends that long after the last
+        disconnect of a worker that has not returned. After a resume, workers of the previous aggregator process may
+        also connect, so the wait lasts at least that long after the start.
 
         Parameters
         ----------
         resumed
-            Whether there may be such.
+            True if workers of an earlier aggregator process may connect.
         """
         with self._joined:
             while True:
@@ -280,17 +281,17 @@ class Aggregator:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of serialized frames since the start, ``up`` from workers, ``down`` to them."""
+        """Bytes of serialized frames since the start: ``up`` from workers, ``down`` to them."""
         return Traffic(up=self._up, down=self._down)
 
     @property
     def refusals(self) -> Refusals:
-        """What was refused or dropped since the start, by kind (``fedloom.transport.codec.Refusal``)."""
+        """Refused or dropped parts since the start, by kind (``fedloom.transport.codec.Refusal``)."""
         return self._board.refusals
 
     @property
     def silence(self) -> Silence:
-        """Clients that let a deadline pass."""
+        """Clients that missed a deadline."""
         return self._board.silence
 
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -299,7 +300,7 @@ class Aggregator:
             return tuple(self._workers[name] for name in sorted(self._workers))
 
     def activity(self) -> Activity:
-        """Return what the federation is doing; from any thread.
+        """Return the state of the federation; callable from any thread.
 
         Raises
         ------
@@ -315,7 +316,7 @@ class Aggregator:
         return asyncio.run_coroutine_threadsafe(asked(), self._loop).result(ALIVE_S)
 
     def unserved(self, clients: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the clients that no connected worker may serve, in the order given."""
+        """Return the given clients that no connected worker may serve, in the given order."""
         with self._joined:
             served = (
                 {client for client, i in self._index.items() if self._served[i]}
@@ -325,12 +326,13 @@ class Aggregator:
         return tuple(client for client in clients if client not in served)
 
     def wait_for(self, clients: Collection[str], timeout_s: float, workers: int = 1) -> None:
-        """Wait until every client may be served by some connected worker, and so many workers are connected.
+        """Wait until a connected worker may serve each client and at least ``workers`` workers are connected.
 
         Raises
         ------
         QuorumError
-            If that is not so after ``timeout_s`` seconds, naming the clients; or if the aggregator is stopped.
+            If this is not so after ``timeout_s`` seconds (the error names the clients), or if the aggregator is
+            stopped.
         """
         deadline = time.monotonic() + timeout_s
         with self._joined:
@@ -383,16 +385,16 @@ class Aggregator:
         finally:
             self._post(self._board.finish, exchange)
         if len(answers) < len(call.rows) and self._alive():
-            exchange.finished.wait(ALIVE_S)  # who was silent is known before anybody else is drawn
+            exchange.finished.wait(ALIVE_S)  # silent clients are recorded before the next cohort is drawn
         late = Lost(f"deadline: no answer after {call.deadline_s} s" if self._alive() else STOPPED)
         return [answers.get(row, late) for row in call.rows]
 
     def close(self, key: ConversationKey) -> None:
-        """End a conversation; the workers that hold rows of it are told. Idempotent."""
+        """End a conversation and notify the workers that hold rows of it. Idempotent."""
         self._post(self._board.close, key)
 
     def _check_sendable(self, call: Call) -> None:
-        encode(call.message)  # a dtype that the wire does not carry is the caller's mistake: raise in its thread
+        encode(call.message)  # a dtype that the wire cannot carry is the caller's error: raise in its thread
         begin = sum(len(client.encode()) + 2 for client in call.clients) + 6 * len(call.rows)
         if begin > FRAME_BYTES // 2:
             raise ExperimentError(
@@ -414,7 +416,7 @@ class Aggregator:
         return self._thread is not None and self._thread.is_alive()
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> bool:
-        """Run a function on the event loop; False if that has ended and has nothing left to do."""
+        """Run a function on the event loop; return False if the loop has ended and has nothing left to do."""
         if self._loop is None:
             raise RuntimeError("the aggregator has not been started")
         try:
@@ -436,8 +438,8 @@ class Aggregator:
 
     async def _serve(self, address: str, started: Future[str]) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        # The frames are read and written as bytes: what is no frame ends its stream with our status, and what is
-        # measured as traffic is what was sent.
+        # Frames are read and written as bytes, so that an invalid frame ends its stream with our status and the traffic
+        # counts exactly the bytes sent.
         services: dict[str, dict[str, Any]] = {SERVICE: {METHOD: grpc.stream_stream_rpc_method_handler(self._join)}}
         if self._notices is not None:
             services[OBSERVATION] = {
@@ -467,7 +469,7 @@ class Aggregator:
         await at.stop(1.0)
         if self._models is not None:
             await self._models.end()
-        # gRPC does not wait for the last steps of handlers, and shows a traceback of those that are cancelled then.
+        # gRPC does not wait for handlers to finish, and prints a traceback for those that are cancelled then.
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(left, timeout=1.0)
 
@@ -480,13 +482,13 @@ class Aggregator:
         self._board.stop(finished)
 
     async def _watch_rows(self) -> None:
-        """Look for rows of which there is no sign."""
+        """Look periodically for rows that show no sign of progress."""
         while True:
             await asyncio.sleep(ROWS_EVERY_S)
             self._board.ask_others()
 
     async def _watch_connections(self) -> None:
-        """Say when there is no room for more connections, which gRPC itself keeps to itself."""
+        """Report when the connection limit is reached, which gRPC itself does not report."""
         others, full = _sockets(), False
         while True:
             await asyncio.sleep(CONNECTIONS_EVERY_S)
@@ -499,7 +501,7 @@ class Aggregator:
         self._stopping.set()
 
     async def _join(self, _: Any, context: Any) -> None:
-        """Hold one worker's stream, from its Hello to its end."""
+        """Handle one worker's stream, from its Hello to its end."""
         try:
             hello, welcome = await self._greet(context)
         except WireError as unfit:
@@ -515,26 +517,26 @@ class Aggregator:
         if hello is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
             return
-        if welcome is not self._welcome:  # meanwhile we became another incarnation: it has to come again
+        if welcome is not self._welcome:  # the incarnation has changed meanwhile: the worker must reconnect
             return
         device = printable(hello.device, NAME_CHARACTERS)
         if self._presence is None:
             worker = WorkerInfo(hello.worker, hello.incarnation, Clients(self._index, hello.clients), device)
         else:
             worker = WorkerInfo(hello.worker, hello.incarnation, frozenset(hello.clients), device, _members(hello))
-            if self._board.claimed(worker.name, hello.clients) is not None:  # since it was let in
+            if self._board.claimed(worker.name, hello.clients) is not None:  # claimed after this worker was admitted
                 await context.abort(STATUS[Refusal.NAME], "another worker has come with one of its clients")
                 return
             if (peer := PEER.get()) is not None and (reason := self._crowd(peer.identity, hello)):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{peer.identity.name} {reason}")
                 return
         link = Link(worker, owner=_owner())
-        if self._board.taken(worker.name, worker.incarnation, link.owner):  # since it was let in
+        if self._board.taken(worker.name, worker.incarnation, link.owner):  # taken after this worker was admitted
             await context.abort(STATUS[Refusal.NAME], str(WireError(Refusal.NAME, f"worker {worker.name}")))
             return
         self._board.enter(link, hello.held if hello.held_of == self._incarnation else ())
         with self._joined:
-            if self._stopped:  # it is told to go, and is not among the workers
+            if self._stopped:  # this worker is told to leave and is not listed
                 self._absent.pop(worker.name, None)
                 self._joined.notify_all()
 
@@ -555,7 +557,7 @@ class Aggregator:
             if error is not None:
                 self._board.count(error.refusal)
                 log.warning("ended the stream of worker %s: %s", link.name, error, extra={"worker": link.name})
-                self._board.leave(link)  # now: a worker that reads nothing does not read its status either
+                self._board.leave(link)  # now, because a worker that does not read does not read its status either
                 await context.abort(STATUS.get(error.refusal, grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             self._board.leave(link)
@@ -564,14 +566,14 @@ class Aggregator:
             await asyncio.gather(reader, writer, ended, return_exceptions=True)
 
     async def _greet(self, context: Any) -> tuple[wire.Hello | None, bytes]:
-        """Read Hello and answer Welcome, and return both; or answer Refused, and return None.
+        """Read the Hello and answer with Welcome, returning both; or answer with Refused and return None.
 
         Raises
         ------
         WireError
-            If the worker is to come again: its Hello arrived damaged, its name is taken, or too many come at once.
+            If the worker must reconnect: its Hello arrived damaged, its name is taken, or too many join at once.
         Denied
-            If who sent it may not speak for these clients, or by this name.
+            If the sender may not answer for these clients, or may not use this worker name.
         """
         peer = PEER.get()
         code, reason = wire.REFUSAL_CODE_HELLO, "the first part must be a Hello"
@@ -611,12 +613,12 @@ class Aggregator:
         return hello, welcome
 
     def _authorize(self, peer: Peer, hello: wire.Hello) -> None:
-        """Make sure that a peer may be this worker.
+        """Check that a peer may act as this worker.
 
         Raises
         ------
         Denied
-            If not.
+            If it may not.
         """
         identity, kind, reason = peer.identity, "clients", ""
         if foreign := identity.foreign(hello.clients):
@@ -632,7 +634,7 @@ class Aggregator:
             raise Denied(f"{identity.name} {reason}", identity)
 
     def _crowd(self, identity: Identity, hello: wire.Hello) -> str:
-        """Say that an identity announces more clients with data of their own than it may; empty if it does not."""
+        """Return why an identity announces too many clients with data of their own; empty if it does not."""
         if self._presence is None or identity.max_clients is None:
             return ""
         others = self._board.announced(identity.name, hello.worker)
@@ -645,7 +647,7 @@ class Aggregator:
         )
 
     def _training(self, hello: wire.Hello) -> set[str]:
-        """Those of a worker's clients that train; all whose announcement is missing."""
+        """Return the worker's clients that train; all of them if their announcements are missing."""
         if self._presence is None:
             return set(self._roster.intersection(hello.clients))
         if len(hello.announced) != len(hello.clients):
@@ -654,13 +656,13 @@ class Aggregator:
 
     @staticmethod
     async def _watch(notices: Notices, request: wire.WatchRequest, context: Any) -> None:
-        """Tell a watcher how far the run is."""
+        """Stream the run's progress to a watcher."""
         if (peer := PEER.get()) is not None:
             peer.join()
         await notices.watch(request, context)
 
     def _judge(self, hello: wire.Hello) -> tuple[wire.RefusalCode, str]:
-        """Say why a worker cannot join; an empty reason if it can."""
+        """Return why a worker cannot join; the reason is empty if it can."""
         if hello.protocol != PROTOCOL:
             return wire.REFUSAL_CODE_PROTOCOL, f"protocol {hello.protocol}, this aggregator speaks {PROTOCOL}"
         if hello.package != fedloom.__version__:
@@ -685,7 +687,7 @@ class Aggregator:
         return wire.REFUSAL_CODE_UNSPECIFIED, ""
 
     def _judge_members(self, hello: wire.Hello) -> tuple[wire.RefusalCode, str]:
-        """Say what is wrong with clients that have data of their own; an empty reason if nothing is."""
+        """Return what is wrong with clients that bring data of their own; the reason is empty if nothing is."""
         code = wire.REFUSAL_CODE_CLIENTS
         if not hello.clients or len(hello.announced) != len(hello.clients):
             return code, "this federation's clients bring data of their own: start `fedloom worker --data DIR`"
@@ -704,8 +706,8 @@ class Aggregator:
         return wire.REFUSAL_CODE_UNSPECIFIED, ""
 
     def _activity(self) -> Activity:
-        """What the federation is doing, on the event loop's thread."""
-        since = time.time() - time.monotonic()  # of the monotonic clock
+        """Return the state of the federation; runs on the event loop's thread."""
+        since = time.time() - time.monotonic()  # wall-clock time at zero of the monotonic clock
         workers = tuple(
             ConnectedWorker(
                 link.name,
@@ -722,7 +724,7 @@ class Aggregator:
         return self._monitor.now(Connected(workers, awaiting, self._connected(), refusals, self._up, self._down))
 
     def _connected(self) -> int:
-        """How many clients of the roster a connected worker serves."""
+        """Return how many clients of the roster are served by a connected worker."""
         if self._presence is None:
             with self._joined:
                 return int((self._served > 0).sum())
@@ -730,7 +732,7 @@ class Aggregator:
         return sum(member.id in roster for link in self._board.links() for member in link.worker.members)
 
     def _roster_clients(self) -> Iterator[RosterClient]:
-        """The clients of the roster, by id."""
+        """Yield the clients of the roster, sorted by id."""
         links, monitor = self._board.links(), self._monitor
         roster = monitor.roster
         awaited = {each.client: each.since for each in self._board.awaiting()}
@@ -777,12 +779,12 @@ class Aggregator:
             self._notices.workers(count, unserved)
 
     def _tell(self, text: str) -> None:
-        """Tell a person what the federation waits for, or suffers from."""
+        """Report what the federation waits for, or what is wrong with it."""
         self._monitor.say(text)
         self._announce(text)
 
     def _announce(self, text: str) -> None:
-        """Tell a person what has happened."""
+        """Report an event."""
         log.warning("%s", text)
         if self._notices is not None:
             self._notices.say(text)
@@ -790,12 +792,12 @@ class Aggregator:
             self._say(text)
 
     async def _read(self, link: Link, context: Any) -> None:
-        """Take in a worker's frames until its stream ends.
+        """Read a worker's frames until its stream ends.
 
         Raises
         ------
         WireError
-            If something came that is no frame, or nothing for long.
+            If data is not a valid frame, or nothing arrives for ``stream.SILENCE_S``.
         """
         while (data := await self._next(context)) is not grpc.aio.EOF:
             self._up += len(data)
@@ -826,13 +828,13 @@ def _members(hello: wire.Hello) -> tuple[Member, ...]:
 
 
 def _owner() -> str | None:
-    """Whose the call is that runs."""
+    """Return the name of the current call's identity, if any."""
     peer = PEER.get()
     return None if peer is None else peer.identity.name
 
 
 def _some(clients: Sequence[str]) -> str:
-    """The first clients of a list, as a message shows them."""
+    """Return the first clients of a list, formatted for a message."""
     shown = ", ".join(printable(client, NAME_CHARACTERS) for client in clients[:3])
     return shown + (f" and {len(clients) - 3} more" if len(clients) > 3 else "")
 
@@ -842,19 +844,22 @@ def _frame(part: wire.AggregatorPart) -> bytes:
 
 
 def _sockets() -> int:
-    """How many sockets this process has open."""
+    """Return the number of sockets that this process has open."""
     return sum(_is_socket(int(entry.name)) for entry in Path("/dev/fd").iterdir())
 
 
 def _is_socket(descriptor: int) -> bool:
     try:
         return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
-    except OSError:  # it was that of the folder itself
+    except OSError:  # the directory's own descriptor
         return False
 
 
 def _hello(data: bytes) -> wire.Hello:
-    """Read a Hello, also of protocol 1, which has no seals; another part gives an empty one, which is refused."""
+    """Parse a Hello, including one of protocol 1, which has no seals.
+
+    Any other part gives an empty Hello, which is refused.
+    """
     if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
         with contextlib.suppress(WireError):
             hello = parse(wire.WorkerFrame, data, seal=False).parts[0].hello

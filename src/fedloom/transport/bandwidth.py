@@ -1,4 +1,4 @@
-"""How much of a line a worker takes: frames wait for those before them to be paid for at a rate."""
+"""Bandwidth limit of a worker: frames wait until the configured rate allows for those before them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import NamedTuple
 from fedloom.errors import ExperimentError, argument
 
 UNITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
-"""Bytes a second."""
+"""Bytes per second, by unit."""
 
 LEAST = 256 * UNITS["kbit/s"]
-"""At which a frame of 1 MiB takes 33 s: a stream on which nothing comes for 90 s is given up."""
+"""Lowest rate: a frame of 1 MiB takes 33 s at this rate, and a stream without data for 90 s is abandoned."""
 
 
 class Bandwidth(NamedTuple):
-    """Bytes a second that may go up, to the aggregator, and come down."""
+    """Bytes per second up, to the aggregator, and down."""
 
     up: float
     down: float
 
 
 def parse_bandwidth(text: str) -> Bandwidth:
-    """Read what ``--bandwidth`` says: ``10Mbit/s``, or ``2Mbit/s,20Mbit/s`` up and down.
+    """Parse the value of ``--bandwidth``: ``10Mbit/s``, or ``2Mbit/s,20Mbit/s`` for up and down.
 
     Raises
     ------
     ExperimentError
-        If it is nothing of the kind, or less than 256 kbit/s.
+        If the text is not such a rate, or is below 256 kbit/s.
     """
     rates = []
     for part in text.split(","):
@@ -46,14 +46,14 @@ def parse_bandwidth(text: str) -> Bandwidth:
 
 
 class Line:
-    """One direction of a worker's line. Belongs to one event loop.
+    """Rate limiter for one direction of a worker's connection. Belongs to one event loop.
 
-    In any t seconds at most rate · t bytes and one frame more pass.
+    In any t seconds, at most rate · t bytes and one more frame pass.
 
     Parameters
     ----------
     rate
-        Bytes a second; None: any.
+        Bytes per second; None for no limit.
     """
 
     def __init__(self, rate: float | None) -> None:
@@ -61,11 +61,11 @@ class Line:
         self._free_at = 0.0
 
     async def free(self) -> None:
-        """Wait until what has passed is paid for."""
+        """Wait until the rate allows for the bytes sent so far."""
         while (left := self._free_at - time.monotonic()) > 0:
             await asyncio.sleep(left)
 
     def charge(self, size: int) -> None:
-        """Note that so many bytes pass now."""
+        """Record bytes that are sent now."""
         if self._rate is not None:
             self._free_at = max(self._free_at, time.monotonic()) + size / self._rate

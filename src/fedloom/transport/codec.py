@@ -1,8 +1,7 @@
-"""Messages as frames: specs and raw little-endian bytes, cut into parts of frames of at most 1 MiB, and put
-together again. Each frame ends with a checksum of all that is in it.
+"""Codec for messages: specs and raw little-endian bytes, cut into frames of at most 1 MiB, and reassembled.
 
-The receiver decides what it accepts before it takes memory: :class:`Assembler` is built from specs that the receiver
-has checked, and refuses whatever does not follow them.
+Each frame ends with a checksum of its content. The receiver decides what it accepts before allocating memory:
+:class:`Assembler` is built from specs that the receiver has checked, and refuses data that do not match them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
-from isal.isal_zlib import crc32  # zlib's value at several times its speed, which a round of a hundred models feels
+from isal.isal_zlib import crc32  # zlib's value at several times its speed, which a round of 100 models needs
 from torch import Tensor
 
 from fedloom.federation.validation import TensorSpec, specs
@@ -28,20 +27,20 @@ from fedloom.words import printable
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-if sys.byteorder != "little":  # raw bytes are sent as they lie in memory
+if sys.byteorder != "little":  # raw bytes are sent as they are in memory
     raise ImportError("fedloom.transport needs a little-endian machine")
 
 FRAME_BYTES = 1 << 20
 CHUNK_BYTES = FRAME_BYTES - 1024
-HUGE_BYTES = 4 << 20  # two huge pages: below that there are few pages to save
+HUGE_BYTES = 4 << 20  # two huge pages: smaller buffers have few pages to save
 
 PartClass: TypeAlias = type[wire.WorkerPart] | type[wire.AggregatorPart]
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
-"""One serialized part of a frame, not joined yet; a frame is the concatenation of its parts, and a seal."""
+"""One serialized part of a frame, not joined yet; a frame is the concatenation of its parts and a seal."""
 
 SEAL = bytes([wire.WorkerFrame.CRC32_FIELD_NUMBER << 3 | 5])
 SEAL_BYTES = 5
-"""The seal of a frame is its last field, the crc32 of all before it."""
+"""Size of a frame's seal, its last field: the CRC-32 of everything before it."""
 
 _DTYPES: Mapping[torch.dtype, wire.DataType] = {
     torch.float32: wire.DATA_TYPE_FLOAT32,
@@ -58,7 +57,7 @@ _QUANTITIES_BACK = {number: quantity for quantity, number in _QUANTITIES.items()
 
 
 class Refusal(StrEnum):
-    """Why a frame, transfer or reply was refused or dropped: the reasons that are counted."""
+    """Reasons for refusing or dropping a frame, transfer or reply, as they are counted."""
 
     GARBAGE = "garbage on the stream"
     REPEATED_BEGIN = "repeated begin of a transfer"
@@ -83,7 +82,7 @@ class Refusal(StrEnum):
 
 
 class WireError(Exception):
-    """Something on the wire that was refused; ``refusal`` is its kind, the text says what was found and expected."""
+    """Refused wire data; ``refusal`` is the kind, and the text says what was found and expected."""
 
     def __init__(self, refusal: Refusal, detail: str) -> None:
         super().__init__(printable(f"{refusal}: {detail}"))
@@ -91,7 +90,7 @@ class WireError(Exception):
 
 
 class Encoded:
-    """A message ready to be cut into frames: its class name, specs, and views of the bytes of its tensors.
+    """A message ready to be cut into frames: its class name, specs, and views of its tensors' bytes.
 
     The bytes are not copied; the tensors must not change until the frames have been written.
     """
@@ -103,12 +102,12 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(len(buffer) for buffer in self.buffers)
 
 
 def encode(message: Message) -> Encoded:
-    """View a message as specs and raw bytes; dense CPU tensors are not copied.
+    """Return a message as specs and raw bytes; contiguous CPU tensors are not copied.
 
     Raises
     ------
@@ -137,7 +136,7 @@ def _view(flat: Tensor) -> memoryview:
 
 
 def joined(answers: Sequence[Encoded]) -> Encoded:
-    """The rows of several answers, which are of one class and have a row each, as one message; nothing is copied."""
+    """Return one message with the rows of several one-row answers of the same class; nothing is copied."""
     first = answers[0]
     if len(answers) == 1:
         return first
@@ -146,7 +145,7 @@ def joined(answers: Sequence[Encoded]) -> Encoded:
 
 
 def together(answers: Sequence[Encoded]) -> Iterator[range]:
-    """Which of these answers, one after the other, share a transfer: those of one class that fit into a chunk.
+    """Yield ranges of consecutive answers that share a transfer: those of one class that fit into a chunk.
 
     An answer with a broadcast has a transfer of its own.
     """
@@ -162,7 +161,7 @@ def together(answers: Sequence[Encoded]) -> Iterator[range]:
 
 
 def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
-    """Write specs as they stand in an envelope."""
+    """Convert specs to those of an envelope."""
     return [
         wire.TensorSpec(
             name=spec.name,
@@ -176,12 +175,12 @@ def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
 
 
 def read_specs(envelope: wire.Envelope) -> tuple[TensorSpec, ...]:
-    """Read the specs of an envelope.
+    """Parse the specs of an envelope.
 
     Raises
     ------
     WireError
-        If a quantity or dtype is not one of the contract.
+        If a quantity or dtype is unknown.
     """
     found = []
     for spec in envelope.tensors:
@@ -209,7 +208,7 @@ def serialize(part: wire.WorkerPart | wire.AggregatorPart) -> Pieces:
 
 
 def sealed(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Join parts to a frame."""
+    """Join parts into a sealed frame."""
     pieces = tuple(pieces)
     crc = 0
     for piece in pieces:
@@ -223,7 +222,7 @@ def unsealed(data: bytes) -> memoryview:
     Raises
     ------
     WireError
-        If it is not what was sent.
+        If the seal is missing or its checksum is wrong.
     """
     view = memoryview(data)
     found = crc32(view[:-SEAL_BYTES])
@@ -233,7 +232,7 @@ def unsealed(data: bytes) -> memoryview:
 
 
 class Cutter:
-    """Cuts messages into parts of frames, for one direction of one stream, numbering the transfers."""
+    """Cuts messages into parts of frames, for one direction of one stream, and numbers the transfers."""
 
     def __init__(self, part: PartClass) -> None:
         self._part = part
@@ -246,11 +245,11 @@ class Cutter:
         Parameters
         ----------
         envelope
-            What the transfer is; its ``message`` and ``tensors`` are filled in here.
+            Description of the transfer; its ``message`` and ``tensors`` are filled in here.
         encoded
             The message.
         remaining_s
-            Seconds in which an answer is of use.
+            Seconds for which an answer is useful.
         """
         envelope.message = encoded.name
         envelope.tensors.extend(tensor_specs(encoded))
@@ -273,7 +272,7 @@ class Cutter:
 
 
 def _header(field: int, length: int) -> bytes:
-    """Tag and length of a length-delimited protobuf field."""
+    """Return the tag and length of a length-delimited protobuf field."""
     return _varint(field << 3 | 2) + _varint(length)
 
 
@@ -287,7 +286,7 @@ def _varint(value: int) -> bytes:
 
 
 def _chunks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut the concatenation of the buffers into pieces that make CHUNK_BYTES, without copying."""
+    """Cut the concatenated buffers into chunks of CHUNK_BYTES, without copying; the last may be shorter."""
     pieces: list[memoryview] = []
     room = CHUNK_BYTES
     for buffer in buffers:
@@ -305,24 +304,25 @@ def _chunks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 class Assembler:
-    """Puts one transfer together, straight into the tensors it will become.
+    """Assembles one transfer directly into the memory of its tensors.
 
     Parameters
     ----------
     begin
-        The announcement.
+        Announcement of the transfer.
     tensors
-        Its specs, as the receiver read and checked them.
+        Its specs, as the receiver parsed and checked them.
     limit_bytes
-        The most the receiver takes.
+        Maximum size that the receiver accepts.
     storage
-        Makes the memory of each tensor, flat uint8, in one piece or one for each of its rows; by default new memory in
+        Allocates the memory of each tensor as flat uint8, in one piece or one piece per row; by default new memory in
         one piece.
 
     Raises
     ------
     WireError
-        If the announced total is not that of the specs, or above the limit: before any memory is taken.
+        If the announced total differs from that of the specs or exceeds the limit; raised before any memory is
+        allocated.
     """
 
     def __init__(
@@ -343,17 +343,17 @@ class Assembler:
         self._specs = tuple(tensors)
         self._storage = [storage(spec) if storage else [memory(spec.nbytes)] for spec in tensors]
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
-        self._current = 0  # the piece being filled
-        self._filled = 0  # bytes of it that are
+        self._current = 0  # index of the piece being filled
+        self._filled = 0  # bytes filled in this piece
         self._received = 0
 
     def add(self, chunk: wire.Chunk | Data) -> None:
-        """Take in the next chunk.
+        """Store the next chunk.
 
         Raises
         ------
         WireError
-            If it is empty, not the next one, or goes beyond the announced total.
+            If it is empty, short, not the next one, or exceeds the announced total.
         """
         data = chunk.data
         if chunk.offset != self._received or not data:
@@ -376,7 +376,7 @@ class Assembler:
                 self._current, self._filled = self._current + 1, 0
 
     def end(self) -> None:
-        """Check that everything has come.
+        """Check that the transfer is complete.
 
         Raises
         ------
@@ -387,13 +387,13 @@ class Assembler:
             raise WireError(Refusal.TRUNCATED, f"{self._received} of {self.total} bytes at the end")
 
     def forget(self, piece: int) -> None:
-        """Take what comes for a row into other memory: that of its piece may be another answer's by now."""
+        """Store the rest of a row in other memory: that of its piece may now hold another answer."""
         for pieces in self._storage:
             pieces[piece] = memory(pieces[piece].numel())
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
 
     def message(self, cls: type[Message], piece: int = 0) -> Message:
-        """Make the message, or that of one row where each has a piece of memory, without copying.
+        """Return the message, or that of one row where each row has its own memory, without copying.
 
         Raises
         ------
@@ -411,7 +411,7 @@ class Assembler:
             storage, shape = pieces[piece], spec.shape if len(pieces) == 1 else (1, *spec.shape[1:])
             if spec.dtype == torch.bool and bool((storage > 1).any()):
                 raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes that are no bool")
-            # Of nothing (data without classes have no confusion) there is no view that torch finds aligned.
+            # torch cannot view empty storage as aligned (data without classes have no confusion matrix).
             tensors[spec.name] = (
                 storage.view(spec.dtype).view(shape) if spec.nbytes else torch.empty(shape, dtype=spec.dtype)
             )
@@ -419,13 +419,13 @@ class Assembler:
 
 
 def memory(nbytes: int) -> Tensor:
-    """Memory for one tensor, flat uint8. It is aligned, which a slice of a buffer shared by several would not be.
+    """Allocate aligned memory for one tensor as flat uint8; a slice of a shared buffer would not be aligned.
 
-    A lot of it is taken in huge pages where the system has them: each exchange takes new memory, and to get that
-    page by page costs as much as to read what comes into it.
+    Large tensors use huge pages where the system has them: each exchange allocates new memory, and obtaining that page
+    by page costs as much as reading the data that fill it.
     """
     if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # kernel without huge pages
             pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=torch.uint8)
@@ -436,7 +436,7 @@ F = TypeVar("F", wire.WorkerFrame, wire.AggregatorFrame)
 
 
 class Data(NamedTuple):
-    """A Chunk, read where it lies in its frame: protobuf would copy its data twice."""
+    """A Chunk read in place from its frame: protobuf would copy its data twice."""
 
     transfer: int
     offset: int
@@ -444,12 +444,12 @@ class Data(NamedTuple):
 
 
 def read(frame: type[F], data: bytes) -> Iterator[tuple[str, Any]]:
-    """Read one frame, part by part: the kind of each, and what it holds; chunks as :class:`Data`.
+    """Yield the parts of one frame: the kind and value of each, with chunks as :class:`Data`.
 
     Raises
     ------
     WireError
-        If it arrived damaged; where the parts are reached that are none; if there are no parts.
+        If the frame arrived damaged or has no parts; on reaching an invalid part.
     """
     part_class: PartClass = wire.WorkerPart if frame is wire.WorkerFrame else wire.AggregatorPart
     view = unsealed(data)
@@ -465,7 +465,7 @@ def read(frame: type[F], data: bytes) -> Iterator[tuple[str, Any]]:
             continue
         try:
             part = part_class.FromString(bytes(view[start:end]))
-        except Exception as error:  # protobuf raises DecodeError, and others on some malformed input
+        except Exception as error:  # protobuf raises DecodeError, and other errors on some malformed input
             raise _garbage(frame, data) from error
         if part.WhichOneof("part") is None:
             raise _garbage(frame, data)
@@ -473,14 +473,14 @@ def read(frame: type[F], data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _opened(part: wire.WorkerPart | wire.AggregatorPart) -> tuple[str, Any]:
-    """The kind of a part, and what it holds."""
+    """Return the kind and value of a part."""
     kind = cast(str, part.WhichOneof("part"))
     value = getattr(part, kind)
     return kind, Data(value.transfer, value.offset, memoryview(value.data)) if kind == "chunk" else value
 
 
 def _chunk_at(part: memoryview, field: int) -> Data | None:
-    """Read a part that is one Chunk, its fields in order, data last; None if it is anything else."""
+    """Read a part that is a single Chunk with its fields in order and its data last; None for any other part."""
     at, end = _delimited(part, 0, field)
     if end != len(part) or at == 0:
         return None
@@ -491,7 +491,7 @@ def _chunk_at(part: memoryview, field: int) -> Data | None:
 
 
 def _delimited(view: memoryview, at: int, field: int) -> tuple[int, int]:
-    """Where a length-delimited field begins and ends; ``(at, at)`` if there is another field or none."""
+    """Return the bounds of a length-delimited field; ``(at, at)`` if there is another field or none."""
     if at >= len(view) or view[at] != field << 3 | 2:
         return at, at
     length, start = _varint_at(view, at + 1)
@@ -499,7 +499,7 @@ def _delimited(view: memoryview, at: int, field: int) -> tuple[int, int]:
 
 
 def _number(view: memoryview, at: int, field: int) -> tuple[int, int]:
-    """An integer field and where the next begins; 0 (proto3 leaves it out) if there is another field."""
+    """Return an integer field and the position after it; 0 (omitted by proto3) if there is another field."""
     if at >= len(view) or view[at] != field << 3:
         return 0, at
     value, after = _varint_at(view, at + 1)
@@ -507,7 +507,7 @@ def _number(view: memoryview, at: int, field: int) -> tuple[int, int]:
 
 
 def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
-    """A varint and where it ends; ``(0, 0)`` if it does not end within ten bytes."""
+    """Return a varint and the position after it; ``(0, 0)`` if it does not end within ten bytes."""
     value = 0
     for i, byte in enumerate(view[at : at + 10]):
         value |= (byte & 0x7F) << 7 * i
@@ -517,18 +517,18 @@ def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def parse(frame: type[F], data: bytes, *, seal: bool = True) -> F:
-    """Parse one frame whole, as the first of a stream is; without ``seal`` also one of another protocol.
+    """Parse one whole frame, such as the first of a stream; without ``seal``, also one of another protocol.
 
     Raises
     ------
     WireError
-        If it arrived damaged; if the bytes are no frame, or one without parts, or with a part that holds nothing.
+        If the frame arrived damaged, is invalid, or has no parts or an empty part.
     """
     if seal:
         unsealed(data)
     try:
         parsed = frame.FromString(data)
-    except Exception as error:  # protobuf raises DecodeError, and others on some malformed input
+    except Exception as error:  # protobuf raises DecodeError, and other errors on some malformed input
         raise _garbage(frame, data) from error
     if not parsed.parts or any(part.WhichOneof("part") is None for part in parsed.parts):
         raise _garbage(frame, data)

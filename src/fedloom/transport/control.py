@@ -1,4 +1,4 @@
-"""Asking an aggregator what its federation does, and controlling it (protos/fedloom/v1/control.proto). No torch."""
+"""Client for observing and controlling a federation (protos/fedloom/v1/control.proto). Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTROL = "fedloom.v1.Control"
 STATUS, CLIENTS, PAUSE, RESUME, STOP = "Status", "Clients", "Pause", "Resume", "Stop"
 
 ANSWER_S = 10.0
-"""How long an answer may take."""
+"""Timeout of an answer."""
 
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -39,18 +39,18 @@ _CLIENT = TypeAdapter(RosterClient)
 
 
 def to_wire(activity: Activity) -> wire.Activity:
-    """Write a snapshot."""
+    """Convert a snapshot to its wire format."""
     told = json.loads(json.dumps(asdict(activity)))
     return ParseDict({**told, "phase": f"{_PHASE}{activity.phase.upper()}"}, wire.Activity())
 
 
 def from_wire(told: wire.Activity) -> Activity:
-    """Read a snapshot.
+    """Parse a snapshot.
 
     Raises
     ------
     RefusedError
-        If it is of another version, whose phases, or other words, this one does not know.
+        If it has phases or other values of another version, which this one does not know.
     """
     found = _as_dict(told)
     try:
@@ -65,41 +65,41 @@ def from_wire(told: wire.Activity) -> Activity:
 
 
 def clients_to_wire(clients: Iterable[RosterClient]) -> wire.ClientsResponse:
-    """Write some clients of the roster."""
+    """Convert some clients of the roster to their wire format."""
     return wire.ClientsResponse(clients=[wire.RosterClient(**asdict(client)) for client in clients])
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    """A message by the names of its fields; those that are optional and absent are not there."""
+    """Return a message as a dict by field name, without absent optional fields."""
     return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 class ControlClient:
-    """Asks one aggregator; made by :func:`dialled`.
+    """Control client for one aggregator; created by :func:`dialled`.
 
-    Every method raises as follows.
+    Every method raises these errors.
 
     Raises
     ------
     AbandonedError
-        If nobody answers.
+        If no aggregator answers.
     RefusedError
-        If the aggregator does not let us, or one side does not believe the other.
+        If the aggregator denies the call, or one side cannot verify the other.
     ExperimentError
         If the run has ended, so that there is nothing to control.
     StorageError
-        If the aggregator could not write down what it was asked.
+        If the aggregator could not record the request.
     """
 
     def __init__(self, address: str, channel: Any, shown: Shown) -> None:
         self._address, self._channel, self._shown = address, channel, shown
 
     def status(self) -> Activity:
-        """What the federation is doing."""
+        """Return the state of the federation."""
         return from_wire(self._call(STATUS, wire.StatusRequest(), wire.StatusResponse).activity)
 
     def clients(self) -> Iterator[RosterClient]:
-        """The clients of the roster, by id."""
+        """Yield the clients of the roster, by id."""
         method = self._channel.unary_stream(
             f"/{CONTROL}/{CLIENTS}",
             request_serializer=wire.ClientsRequest.SerializeToString,
@@ -113,17 +113,17 @@ class ControlClient:
             raise self._failure(error) from error
 
     def pause(self) -> tuple[bool, Activity]:
-        """Have the rounds pause after the one under way; whether that is new."""
+        """Pause the rounds after the current one; return whether that changes anything, and the state."""
         told = self._call(PAUSE, wire.PauseRequest(), wire.PauseResponse)
         return told.changed, from_wire(told.activity)
 
     def resume(self) -> tuple[bool, Activity]:
-        """Have the rounds go on; whether they were to pause."""
+        """Resume the rounds; return whether that changes anything, and the state."""
         told = self._call(RESUME, wire.ResumeRequest(), wire.ResumeResponse)
         return told.changed, from_wire(told.activity)
 
     def stop(self, *, now: bool) -> Activity:
-        """Have the aggregator end, after the round under way or at once."""
+        """Stop the aggregator, after the current round or at once."""
         return from_wire(self._call(STOP, wire.StopRequest(now=now), wire.StopResponse).activity)
 
     def _call(self, name: str, request: Any, answer: Any) -> Any:
@@ -156,17 +156,17 @@ class ControlClient:
 
 @contextmanager
 def dialled(address: str, credentials: Credentials | None = None) -> Iterator[ControlClient]:
-    """Give what asks the aggregator at ``host:port``; nothing is said to it yet.
+    """Yield a client for the aggregator at ``host:port``; nothing is sent to it yet.
 
     Parameters
     ----------
     credentials
-        What it is dialled with; without, in plaintext and as nobody.
+        Credentials to connect with; without them, the connection is plaintext and anonymous.
 
     Raises
     ------
     ExperimentError
-        If that is no address, or a token would be sent in plaintext to another machine.
+        If the address is invalid, or a token would be sent in plaintext to another machine.
     RefusedError
         If our certificate is not valid now.
     """

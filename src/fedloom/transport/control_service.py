@@ -1,4 +1,4 @@
-"""The aggregator's side of ``fedloom.transport.control``: who asks, what is written down, and what is answered."""
+"""Control service of the aggregator: authorizes, records and answers the calls of ``fedloom.transport.control``."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ log = logging.getLogger("fedloom.transport.aggregator")
 T = TypeVar("T")
 
 AT_ONCE = 500
-"""Clients of one part of an answer."""
+"""Clients in one part of an answer."""
 
 OPERATOR = "somebody on its machine"
-"""Who controls an aggregator where nobody has to say who they are."""
+"""Name of the operator where no identity is required."""
 
 
 class ControlService:
-    """Answers, on the aggregator's event loop.
+    """Control service; answers on the aggregator's event loop.
 
     Parameters
     ----------
     control
-        What obeys.
+        Requests to the round loop.
     activity, clients
-        What the federation is doing, and its roster, by id.
+        Return the state of the federation, and its roster by id.
     say
-        Shows a person a line.
+        Shows one line to a person.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ControlService:
         return wire.StopResponse(activity=to_wire(self._activity()))
 
     async def _operator(self, context: Any, what: str) -> str:
-        """Return who asks, once it is in the audit log; who is nobody may ask on the aggregator's own machine."""
+        """Return the operator's name, recorded in the audit log; callers without identity must be on this machine."""
         activity = self._activity()
         if activity.phase in OVER:
             how = f"the run is over ({activity.phase}, round {activity.round})"
@@ -118,7 +118,7 @@ class ControlService:
 
     @staticmethod
     async def _written(context: Any, write: Callable[[], T]) -> T:
-        """Do what writes something down, which may take a moment, and may fail."""
+        """Run a function that writes to storage in a thread; abort the call if it fails."""
         try:
             return await asyncio.to_thread(write)
         except FedloomError as error:

@@ -1,4 +1,4 @@
-"""How an aggregator is dialled: over TLS or not, with what we show of ourselves, and what is said when that fails."""
+"""Connections to an aggregator: over TLS or in plaintext, with our credentials, and the reasons when they fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.trust.options import Shown
 
 
 def channel(address: str, shown: Shown, options: Any, *, sync: bool = False) -> Any:
-    """Return a channel to an aggregator, of ``grpc.aio`` or of the synchronous kind."""
+    """Return a channel to an aggregator, of ``grpc.aio`` or synchronous."""
     kind = grpc if sync else grpc.aio
     if shown.ca is None:
         return kind.insecure_channel(address, options=options)
@@ -23,17 +23,17 @@ def channel(address: str, shown: Shown, options: Any, *, sync: bool = False) -> 
 
 
 def metadata(shown: Shown) -> tuple[tuple[str, str], ...]:
-    """Return what goes with each call: the token, if we have one."""
+    """Return the metadata of each call: the token, if we have one."""
     return () if shown.token is None else (("authorization", f"Bearer {shown.token.get_secret_value()}"),)
 
 
 def distrust(address: str, shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Say why one side did not believe the other while TLS was set up; None if that was not what failed.
+    """Return why one side rejected the other during the TLS handshake; None if something else failed.
 
     Parameters
     ----------
     code, details
-        How a call on a channel of :func:`channel` ended.
+        Final status of a call on a channel of :func:`channel`.
     """
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE:
         return None
@@ -53,7 +53,7 @@ def distrust(address: str, shown: Shown, code: grpc.StatusCode, details: str | N
 
 
 def perhaps_tls(shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Say what it may mean that a plaintext connection was closed before a word was said; None if it was not."""
+    """Return the likely reason why a plaintext connection was closed before any data; None if it was not."""
     said = (details or "").lower()
     closed = "socket closed" in said or "connection reset" in said
     if shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed or "failed to connect" not in said:
@@ -62,7 +62,7 @@ def perhaps_tls(shown: Shown, code: grpc.StatusCode, details: str | None) -> str
 
 
 def closed_after_handshake(shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Say what it may mean that a TLS connection was closed before a word was said: an aggregator gives no reason."""
+    """Return the likely reason why a TLS connection was closed before any data (the server sends none), or None."""
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or "socket closed" not in (details or "").lower():
         return None
     if shown.pair is None:

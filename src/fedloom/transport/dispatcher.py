@@ -1,7 +1,7 @@
-"""The aggregator's dispatcher: which worker is asked for which row, and what becomes of what it answers.
+"""Dispatcher of the aggregator: decides which worker is asked for which row, and handles its answers.
 
-All of it runs on the event loop's thread (but for :meth:`Dispatcher.refuse` and :meth:`Dispatcher.count`) and
-waits for nothing; the server in ``aggregator.py`` moves the bytes.
+All of it runs on the event loop's thread (except :meth:`Dispatcher.refuse` and :meth:`Dispatcher.count`) and never
+blocks; the server in ``aggregator.py`` moves the bytes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fedloom.words import REASON_CHARACTERS, counted, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
-REPLAYS = 3  # how often a stream may say that it lacks what it was just sent
-ALLOWED_PER_ROW = 4  # refused or late parts: a reply that comes late is two, and may have been asked for again
+REPLAYS = 3  # how often a stream may report that it lacks what it was just sent
+ALLOWED_PER_ROW = 4  # refused or late parts: a late reply is two parts, and may have been requested again
 UNREAD_REFUSALS = 16
 UNREAD_LANES = 256
 STOPPED = "the aggregator stopped"
@@ -56,11 +56,11 @@ class Dispatcher:
     Parameters
     ----------
     run, incarnation, vocabulary, dtype
-        As for ``Aggregator``.
+        See ``Aggregator``.
     publish
-        Called with a worker that has come, one that has gone, or both.
+        Called with the worker that has joined, the one that has left, or both.
     say
-        Called with what a person should know at once: clients that are awaited and have no worker, and until when.
+        Called with urgent messages for a person: awaited clients that have no worker, and the deadline.
     """
 
     def __init__(
@@ -84,21 +84,21 @@ class Dispatcher:
         self._stopping = False
         self._finished = False
         self._links: dict[str, Link] = {}
-        self._claims: dict[str, str] = {}  # who serves each client that has data of its own, which nobody else may
+        self._claims: dict[str, str] = {}  # the worker that serves each client with data of its own; exclusive
         self._conversations: dict[ConversationKey, OpenConversation] = {}
         self._newest: tuple[int, int, int] = (-1, -1, -1)
-        self._longest_s: dict[tuple[str, int], float] = {}  # that an answer took, by purpose and exchange
-        self._settled: list[tuple[Exchange, int, Arrived | Lost]] = []  # by the frame that is taken in
+        self._longest_s: dict[tuple[str, int], float] = {}  # longest time to an answer, by purpose and exchange
+        self._settled: list[tuple[Exchange, int, Arrived | Lost]] = []  # outcomes settled by the current frame
         self._useless = Budget(20_000, 1_000)  # refused and late parts of all streams together
 
-    # ---- what is going on
+    # ---- state
 
     def links(self) -> list[Link]:
-        """The streams of connected workers, by name."""
+        """Return the streams of connected workers, by name."""
         return [self._links[name] for name in sorted(self._links)]
 
     def awaiting(self) -> Iterator[Awaited]:
-        """Whose answers are awaited."""
+        """Yield the answers that are awaited."""
         now, wall = time.monotonic(), time.time()
         for conversation in self._conversations.values():
             exchange = conversation.current
@@ -115,19 +115,20 @@ class Dispatcher:
     # ---- workers
 
     def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
-        """A worker has joined: it replaces an older stream of its own, and gets rows that wait for it.
+        """Add the stream of a worker that has joined; it replaces an older stream of that worker and gets waiting rows.
 
         Parameters
         ----------
         held
-            What it has from earlier streams, as it says.
+            Exchanges that the worker says it has from earlier streams.
         """
         if self._stopping:
             self._end(link)
             return
         old = self._links.pop(link.name, None)
         if old is not None:
-            if old.worker.incarnation != link.worker.incarnation:  # of one identity, or the newer would not be let in
+            # same identity, or the newer one would have been refused
+            if old.worker.incarnation != link.worker.incarnation:
                 reason = f"another process joined as worker {link.name!r}; names must be unique"
                 refused = wire.Refused(code=wire.REFUSAL_CODE_REPLACED, reason=reason)
                 old.outbox.put(None, _one(wire.AggregatorPart(refused=refused)))
@@ -145,13 +146,13 @@ class Dispatcher:
         self._dispatch_all()
 
     def _sign(self, link: Link) -> None:
-        """Note that a worker is alive."""
+        """Record that a worker is alive."""
         self.silence.sign(link.worker.clients, link.name, link.owner)
 
     def taken(self, name: str, incarnation: str, owner: str | None) -> bool:
-        """Whether a worker's name is another's: another identity's, or another process's where there are none.
+        """Return whether a worker name belongs to another identity, or without identities to another process.
 
-        A process that is gone is noticed by keepalive.
+        Keepalive detects processes that are gone.
         """
         link = self._links.get(name)
         if link is None or self._stopping:
@@ -159,7 +160,7 @@ class Dispatcher:
         return link.worker.incarnation != incarnation if owner is None else link.owner != owner
 
     def _believe(self, link: Link, told: wire.Held) -> None:
-        """Note what a worker says that it has; it is told of a conversation that was closed while it was away."""
+        """Record which exchanges a worker says it has; notify it if the conversation was closed while it was away."""
         key = key_from_wire(told.conversation)
         conversation = self._conversations.get(key)
         if conversation is None:
@@ -172,18 +173,18 @@ class Dispatcher:
         return next((client for client in clients if self._claims.get(client, worker) != worker), None)
 
     def announced(self, owner: str, besides: str) -> int:
-        """Return how many clients with data of their own an owner's workers have announced, but for one of them."""
+        """Return how many clients with data of their own an owner's workers have announced, excluding one worker."""
         links = self._links.values()
         return sum(len(link.worker.members) for link in links if link.owner == owner and link.name != besides)
 
     def rename(self, incarnation: str) -> None:
-        """Go on as another incarnation: all streams end, and workers come back to be told of it."""
+        """Switch to another incarnation: all streams end, and workers reconnect to learn of it."""
         self._incarnation = incarnation
         for link in self._links.values():
             link.outbox.close()
 
     def leave(self, link: Link) -> None:
-        """A worker's stream has ended: its rows go to another, or wait."""
+        """Remove a worker's stream that has ended; its rows go to another worker, or wait."""
         if self._links.get(link.name) is not link:
             return  # replaced by a newer stream
         del self._links[link.name]
@@ -193,7 +194,7 @@ class Dispatcher:
         self._dispatch_all(f"worker {link.name} left: ")
 
     def _release(self, link: Link) -> None:
-        """Take back the rows that were awaited from this stream, and its clients."""
+        """Take back the rows awaited from this stream, and release its clients."""
         for member in link.worker.members:
             self._claims.pop(member.id, None)
         self.silence.leave(member.id for member in link.worker.members)
@@ -209,7 +210,7 @@ class Dispatcher:
                         del exchange.sent[row]
 
     def stop(self, finished: bool) -> None:
-        """End all streams, with a goodbye if the run is over, and lose what is awaited. Idempotent."""
+        """End all streams, with a goodbye if the run is over, and lose all awaited rows. Idempotent."""
         self._stopping, self._finished = True, self._finished or finished
         for link in self._links.values():
             self._end(link)
@@ -218,7 +219,7 @@ class Dispatcher:
                 self._lose(conversation.current, STOPPED)
 
     def _end(self, link: Link) -> None:
-        """Let a stream end; whoever knows that the run is over does not come back."""
+        """End a stream; a worker that knows that the run is over does not reconnect."""
         if self._finished:
             link.outbox.put(None, _one(wire.AggregatorPart(goodbye=wire.Goodbye())))
         link.outbox.close()
@@ -240,14 +241,14 @@ class Dispatcher:
         return str(error)
 
     def count(self, refusal: Refusal) -> None:
-        """Count one refusal; from any thread."""
+        """Count one refusal; callable from any thread."""
         with self._counting:
             self.refusals.count(refusal)
 
     # ---- sending
 
     def open(self, exchange: Exchange) -> None:
-        """Start an exchange, and with its first one a conversation."""
+        """Start an exchange; the first one opens its conversation."""
         key = exchange.call.key
         try:
             if exchange.call.exchange == 0 and key not in self._conversations:
@@ -262,7 +263,7 @@ class Dispatcher:
                 self._lose(exchange, STOPPED)
             self._dispatch(self._conversations[key])
         except Exception as error:
-            exchange.inbox.put(error)  # raised where the exchange was called
+            exchange.inbox.put(error)  # raised in the thread that called exchange()
 
     @staticmethod
     def _lose(exchange: Exchange, reason: str) -> None:
@@ -271,7 +272,7 @@ class Dispatcher:
             exchange.inbox.put((row, Lost(reason)))
 
     def finish(self, exchange: Exchange) -> None:
-        """Nobody waits for this exchange any more: what still comes for it is late."""
+        """Close an exchange that no thread waits for any more: anything that still arrives for it is late."""
         if exchange.remaining_s() == 0.0 or not exchange.outstanding:
             silent = [exchange.client[row] for row in exchange.outstanding]
             answered = [client for row, client in exchange.client.items() if row not in exchange.outstanding]
@@ -294,7 +295,7 @@ class Dispatcher:
                 link.rests_until = now + min(300.0, 5.0 * 2**link.silent)
 
     def ask_others(self) -> None:
-        """Ask those who have nothing to do for rows of which there has been no sign for long, once for each row."""
+        """Ask idle workers for rows that have shown no sign of progress for long, once for each row."""
         busy = {
             link
             for conversation in self._conversations.values()
@@ -302,7 +303,7 @@ class Dispatcher:
             for link in (*conversation.current.sent.values(), *conversation.current.second.values())
         }
         free = [link for link in self._links.values() if link not in busy and not link.silent]
-        proven = [link for link in free if link.proven]  # rather than another one who joined to say nothing
+        proven = [link for link in free if link.proven]  # preferred to idle workers that have never answered
         idle = {link.name: link.worker.clients for link in proven or free}
         for conversation in self._conversations.values() if idle else ():
             exchange = conversation.current
@@ -320,7 +321,7 @@ class Dispatcher:
                 del idle[name]
 
     def close(self, key: ConversationKey) -> None:
-        """Forget a conversation, and tell the workers that hold rows of it."""
+        """Forget a conversation, and notify the workers that hold rows of it."""
         conversation = self._conversations.pop(key, None)
         if conversation is None:
             return
@@ -341,18 +342,18 @@ class Dispatcher:
                 self._dispatch(conversation, because)
 
     def _dispatch(self, conversation: OpenConversation, because: str = "") -> None:
-        """Send the outstanding rows that nobody is working on to a worker that may serve them, if there is one."""
+        """Send the outstanding rows that no worker is working on to workers that may serve them, if there are any."""
         exchange = conversation.current
         assert exchange is not None
         if len(exchange.sent) == len(exchange.outstanding) and not exchange.unserved:
-            return  # a worker that comes costs nothing then
+            return  # makes a joining worker cost nothing
         shares: dict[str, list[int]] = {}
         free = []
         for row in exchange.call.rows:
             if row not in exchange.outstanding or row in exchange.sent:
                 continue
             client = exchange.client[row]
-            # A row stays with its worker while that lives.
+            # A row stays with its worker as long as that is connected.
             holder = self._links.get(self._claims.get(client) or conversation.holders.get(row, ""))
             if holder is not None and client in holder.worker.clients:
                 shares.setdefault(holder.name, []).append(row)
@@ -361,7 +362,7 @@ class Dispatcher:
         loads = Counter(link.name for link in exchange.sent.values())
         loads.update({name: len(rows) for name, rows in shares.items()})
         now = time.monotonic()
-        for rested in (True, False) if free else ():  # who has let deadlines pass is dealt what nobody else may serve
+        for rested in (True, False) if free else ():  # resting workers get only rows that no other may serve
             candidates = {
                 name: link.worker.clients for name, link in self._links.items() if not rested or link.rests_until <= now
             }
@@ -377,7 +378,7 @@ class Dispatcher:
         self._say_unserved(exchange, because)
 
     def _say_unserved(self, exchange: Exchange, because: str) -> None:
-        """Tell a person when other clients than before are without a worker."""
+        """Report a change in the clients that have no worker."""
         before, exchange.unserved = exchange.unserved, exchange.waiting()
         if exchange.unserved == before or self._stopping:
             return
@@ -404,7 +405,7 @@ class Dispatcher:
         rows: list[int],
         whom: dict[int, Link] | None = None,
     ) -> None:
-        """Ask a worker for these rows; before that, tell it what was said so far, if it lacks that."""
+        """Request these rows from a worker, after replaying earlier exchanges that it lacks."""
         reached = conversation.moves_to(link, rows)
         asked = reached.pop(exchange.call.exchange, [])
         for last, those in sorted(reached.items()):
@@ -420,7 +421,7 @@ class Dispatcher:
             if call.told_again is not None and (told := conversation.ask(new)):
                 try:
                     call.told_again([exchange.client[row] for row in told])
-                except FedloomError as error:  # what is not counted is not asked
+                except FedloomError as error:  # a request that cannot be accounted for is not sent
                     exchange.inbox.put(error)
                     return
             self._put(link, call, new, replay=False, remaining_s=exchange.remaining_s())
@@ -450,15 +451,15 @@ class Dispatcher:
     # ---- receiving
 
     def take(self, link: Link, data: bytes) -> None:
-        """Take in one frame of a worker.
+        """Process one frame from a worker.
 
-        What it settles is handed on at its end: the calling thread, which would wake for each row, takes turns with
-        this one otherwise, and that costs more than the rows.
+        Settled rows are handed on after the whole frame. Otherwise the calling thread would wake for each row and
+        alternate with this one, which costs more than the rows.
 
         Raises
         ------
         WireError
-            If its stream has to end.
+            If the worker's stream has to end.
         """
         try:
             self._take(link, data)
@@ -469,7 +470,7 @@ class Dispatcher:
 
     def _take(self, link: Link, data: bytes) -> None:
         for kind, part in read(wire.WorkerFrame, data):
-            if kind != "heartbeat":  # which a worker sends that does nothing else
+            if kind != "heartbeat":  # an idle worker sends heartbeats
                 link.sign_at = time.monotonic()
             match kind:
                 case "begin":
@@ -495,7 +496,7 @@ class Dispatcher:
             return
         try:
             exchange, rows = self._awaited(link, begin.envelope)
-        except WireError as error:  # addressed to nothing that we wait for: no row is lost by it
+        except WireError as error:  # addressed to nothing awaited: no row is lost by it
             if error.refusal is Refusal.LATE:
                 self._sign(link)
             self._refuse_transfer(link, number, error)
@@ -510,12 +511,12 @@ class Dispatcher:
         exchange.arriving.update(dict.fromkeys(((row, link) for row in rows), arrival))
 
     def _awaited(self, link: Link, envelope: wire.Envelope) -> tuple[Exchange, dict[int, int]]:
-        """Find the exchange that a reply belongs to, and those of its rows that are awaited, with their places in it.
+        """Return the exchange that a reply belongs to and its awaited rows, with their positions in the reply.
 
         Raises
         ------
         WireError
-            If nothing of the kind is awaited.
+            If none of the rows is awaited.
         """
         if (envelope.run, envelope.incarnation) != (self._run, self._incarnation):
             found = f"{envelope.run[:80]}/{envelope.incarnation[:80]}"
@@ -544,7 +545,13 @@ class Dispatcher:
         return exchange, awaited
 
     def _current(self, wire_key: wire.ConversationKey, number: int) -> Exchange:
-        """Find the exchange that runs by this name."""
+        """Return the running exchange with this key and number.
+
+        Raises
+        ------
+        WireError
+            If no such exchange is running.
+        """
         key = key_from_wire(wire_key)
         conversation = self._conversations.get(key)
         if conversation is None:
@@ -568,7 +575,7 @@ class Dispatcher:
         raise WireError(Refusal.LATE, f"row {row}, {where}{again}")
 
     def _accept(self, link: Link, begin: wire.Begin, exchange: Exchange, rows: dict[int, int]) -> Arrival:
-        """Check what a reply announces, and only then take memory for it."""
+        """Check what a reply announces before allocating memory for it."""
         envelope = begin.envelope
         expected = [exchange.client[row] for row in envelope.rows]
         if list(envelope.clients) != expected:
@@ -587,19 +594,19 @@ class Dispatcher:
         if wrong is not None:
             raise WireError(Refusal.SHAPE, wrong[:REASON_CHARACTERS])
         limit = sum(spec.nbytes for spec in specs)
-        # Never the memory of an answer that may be the one: of a row that is late, or comes from another stream, too.
+        # Rows that are late, or also awaited from another stream, must not use the memory of an answer that may count.
         apart = {row for row in envelope.rows if row not in rows or exchange.comes_twice(row)}
         memory = exchange.storage(cls, envelope.rows, apart)
         return Arrival(link, begin.transfer, exchange, rows, cls, Assembler(begin, specs, limit, memory))
 
     def _continue(self, link: Link, number: int, part: wire.Chunk | Data | wire.End) -> None:
-        """Take in a chunk or the end of a transfer."""
+        """Process a chunk or the end of a transfer."""
         arrival = link.arrivals.get(number)
         if arrival is None:
             if number not in link.ignored:
                 self._refuse_transfer(link, number, WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}"))
             elif isinstance(part, Data) and len(part.data) < CHUNK_BYTES:
-                self._spend(link)  # of the chunks of a transfer the last one alone is short
+                self._spend(link)  # only the last chunk of a transfer is short
             if isinstance(part, wire.End):
                 link.ignored.discard(number)
             return
@@ -619,7 +626,7 @@ class Dispatcher:
             self._settle(link, arrival.exchange, row, Arrived(link.name, arrival.cls, arrival.assembler, place))
 
     def _settle(self, link: Link, exchange: Exchange, row: int, outcome: Arrived | Lost) -> None:
-        """Hand on what a stream said of a row; it goes on there, and what another one says of it comes late."""
+        """Hand on the outcome of a row; a second outcome from another stream will be late."""
         now = time.monotonic()
         exchange.longest_s = max(exchange.longest_s, now - exchange.asked[link])
         exchange.asked[link] = now
@@ -633,7 +640,7 @@ class Dispatcher:
         self._settled.append((exchange, row, outcome))
 
     def _drop_arrival(self, exchange: Exchange, row: int, link: Link) -> None:
-        """Take in no more of what a stream is sending for a row: its memory may be another answer's."""
+        """Stop storing what a stream sends for a row: its memory may hold another answer."""
         arrival = exchange.arriving.pop((row, link), None)
         if arrival is not None:
             arrival.assembler.forget(arrival.rows.pop(row))
@@ -643,14 +650,14 @@ class Dispatcher:
             self.count(Refusal.LATE)
 
     def _let_go(self, exchange: Exchange, row: int, link: Link) -> bool:
-        """Expect nothing of a stream for a row any more, if another one is asked for it, too."""
+        """Stop expecting a row from a stream if another stream is asked for it, too; return whether one is."""
         other = exchange.let_go(link, row)
         if other:
             self._drop_arrival(exchange, row, link)
         return other
 
     def _refuse_transfer(self, link: Link, number: int, error: WireError) -> None:
-        """Refuse a transfer; the rows that were arriving by it are lost, the stream lives on."""
+        """Refuse a transfer; the rows that it carried are lost, the stream continues."""
         arrival = link.arrivals.pop(number, None)
         if arrival is not None:
             for row in arrival.rows:
@@ -665,14 +672,14 @@ class Dispatcher:
         self._ignore(link, number, error)
 
     def _lose_rows(self, link: Link, exchange: Exchange, rows: Iterable[int], error: WireError) -> None:
-        """Lose rows whose reply was refused, but those that another stream is asked for, too."""
+        """Lose rows whose reply was refused, except those that another stream is asked for, too."""
         for row in rows:
             reason = self.refuse(error, exchange, row, link.name)
             if not self._let_go(exchange, row, link):
                 self._settle(link, exchange, row, Lost(reason))
 
     def _ignore(self, link: Link, number: int, error: WireError) -> None:
-        """Skip the rest of a transfer, and tell the worker if something was wrong with it."""
+        """Skip the rest of a transfer, and notify the worker if the transfer was faulty."""
         link.ignored.add(number)
         self._spend(link)
         if error.refusal is not Refusal.LATE and link.outbox.waiting(None) < UNREAD_REFUSALS:
@@ -680,12 +687,12 @@ class Dispatcher:
             link.outbox.put(None, _one(wire.AggregatorPart(transfer_refused=refused)))
 
     def _spend(self, link: Link) -> None:
-        """Count a part that was of no use against what its stream, and all together, may send of them.
+        """Charge a useless part to the budgets of its stream and of all streams together.
 
         Raises
         ------
         WireError
-            If that is used up: the stream has to end.
+            If a budget is exhausted: the stream has to end.
         """
         link.allowance -= 1
         if link.allowance < 0:
@@ -694,7 +701,7 @@ class Dispatcher:
             raise WireError(Refusal.FLOOD, "all workers together")
 
     def _missing(self, link: Link, missing: wire.Missing) -> None:
-        """Send the earlier messages of a conversation to a worker that lacks them, and ask again."""
+        """Resend the earlier messages of a conversation to a worker that lacks them, and repeat the request."""
         asked = []
         for row in missing.rows:
             try:
@@ -729,7 +736,7 @@ class Dispatcher:
             self._spend(link)
             return
         if self._let_go(exchange, row, link):
-            return  # the other one will say what it is
+            return  # the other stream will settle the row
         self._settle(
             link, exchange, row, Lost(printable(lost.reason, REASON_CHARACTERS) or "the worker gave no reason")
         )

@@ -1,6 +1,6 @@
-"""The aggregator's books: conversations that are open, exchanges that wait for answers, workers that are connected.
+"""Bookkeeping of the aggregator: open conversations, exchanges that wait for answers, connected workers.
 
-All of it belongs to the event loop's thread, except the inbox of an exchange, from which the calling thread reads.
+All of it belongs to the event loop's thread, except the inbox of an exchange, which the calling thread reads.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fedloom.transport.wire import federation_pb2 as wire
 
 
 class Clients(Collection[str]):
-    """Some of a run's clients, in the memory of a bit for each client of the run.
+    """Subset of a run's clients, stored as one bit per client of the run.
 
     Parameters
     ----------
     index
-        The position of each client of the run.
+        Position of each client of the run.
     ids
-        Which of them; an id may repeat.
+        Clients in the subset; an id may repeat.
 
     Raises
     ------
@@ -55,7 +55,7 @@ class Clients(Collection[str]):
 
     @property
     def mask(self) -> npt.NDArray[np.uint8]:
-        """For each client of the run, 1 or 0."""
+        """1 for each client of the run in the subset, 0 for the others."""
         return np.unpackbits(np.frombuffer(self._bits, np.uint8), count=len(self._index), bitorder="little")
 
     def __contains__(self, client: object) -> bool:
@@ -75,7 +75,7 @@ HEARTBEAT = serialize(wire.AggregatorPart(heartbeat=wire.Heartbeat()))
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A connected worker, as it introduced itself; ``members`` are its clients, where they have data of their own."""
+    """A connected worker, as it introduced itself; ``members`` are its clients if they bring data of their own."""
 
     name: str
     incarnation: str
@@ -86,7 +86,7 @@ class WorkerInfo:
 
 @dataclass(eq=False)
 class Arrival:
-    """A reply that is coming in, of the rows that are still awaited from it, each with its place in the reply."""
+    """Reply in transit, with those of its rows that are still awaited, each with its position in the reply."""
 
     link: Link
     number: int
@@ -98,41 +98,42 @@ class Arrival:
 
 @dataclass(eq=False)
 class Link:
-    """The stream of one connected worker."""
+    """Stream of one connected worker."""
 
     worker: WorkerInfo
-    owner: str | None = None  # the identity that it is of, where there are any
+    owner: str | None = None  # name of its identity, if any
     outbox: Outbox = field(default_factory=lambda: Outbox(HEARTBEAT))
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
     held: dict[ConversationKey, dict[int, int]] = field(default_factory=dict)
-    """Of each row, the last exchange that the worker has: as it said when it joined, or as sent on this stream."""
+    """Last exchange that the worker has of each row, as it said on joining or as sent on this stream."""
     arrivals: dict[int, Arrival] = field(default_factory=dict)
-    ignored: set[int] = field(default_factory=set)  # transfers that were refused and have not ended yet
-    allowance: int = 64  # of parts that are refused or late; each row that the worker is asked for adds to it
+    ignored: set[int] = field(default_factory=set)  # refused transfers that have not ended yet
+    allowance: int = 64  # refused or late parts still tolerated; each row requested adds to it
     joined_at: float = field(default_factory=time.monotonic)
-    sign_at: float = field(default_factory=time.monotonic)  # when something last went either way
-    proven: bool = False  # it has answered something
-    silent: int = 0  # exchanges in a row that it answered nothing of
-    rests_until: float = 0.0  # till then others are dealt rows before it
+    # when a frame was last sent or received, heartbeats excluded
+    sign_at: float = field(default_factory=time.monotonic)
+    proven: bool = False  # has answered at least one row
+    silent: int = 0  # consecutive exchanges in which it answered nothing
+    rests_until: float = 0.0  # until then, other workers are preferred when rows are dealt
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fault: WireError | None = None
     heartbeats: Budget = field(default_factory=lambda: Budget(10, 10 / stream.HEARTBEAT_S))
-    """Of parts that say nothing but that the worker is there, which is no sign that it does anything."""
+    """Limit on heartbeats from the worker."""
 
     def end(self, fault: WireError) -> None:
-        """Let the stream end, and say why."""
+        """End the stream with this error, unless it has one already."""
         self.fault = self.fault or fault
         self.ended.set()
 
     @property
     def name(self) -> str:
-        """The worker's name."""
+        """Name of the worker."""
         return self.worker.name
 
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """A row of a reply that has come in whole; its values are not checked yet."""
+    """Row of a completely received reply; its values are not checked yet."""
 
     worker: str
     cls: type[Message]
@@ -140,12 +141,12 @@ class Arrived:
     place: int
 
     def message(self) -> Message:
-        """The row's answer, ``[1, ...]`` (see :meth:`Assembler.message`)."""
+        """Return the row's answer, ``[1, ...]`` (see :meth:`Assembler.message`)."""
         return self.assembler.message(self.cls, self.place)
 
 
 class Exchange:
-    """One call and what has become of its rows."""
+    """One call and the state of its rows."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -154,26 +155,26 @@ class Exchange:
         self.inbox: SimpleQueue[tuple[int, Arrived | Lost] | Exception] = SimpleQueue()
         self.client = dict(zip(call.rows, call.clients, strict=True))
         self.outstanding = set(call.rows)
-        self.sent: dict[int, Link] = {}  # whom each outstanding row was sent to and is awaited from
-        self.second: dict[int, Link] = {}  # who was asked, too, since the first had done nothing for long
+        self.sent: dict[int, Link] = {}  # link that each outstanding row was sent to and is awaited from
+        self.second: dict[int, Link] = {}  # second link asked for a row, after the first showed no sign of progress
         self.arriving: dict[tuple[int, Link], Arrival] = {}
-        self.asked: dict[Link, float] = {}  # since when each is awaited: it was asked, or answered a row
+        self.asked: dict[Link, float] = {}  # when each link was asked or last answered a row
         self.answered: set[Link] = set()
-        self.longest_s = 0.0  # that anybody took for an answer
-        self.usual_s = 0.0  # that was the longest before
-        self.finished = threading.Event()  # nobody waits for it any more, and that has been noted
-        self.missing: Counter[tuple[Link, int]] = Counter()  # how often a stream said that it lacks a row
-        self.unserved: tuple[str, ...] = ()  # clients that were last said to have no worker
+        self.longest_s = 0.0  # longest time that a link took to answer
+        self.usual_s = 0.0  # longest time in the previous exchange of this kind
+        self.finished = threading.Event()  # no thread waits for it any more, and silent clients are recorded
+        self.missing: Counter[tuple[Link, int]] = Counter()  # how often a link reported that it lacks a row
+        self.unserved: tuple[str, ...] = ()  # clients last reported to have no worker
         self._position = {row: i for i, row in enumerate(call.rows)}
         self._blocks: dict[tuple[type[Message], str, torch.dtype], Tensor] = {}
 
     def storage(
         self, cls: type[Message], rows: Sequence[int], apart: Collection[int] = ()
     ) -> Callable[[TensorSpec], list[Tensor]]:
-        """Where rows' answers are put together: fields with one row per client in one block for all rows.
+        """Return an allocator for rows' answers that puts each field with one row per client into one block.
 
-        So the answers of a cohort, once all are there, are stacked already (``fedloom.messages.stack``). Rows that are
-        ``apart`` have memory of their own.
+        Once all answers of a cohort have arrived they are therefore stacked already (``fedloom.messages.stack``). Rows
+        in ``apart`` have memory of their own.
         """
 
         def pieces(spec: TensorSpec) -> list[Tensor]:
@@ -188,25 +189,25 @@ class Exchange:
         return pieces
 
     def remaining_s(self) -> float | None:
-        """Seconds left, not below zero; None without a deadline."""
+        """Return the seconds left, at least 0; None without a deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def awaits(self, row: int, link: Link) -> bool:
-        """Whether an answer of a row is awaited from this stream."""
+        """Return whether an answer for a row is awaited from this stream."""
         return row in self.outstanding and (self.sent.get(row) is link or self.second.get(row) is link)
 
     def comes_twice(self, row: int) -> bool:
-        """Whether an answer of an awaited row is arriving already."""
+        """Return whether an answer for an awaited row is arriving already."""
         return any((row, link) in self.arriving for link in (self.sent[row], self.second.get(row)) if link is not None)
 
     def patience_s(self) -> float | None:
-        """After how long without a sign others are asked, too; None where nothing says how long is long."""
+        """Return the time without progress after which another worker is asked, too; None if there is no estimate."""
         if longest_s := self.longest_s or self.usual_s:
             return max(LEAST_PATIENCE_S, 4 * longest_s)
         return None if self.call.deadline_s is None else self.call.deadline_s / 4
 
     def let_go(self, link: Link, row: int) -> bool:
-        """Expect nothing of this stream for a row any more; whether another one is asked for it."""
+        """Stop expecting a row from this stream if another stream is asked for it, too; return whether one is."""
         if self.second.get(row) is link:
             del self.second[row]
         elif self.sent.get(row) is link and row in self.second:
@@ -216,26 +217,26 @@ class Exchange:
         return True
 
     def waiting(self) -> tuple[str, ...]:
-        """Return the clients that are awaited and that nobody works for, each once, in order."""
+        """Return the awaited clients that no worker is working on, each once, in row order."""
         rows = sorted(row for row in self.outstanding if row not in self.sent)
         return tuple(dict.fromkeys(self.client[row] for row in rows))
 
     def expect_no_more(self, row: int) -> None:
-        """A row has its outcome: whatever else comes for it is late."""
+        """Settle a row: anything else that arrives for it is late."""
         self.outstanding.discard(row)
         self.sent.pop(row, None)
         self.second.pop(row, None)
 
 
 class OpenConversation:
-    """A conversation that has been opened and not closed."""
+    """Conversation that has been opened and not closed."""
 
     def __init__(self, key: ConversationKey) -> None:
         self.key = key
-        self.calls: list[Call] = []  # kept until close, for a worker that lacks them
+        self.calls: list[Call] = []  # kept until the conversation is closed, for workers that lack them
         self.current: Exchange | None = None
         self.rows: frozenset[int] = frozenset()  # of the whole cohort
-        self.holders: dict[int, str] = {}  # the worker that each row stays with
+        self.holders: dict[int, str] = {}  # worker that each row stays with
         self._asked: set[tuple[int, int]] = set()  # exchange, row
 
     def post(self, exchange: Exchange) -> None:
@@ -244,7 +245,7 @@ class OpenConversation:
         Raises
         ------
         ValueError
-            If it is not the next one, or the last one still runs.
+            If it is not the next one, or the previous one is still running.
         """
         if self.current is not None or exchange.call.exchange != len(self.calls):
             state = "is still running" if self.current is not None else "is over"
@@ -256,14 +257,14 @@ class OpenConversation:
         self.current = exchange
 
     def ask(self, rows: Iterable[int]) -> list[int]:
-        """Note that these rows are asked for the answer of the current exchange; return those that were before."""
+        """Record that these rows are asked to answer the current exchange; return those that were asked before."""
         asked = {(len(self.calls) - 1, row) for row in rows}
         again = sorted(row for _, row in asked & self._asked)
         self._asked |= asked
         return again
 
     def moves_to(self, link: Link, rows: list[int]) -> dict[int, list[int]]:
-        """Note that a worker goes on with these rows; return the last exchange that it has, -1 for none -> rows."""
+        """Record that a worker continues with these rows; return them by the last exchange that it has (-1: none)."""
         held = link.held.setdefault(self.key, {})
         reached: dict[int, list[int]] = {}
         for row in rows:

@@ -1,4 +1,4 @@
-"""What became of a connection, in words: gRPC's own account names subchannels, address families and frame types."""
+"""Readable descriptions of connection failures: gRPC's own mention subchannels, address families and frame types."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ STRANGER = "what answers there is not a FedLoom aggregator"
 BROKEN = "the connection broke"
 
 COME_AGAIN = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
-"""Statuses with which an aggregator that is there lets nobody in for now."""
+"""Statuses with which a running aggregator refuses everyone temporarily."""
 
 OUR_OWN = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
     *COME_AGAIN,
 )
-"""Statuses that the aggregator gives, with its reason."""
+"""Statuses that the aggregator sends, with its reason."""
 
 _HINTS = {
     grpc.StatusCode.UNIMPLEMENTED: "give the address of a `fedloom aggregator` of this version",
@@ -30,11 +30,13 @@ _HINTS = {
 }
 
 REFUSALS = tuple(_HINTS)
-"""Statuses after which coming again is of no use, but see :data:`FINAL`."""
+"""Statuses after which reconnecting is of no use, with the exception of :data:`FINAL`."""
 
 FINAL = "fedloom-final"
-"""Metadata of ``UNAUTHENTICATED`` where a token is revoked or has expired. Without it a credential is not known,
-perhaps because the aggregator's files change after the peer's, or before."""
+"""Metadata key of ``UNAUTHENTICATED`` if a token is revoked or has expired.
+
+Without it the credential is unknown, perhaps because the aggregator's files change after the peer's, or before.
+"""
 
 _SAID = (
     (("resol", "name not found", "address lookup", "not known"), "there is no such host"),
@@ -44,16 +46,16 @@ _SAID = (
     (("timed out", "timeout", "deadline", "fd shutdown", "keepalive", "ping"), "it does not answer"),
     (("reset", "closed", "goaway", "broken pipe", "shutting down", "cancelled"), BROKEN),
 )
-"""Parts of gRPC's account, and what they come to; the first that fits."""
+"""Parts of gRPC's messages and their descriptions; the first match applies."""
 
 
 def described(code: grpc.StatusCode, details: str | None) -> str:
-    """Say in a few words why there is no connection, or why a stream ended.
+    """Return a short description of why there is no connection, or why a stream ended.
 
     Parameters
     ----------
     code, details
-        What gRPC says.
+        Status reported by gRPC.
     """
     if code is grpc.StatusCode.OK:
         return "the stream ended"
@@ -72,5 +74,5 @@ def described(code: grpc.StatusCode, details: str | None) -> str:
 
 
 def hint(code: grpc.StatusCode) -> str:
-    """Say what helps after one of :data:`REFUSALS`."""
+    """Return what to do after one of :data:`REFUSALS`."""
     return _HINTS[code]

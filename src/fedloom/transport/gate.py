@@ -1,4 +1,4 @@
-"""Who is let in to an aggregator, and for how long: every call is refused here before anything of it is looked at."""
+"""Admission of calls to an aggregator: every call is authorized here before any of its content is read."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from fedloom.trust.options import ServerFiles
 log = logging.getLogger("fedloom.transport.aggregator")
 
 CHECK_S = 1.0
-"""How often files are looked at, and streams whose time is over or whose identity is revoked are ended."""
+"""Interval for checking files and for ending streams that have expired or whose identity is revoked."""
 
 SOON = timedelta(days=3)
-"""How long before its end a server's certificate is spoken of, if it lives for long."""
+"""Time before expiry at which to warn about a server's certificate; shorter for short-lived certificates."""
 
 CERTIFICATE_S = 60.0
-"""How often that is looked at."""
+"""Interval between checks of the server's certificate."""
 
 LONGEST_S = 86_400.0
-"""The most that a stream lives, less up to a tenth, so that not all come again at the same time."""
+"""Maximum lifetime of a stream, reduced by up to a tenth so that streams do not all reconnect at the same time."""
 
 GRACE_S = 600.0
-"""How long the streams of a connection may go on when its time is over; by then theirs is over, too."""
+"""Time that streams may continue once their connection has reached its maximum age; their own lifetime ends by then."""
 
 TOKEN = "authorization"
-"""Metadata of a call that carries a token, as ``Bearer TOKEN``."""
+"""Metadata key of a call's token, as ``Bearer TOKEN``."""
 
 ACTIONS: Mapping[str, Action] = {
-    f"/{SERVICE}/{METHOD}": Action.MEASURE,  # what a worker's clients may do is said by its Hello and its roles
+    f"/{SERVICE}/{METHOD}": Action.MEASURE,  # its Hello and its roles decide what a worker's clients may do
     f"/{OBSERVATION}/{WATCH}": Action.WATCH,
     f"/{CONTROL}/{STATUS}": Action.WATCH,
     f"/{CONTROL}/{CLIENTS}": Action.WATCH,
@@ -62,16 +62,16 @@ ACTIONS: Mapping[str, Action] = {
     f"/{spoken.SERVICE}/{spoken.DESCRIBE}": Action.PERSONALIZE,
     f"/{spoken.SERVICE}/{spoken.PERSONALIZE}": Action.PERSONALIZE,
 }
-"""What each call asks to do. A call that is not here is refused, but for health."""
+"""Action that each call requests. Any other call is refused, except health."""
 
 CALLS, SHARED_CALLS = (100, 20), (1_000, 200)
-"""How many calls an identity has at once, and how many more each second; whoever has the shared token are many."""
+"""Calls that an identity may make at once, and further calls per second. Many peers may use the shared token."""
 
 WATCHING, SHARED_WATCHING = 16, 256
-"""Calls that an identity may have open at one time to watch or control a run; whoever has the shared token are many."""
+"""Calls that an identity may hold open to watch or control a run. Many peers may use the shared token."""
 
 HEALTH = f"/{health.SERVICE_NAME}/"
-"""What anybody may ask: probes have no identity, and are told nothing else."""
+"""Calls open to everyone: probes have no identity, and learn nothing else."""
 
 _End = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
@@ -79,14 +79,14 @@ _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
 @dataclass(eq=False)
 class Peer:
-    """Who is at the other end of a call that was let in.
+    """Peer of an admitted call.
 
     Attributes
     ----------
     admitted
-        Who it is, and by what it was let in.
+        Its identity, and the credential that admitted it.
     host
-        Where it calls from, without the port.
+        Address that it calls from, without the port.
     """
 
     admitted: Admitted
@@ -100,60 +100,60 @@ class Peer:
 
     @property
     def identity(self) -> Identity:
-        """Who it is."""
+        """Identity of the peer."""
         return self.admitted.identity
 
     def join(self, **told: Value) -> None:
-        """Write to the audit log that it takes part from now on; that it leaves is written when the call ends.
+        """Log to the audit log that the peer joins; its leaving is logged when the call ends.
 
         Raises
         ------
         StorageError
-            If it cannot be written: it may not take part then.
+            If it cannot be written; the peer may not join then.
         """
         about = {"identity": self.identity.name, "host": self.host, "call": self.call, **told}
         self._audit.write("join", **about, credential=self.admitted.credential)
         self.joined = about
 
     def control(self, what: str) -> None:
-        """Write to the audit log what it has done with the federation.
+        """Log to the audit log an operator's request.
 
         Raises
         ------
         StorageError
-            If it cannot be written: it may not be done then.
+            If it cannot be written; the request must not be carried out then.
         """
         about = {"identity": self.identity.name, "host": self.host, "call": self.call, "what": what}
         self._audit.write("control", **about, credential=self.admitted.credential)
 
     def refuse(self, kind: str, reason: str) -> None:
-        """Write to the audit log that it was refused what it asked."""
+        """Log to the audit log that the peer's request was refused."""
         refused(self._audit, self.host, kind, identity=self.identity.name, call=self.call, reason=reason)
 
 
 PEER: ContextVar[Peer | None] = ContextVar("PEER", default=None)
-"""The peer of the call that runs; None where nobody has to say who they are."""
+"""Peer of the current call; None where no identity is required."""
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets calls in, and ends them when their time is over.
+    """Interceptor that admits calls and ends them when they expire.
 
     Belongs to one event loop.
 
     Parameters
     ----------
     access
-        Who is let in.
+        Rules and credentials that decide who is admitted.
     audit
-        Where it is written.
+        Audit log of admissions and refusals.
     """
 
     def __init__(self, access: Access, audit: Audit) -> None:
         self._access = access
         self._audit = audit
         self._peers: set[Peer] = set()
-        self._budgets: dict[str, Budget] = {}  # of each identity that has been let in
-        self._versions = access.refresh()  # of the files, when streams were reviewed last
+        self._budgets: dict[str, Budget] = {}  # by the name of each identity that has been admitted
+        self._versions = access.refresh()  # of the files, when streams were last reviewed
         self._reading: asyncio.Task[dict[Path, int]] | None = None
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -164,20 +164,21 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         if not handler.request_streaming:
             behaviour = _asked(handler.request_deserializer, behaviour)
-        # Each as if a stream of requests came: gRPC waits for a single one, and parses it, before it calls a handler.
+        # Present each call as a stream of requests: gRPC would otherwise await and parse a single request before
+        # calling us.
         streaming = handler.response_streaming
         make = grpc.stream_stream_rpc_method_handler if streaming else grpc.stream_unary_rpc_method_handler
         parse = handler.request_deserializer if handler.request_streaming else None
         return make(self._guarded(details.method, behaviour), parse, handler.response_serializer)
 
     async def watch(self) -> None:
-        """Read files again that change, and end streams, for ever."""
+        """Reload changed files and end expired streams, forever."""
         while True:
             await asyncio.sleep(CHECK_S)
             await self.check()
 
     async def check(self) -> None:
-        """Read files again that have changed; end the streams of those who would not be let in any more."""
+        """Reload changed files; end the streams of peers that would no longer be admitted."""
         if self._access.stale or self._reading is not None:
             await self._read()
         before, self._versions = self._versions, self._access.versions
@@ -190,7 +191,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._review(peer, now)
 
     async def _read(self) -> None:
-        """Read files again in a thread, one at a time: a long table takes a second, in which streams go on."""
+        """Reload files in a thread, one at a time: a long table takes a second, during which streams continue."""
         if self._reading is None:
             self._reading = asyncio.create_task(asyncio.to_thread(self._access.refresh))
             self._reading.add_done_callback(self._have_read)
@@ -228,7 +229,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     await asyncio.wait((task,))
                     await context.abort(*peer.ended.result())
                 return task.result()
-            except FedloomError as error:  # the audit log: whom nobody would know of is not let in
+            except FedloomError as error:  # the audit log failed: a peer that cannot be logged is not admitted
                 log.error("%s was not admitted: %s", peer.identity.name, error)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the aggregator cannot write its audit log")
             finally:
@@ -249,7 +250,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise Denied(f"{call} is for nobody here")
             presented = presented_by(context)
             if self._access.stale or self._reading is not None:
-                await self._read()  # a token may have been made, or revoked, a moment ago
+                await self._read()  # a token may have been created or revoked a moment ago
             admitted = self._access.admit(presented, action)
         except Denied as denied:
             known = denied.identity
@@ -283,19 +284,19 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _final(denied: Denied) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that tells a peer whether it is of use to come again with the same files."""
+    """Return the metadata that tells a peer whether reconnecting with the same files can succeed."""
     return ((FINAL, "1"),) if denied.final else ()
 
 
 def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
-    """Read the one request of a call that was let in."""
+    """Wrap a handler so that the single request is read only after the call is admitted."""
 
     async def asked(_: Any, context: Any) -> Any:
         data, reason = await context.read(), "found no message; allowed: one"
         if data is not grpc.aio.EOF:
             try:
                 request = parse(data)
-            except Exception:  # protobuf raises DecodeError, and others on some malformed input
+            except Exception:  # protobuf raises DecodeError, and other errors on some malformed input
                 reason = f"found {len(data)} bytes that are no request"
             else:
                 return await behaviour(request, context)
@@ -307,7 +308,7 @@ def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
 
 
 def _write(audit: Audit, event: Literal["settings", "revoked", "leave"], **told: Value) -> None:
-    """Write what has happened already: that it cannot be written undoes nothing."""
+    """Log an event that has already happened; a failure to write it is only logged."""
     try:
         audit.write(event, **told)
     except FedloomError as error:
@@ -315,7 +316,7 @@ def _write(audit: Audit, event: Literal["settings", "revoked", "leave"], **told:
 
 
 def refused(audit: Audit, host: str, kind: str, **told: Value) -> None:
-    """Write a refusal to the audit log, and go on if that cannot be."""
+    """Log a refusal to the audit log; a failure to write it is only logged."""
     try:
         audit.refused(host, kind, **told)
     except FedloomError as error:
@@ -323,12 +324,12 @@ def refused(audit: Audit, host: str, kind: str, **told: Value) -> None:
 
 
 def presented_by(context: Any) -> Presented:
-    """Return what a peer has shown of itself.
+    """Return the credentials that a peer presents.
 
     Raises
     ------
     Denied
-        If it has shown several tokens, or something else in a token's place.
+        If there are several tokens, a token that is not a Bearer token, or a certificate that cannot be read.
     """
     pem = context.auth_context().get("x509_pem_cert")
     tokens = [value for key, value in context.invocation_metadata() or () if key == TOKEN]
@@ -348,12 +349,12 @@ def presented_by(context: Any) -> Presented:
 
 
 def host_of(peer: str) -> str:
-    """Return the host of a peer, as gRPC names it: ``ipv4:10.0.0.1:4711``, ``ipv6:%5B::1%5D:4711``."""
+    """Return the host of a peer from gRPC's notation: ``ipv4:10.0.0.1:4711``, ``ipv6:%5B::1%5D:4711``."""
     return unquote(peer.partition(":")[2].rpartition(":")[0] or peer)
 
 
 def server_credentials(files: Reread[ServerFiles]) -> grpc.ServerCredentials:
-    """Return a server's TLS, with its certificate and CA as the files are when a connection begins."""
+    """Return server TLS credentials that use the certificate and CA in the files at the start of each connection."""
 
     def configuration() -> Any:
         found = files.value
@@ -376,7 +377,7 @@ def server_credentials(files: Reread[ServerFiles]) -> grpc.ServerCredentials:
 
 
 def connection_age() -> tuple[tuple[str, int], ...]:
-    """Return gRPC's options that end a TLS connection in time: its certificate was verified once, when it began."""
+    """Return gRPC options that limit a TLS connection's age: its certificate is verified only at its start."""
     return (
         ("grpc.max_connection_age_ms", round(1_000 * LONGEST_S)),
         ("grpc.max_connection_age_grace_ms", round(1_000 * GRACE_S)),
@@ -384,7 +385,7 @@ def connection_age() -> tuple[tuple[str, int], ...]:
 
 
 async def watch_certificate(files: Reread[ServerFiles], say: Callable[[str], None], audit: Audit) -> None:
-    """Say, for ever, when a server's certificate is about to end, once for each; and when another takes its place."""
+    """Warn once per certificate when a server's certificate is about to expire, and log replacements; runs forever."""
     said, version = None, files.version
     while True:
         before, version = version, files.refresh()

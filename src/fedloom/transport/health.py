@@ -1,7 +1,7 @@
 """gRPC health checks, on every server and on a plaintext port for probes, at a bounded cost to the process.
 
-Health has no authentication, so nothing here grows with what a peer sends: only the names that the server has are
-watched, a request is a few bytes, and the newest calls and connections take the place of the oldest.
+Health checks are not authenticated, so no cost grows with what a peer sends: only the server's own services can be
+watched, a request is limited to a few bytes, and the newest calls and connections replace the oldest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CONNECTIONS = 32
 """Connections to the port for probes; one more ends the oldest."""
 
 REQUEST_BYTES = 256
-"""Largest request: the name of a service."""
+"""Maximum size of a request: the name of a service."""
 
 REQUEST_S = 1.0
 """Seconds a peer has to send its request."""
 
 REQUESTS = 32
-"""Calls that wait for their request at one time; one more ends the oldest."""
+"""Maximum number of calls waiting for their request; one more ends the oldest."""
 
 WATCHERS = 64
 """Open Watch streams; one more ends the oldest."""
@@ -49,7 +49,7 @@ _STATUS = health_pb2.HealthCheckResponse
 
 
 class _Newest:
-    """At most so many open calls: one more ends the oldest."""
+    """Bounded set of open calls: one more ends the oldest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -75,13 +75,13 @@ class Health:
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": _STATUS.SERVING}
-        self._changed = asyncio.Event()  # replaced by another with each change
+        self._changed = asyncio.Event()  # replaced by another event at each change
         self._reading = _Newest(REQUESTS)
         self._watching = _Newest(WATCHERS)
 
     @property
     def handlers(self) -> Any:
-        """gRPC's handlers. Requests come as streams: gRPC reads a single request before it calls a handler."""
+        """gRPC's handlers. Requests are streams, because gRPC reads a single request before it calls a handler."""
         answer = _STATUS.SerializeToString
         methods = {
             "Check": grpc.stream_unary_rpc_method_handler(self._check, None, answer),
@@ -90,11 +90,11 @@ class Health:
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
     def serve(self, *services: str) -> None:
-        """Answer for these services."""
+        """Report these services as serving."""
         self._become(dict.fromkeys(services, _STATUS.SERVING))
 
     def shut_down(self) -> None:
-        """Answer, from now on, that nothing is served."""
+        """Report all services as not serving from now on."""
         self._become(dict.fromkeys(self._statuses, _STATUS.NOT_SERVING))
 
     def _become(self, statuses: dict[str, int]) -> None:
@@ -103,7 +103,7 @@ class Health:
         self._changed = asyncio.Event()
 
     async def _service(self, context: Any) -> str:
-        """Read the name that a call asks for, or end the call."""
+        """Return the service name that a call asks for, or end the call."""
         with self._reading.room() as ended:
             reading = asyncio.ensure_future(context.read())
             try:
@@ -118,7 +118,7 @@ class Health:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
         try:
             return str(health_pb2.HealthCheckRequest.FromString(data).service)
-        except Exception:  # protobuf raises DecodeError, and others on some malformed input
+        except Exception:  # protobuf raises DecodeError, and other errors on some malformed input
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no HealthCheckRequest")
             raise AssertionError("abort raises") from None
 
@@ -130,7 +130,7 @@ class Health:
 
     async def _watch(self, _: Any, context: Any) -> None:
         service = await self._service(context)
-        if service not in self._statuses:  # there will never be one: services are set before the port is open
+        if service not in self._statuses:  # it will never exist: services are set before the port opens
             await context.write(_STATUS(status=_STATUS.SERVICE_UNKNOWN))
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server has no such service")
         told: int | None = None
@@ -149,7 +149,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Probes:
-    """The port for probes, started."""
+    """Running port for probes."""
 
     _relay: asyncio.Server
     _server: Any
@@ -163,20 +163,20 @@ class Probes:
 
 
 async def probed(address: str, state: Health) -> Probes:
-    """Serve health on ``host:port``, on this event loop: it answers as long as the loop runs.
+    """Serve health on ``host:port``, on this event loop, so that it answers as long as the loop runs.
 
-    gRPC closes a new connection when there are too many. Here the oldest goes: connections are accepted by a relay,
-    and gRPC itself listens on a socket file that nobody else may open.
+    gRPC closes a new connection when there are too many. Here the oldest is closed instead: a relay accepts the
+    connections, and gRPC itself listens on a socket file that only this user can open.
 
     Returns
     -------
     Probes
-        Stop it with the other port.
+        To be stopped with the main port.
 
     Raises
     ------
     ExperimentError
-        If it is no address, the port is taken or the address cannot be bound.
+        If the address is invalid, the port is taken or the address cannot be bound.
     """
     host, port = split_address(address, what=argument("health"), lowest=0)
     server = grpc.aio.server(options=PROBES_OPTIONS)
@@ -202,7 +202,7 @@ async def probed(address: str, state: Health) -> Probes:
 
 
 def _every_address(host: str, port: int) -> socket.socket | None:
-    """Listen on IPv6 and IPv4 where a wildcard is given, as gRPC does; None for another host, or without IPv6.
+    """Listen on IPv6 and IPv4 for a wildcard address, as gRPC does; return None for another host, or without IPv6.
 
     Raises
     ------
@@ -220,7 +220,7 @@ def _every_address(host: str, port: int) -> socket.socket | None:
 
 
 def _private_folder() -> Path:
-    """Make a folder of our own with a short path: that of a socket has about a hundred characters."""
+    """Create a private folder with a short path: a socket's path is limited to about a hundred characters."""
     with suppress(OSError):
         return Path(tempfile.mkdtemp(prefix="fedloom-", dir="/tmp"))
     return Path(tempfile.mkdtemp(prefix="fedloom-"))
@@ -230,7 +230,7 @@ _PIECE = 1 << 12
 
 
 def _relaying(path: Path, peers: _Newest) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
-    """Return what carries the bytes of a connection to a socket, and back, until it is one of the oldest."""
+    """Return a handler that relays a connection to a socket and back, until newer connections displace it."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with peers.room() as ended, suppress(OSError):

@@ -1,4 +1,4 @@
-"""What those who are not known yet, or do wrong, may cost an aggregator: connections, joins, refusals, lines of log."""
+"""Limits on what unknown or misbehaving peers may cost an aggregator: connections, joins, refusals, log lines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 CONNECTIONS = 1024
 RESERVED_FILES = 256
-"""Descriptors kept for everything but connections: the journal, checkpoints, a store, worker processes."""
+"""File descriptors reserved for everything but connections: the journal, checkpoints, a store, worker processes."""
 
 
 def connections() -> int:
-    """How many connections may be open at one time; the process's limit of open files is raised as far as it may be."""
+    """Raise the process's file limit as far as needed and allowed; return the maximum number of open connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CONNECTIONS + RESERVED_FILES
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -25,14 +25,14 @@ def connections() -> int:
 
 
 class Budget:
-    """So much at once, and so much each second.
+    """Token bucket.
 
     Parameters
     ----------
     most, per_s
-        What there is at first and at most, and what comes back each second.
+        Capacity, also the initial amount, and tokens regained per second.
     clock
-        In seconds.
+        Clock in seconds.
     """
 
     def __init__(self, most: float, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,7 +40,7 @@ class Budget:
         self._left, self._at = most, clock()
 
     def spend(self, cost: float = 1.0) -> bool:
-        """Take it, if it is there."""
+        """Take ``cost`` tokens if available; return whether they were."""
         now = self._clock()
         self._left = min(self._most, self._left + (now - self._at) * self._per_s)
         self._at = now
@@ -51,7 +51,7 @@ class Budget:
 
 
 class Sparing(logging.Filter):
-    """Lets 20 lines of one kind pass at once, and then one every two seconds, which says how many were left out."""
+    """Log filter that passes 20 lines of a kind at once, then one every two seconds with the number left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Sparing(logging.Filter):
         self._kinds: dict[str, tuple[Budget, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line may pass; lines are of one kind if they differ in what they tell of only."""
+        """Return whether a line passes; lines with the same format string are of one kind."""
         kind = str(record.msg)
         budget, left_out = self._kinds.get(kind) or (Budget(20, 0.5, self._clock), 0)
         passes = budget.spend()

@@ -1,4 +1,4 @@
-"""A client's end of the wire that asks for a model (docs/serving.md)."""
+"""Client side of the personalization protocol: requests a model from a server (docs/serving.md)."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from fedloom.trust.options import Credentials
 from fedloom.words import DEEPEST, parsed_json, printable
 
 MOST_BYTES = 1 << 32
-"""Of one message that a server sends."""
+"""Maximum size of one message from a server."""
 
 REMEMBERED_BYTES = 256 << 20
-"""Of broadcasts that are kept for the next model."""
+"""Maximum size of the broadcasts cached for later models."""
 
 AGAIN_S = 0.5
-"""After how long a server that is away is asked again, unless it says when."""
+"""Delay before retrying an unavailable server that names no delay of its own."""
 
 COME_AGAIN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 ENDED = "Internal error from Core"
-"""What grpc.aio says of a frame for a stream that was refused meanwhile: a connection carries only so many."""
+"""Message that grpc.aio reports for a frame on a stream refused meanwhile: a connection carries few streams."""
 
 Speak = Callable[[int, int, Message], Message | None]
-"""The client half: ``(round, exchange, message) -> answer``; None when it has its predictors."""
+"""The client half: ``(round, exchange, message) -> answer``; None once it has its predictors."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a server serves."""
+    """Description of what a server serves, and of its load."""
 
     about: About
     round: int
@@ -73,16 +73,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Answered:
-    """A conversation that has led to a model.
+    """Conversation that has produced a model.
 
     Attributes
     ----------
     run, round, digest, precision
-        As the server named them.
+        Values named by the server.
     up, down
-        Bytes of frames, from the client and to it.
+        Bytes of frames from and to the client.
     warm
-        Whether the opening was not sent again.
+        True if the opening was not sent again.
     """
 
     run: str
@@ -95,7 +95,7 @@ class Answered:
 
 
 class Memory:
-    """Broadcasts that came before, and which opening was answered last, by run. Any thread may use it."""
+    """Thread-safe cache of received broadcasts, and of the opening answered last in each run."""
 
     def __init__(self, most: int = REMEMBERED_BYTES) -> None:
         self._most = most
@@ -105,19 +105,19 @@ class Memory:
         self._openings: dict[tuple[About, int], tuple[wire.ServedRound, Message]] = {}
 
     def held(self) -> list[str]:
-        """Digests of those used last."""
+        """Return the digests of the most recently used broadcasts."""
         with self._lock:
             return list(self._tensors)[-MOST_HELD:]
 
     def tensor(self, digest: str) -> Tensor | None:
-        """A broadcast as it travelled; None if it is not here."""
+        """Return a broadcast in the form it was sent in; None if it is not cached."""
         with self._lock:
             if digest in self._tensors:
                 self._tensors.move_to_end(digest)
             return self._tensors.get(digest)
 
     def keep(self, digest: str, tensor: Tensor) -> None:
-        """Remember a broadcast, and forget those that were not used for longest."""
+        """Cache a broadcast, evicting the least recently used ones."""
         with self._lock:
             if digest not in self._tensors and tensor.nbytes <= self._most:
                 self._tensors[digest] = tensor
@@ -126,36 +126,36 @@ class Memory:
                 self._bytes -= self._tensors.popitem(last=False)[1].nbytes
 
     def opening(self, about: About, precision: int) -> tuple[wire.ServedRound, Message] | None:
-        """What a server of this run opened its last conversation with."""
+        """Return the opening of the last conversation with a server of this run, if any."""
         with self._lock:
             return self._openings.get((about, precision))
 
     def opened(self, about: About, precision: int, served: wire.ServedRound, message: Message) -> None:
-        """Remember what a server of this run opened a conversation with."""
+        """Remember the opening of a conversation with a server of this run."""
         with self._lock:
             self._openings[about, precision] = (served, message)
 
 
 MEMORY = Memory()
-"""This process's."""
+"""Cache of this process."""
 
 
 class Models:
-    """A connection to a server of models, for one event loop.
+    """Connection to a model server, for one event loop.
 
     Parameters
     ----------
     address
         ``host:port``.
     credentials
-        What it is dialled with; without, in plaintext and as nobody.
+        Credentials to connect with; without them, the connection is plaintext and anonymous.
     memory
-        Where broadcasts are remembered.
+        Cache for broadcasts.
 
     Raises
     ------
     ExperimentError
-        If it is no address, or a token would be sent in plaintext to another machine.
+        If the address is invalid, or a token would be sent in plaintext to another machine.
     RefusedError
         If our certificate is not valid now.
     """
@@ -175,16 +175,16 @@ class Models:
         self._personalize = self._channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         await self._channel.close()
 
     async def describe(self, timeout_s: float) -> Found:
-        """Ask what is served.
+        """Return what the server serves.
 
         Raises
         ------
         RefusedError
-            If the server does not let us in, or is of another version.
+            If the server does not admit us, or has another version.
         QuorumError
             If there is no answer in time, or no round is durable.
         """
@@ -219,27 +219,27 @@ class Models:
         timeout_s: float = 60.0,
         early: bool = True,
     ) -> Answered:
-        """Hold one conversation, to its end; one that breaks, or is refused for now, is begun again.
+        """Hold one conversation to its end; one that breaks or is refused temporarily is restarted.
 
         Parameters
         ----------
         client
-            The id.
+            Id of the client.
         vocabulary
-            The method's messages, by name.
+            Messages of the method, by name.
         speak
             The client half; called in a thread.
         round
-            No other will do; None: whichever is served.
+            Accept only this round; None accepts whichever is served.
         early
-            Answer the opening that came last before it is known whether it comes again.
+            Answer the previous opening before it is known whether the server sends the same one.
 
         Raises
         ------
         DataError
-            If the round is not served, or nothing can be made of the client's answers.
+            If the round is not served, or no model follows from the client's answers.
         RefusedError
-            If the server does not let us in.
+            If the server does not admit us.
         QuorumError
             If there is no model in time.
         """
@@ -328,7 +328,7 @@ class Models:
     async def _frame(call: Any) -> bytes:
         data = await call.read()
         if data is grpc.aio.EOF:
-            code = await call.code()  # what went wrong, if anything did
+            code = await call.code()  # the error, if any
             if code is not grpc.StatusCode.OK:
                 raise _Ended(code, await call.details(), await call.trailing_metadata())
             raise Unfit("the stream ended before the conversation did")
@@ -347,7 +347,7 @@ class Models:
 
     @contextlib.contextmanager
     def _failures(self, ends: float) -> Iterator[list[float]]:
-        """What a call may end with: some of it goes by, after the seconds in the list that is given."""
+        """Translate the errors of a call; suppress those to retry after the seconds in the yielded list."""
         wait_s = [AGAIN_S]
         try:
             yield wait_s
@@ -369,22 +369,22 @@ class Models:
 
 
 class _Ended(Exception):
-    """A stream that ended with a status."""
+    """A stream that ended with an error status."""
 
     def __init__(self, code: grpc.StatusCode, details: str | None, metadata: Any) -> None:
         super().__init__(details)
         self._code, self._details, self._metadata = code, details, metadata
 
     def code(self) -> grpc.StatusCode:
-        """The status."""
+        """Return the status."""
         return self._code
 
     def details(self) -> str | None:
-        """What the server said."""
+        """Return the server's message."""
         return self._details
 
     def trailing_metadata(self) -> Any:
-        """What it said besides."""
+        """Return the trailing metadata."""
         return self._metadata
 
 
@@ -407,7 +407,7 @@ def _raise(code: grpc.StatusCode, said: str, details: str | None, error: Excepti
 
 async def _write(call: Any, sent: list[bytes]) -> int:
     for frame in sent:
-        with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says how
+        with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading reports how
             await call.write(frame)
     return sum(map(len, sent))
 

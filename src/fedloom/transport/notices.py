@@ -1,4 +1,4 @@
-"""What those who watch a run are told: the aggregator's side of ``fedloom.transport.progress``."""
+"""Publisher of a run's progress to watchers: the aggregator's side of ``fedloom.transport.progress``."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import counted
 
 EVERY_S = 0.2
-"""How often a watcher is told what has changed: rounds may take milliseconds."""
+"""Minimum interval between progress messages to a watcher: rounds may take milliseconds."""
 
 WATCHERS = 256
-"""Watchers at one time, all together: each looks for news several times a second."""
+"""Maximum number of watchers at one time: each checks for news several times a second."""
 
 
 class Notices:
-    """A run's :class:`~fedloom.transport.progress.Progress`, and who watches it.
+    """Progress of a run (:class:`~fedloom.transport.progress.Progress`) and its watchers.
 
-    Written by any thread (it is an observer of the round loop, ``federation.loop.Observer``), read on the aggregator's
-    event loop.
+    Any thread may write it (it is an observer of the round loop, ``federation.loop.Observer``); it is read on the
+    aggregator's event loop.
 
     Parameters
     ----------
     run
-        Its name.
+        Name of the run.
     rounds
-        How many there are to be.
+        Number of rounds to run.
     clients
-        How many take part, seen and unseen.
+        Number of clients, seen and unseen.
     """
 
     def __init__(self, run: str, rounds: int, clients: int) -> None:
@@ -47,41 +47,41 @@ class Notices:
         self._unwatched_since = time.monotonic()
 
     def tell(self, state: State, message: str = "", *, round: int | None = None) -> None:
-        """Change what watchers see; after the end of the run nothing changes any more."""
+        """Update the progress; ignored once the run has ended."""
         with self._lock:
             if self._now.state not in ENDS:
                 round = self._now.round if round is None else round
                 self._now = replace(self._now, state=state, message=message, round=round)
 
     def say(self, message: str) -> None:
-        """Change what a person should read, and nothing else."""
+        """Update only the message shown to a person."""
         with self._lock:
             if self._now.state not in ENDS:
                 self._now = replace(self._now, message=message)
 
     def workers(self, count: int, clients_unserved: int) -> None:
-        """Other workers are connected than before."""
+        """Update the number of connected workers and of clients without a worker."""
         with self._lock:
             self._now = replace(self._now, workers=count, clients_unserved=clients_unserved)
 
-    # ---- the round loop's observer
+    # ---- observer of the round loop
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """A round has ended."""
+        """Report a completed round."""
         self.tell("training", round=attempt.round)
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """An attempt came to nothing."""
+        """Report a failed attempt."""
         self.tell(
             "training", f"round {attempt.round}: attempt {attempt.attempt} of {attempts} failed: {attempt.outcome}"
         )
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
-        """An evaluation has measured so many clients."""
+        """Report how many clients an evaluation has measured so far."""
         self.tell("evaluating", f"{done} of {counted(clients, 'client')} measured", round=round)
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl has been written."""
+        """Report a line written to metrics.jsonl."""
         self.tell("training", round=line["round"])
         with self._lock:
             self._evaluations.append(replace(self._now, evaluated=line))
@@ -90,18 +90,18 @@ class Notices:
 
     @property
     def unwatched_s(self) -> float:
-        """For how many seconds nobody has been watching."""
+        """Seconds since the last watcher left; 0 while anyone watches."""
         with self._lock:
             return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
 
     def read_within(self, seconds: float) -> None:
-        """Wait until everyone who watches has been told the end, but no longer than that."""
+        """Wait until every watcher has been told of the end, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while self._watchers and time.monotonic() < deadline:
             time.sleep(0.02)
 
     async def watch(self, request: wire.WatchRequest, context: Any) -> None:
-        """Hold one watcher's stream; it begins with the newest evaluation there is."""
+        """Handle one watcher's stream; it begins with the newest evaluation, if any."""
         if self._watchers >= WATCHERS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHERS} watch already: come again")
         with self._lock:

@@ -1,4 +1,4 @@
-"""The service of models on request (docs/serving.md): on an aggregator's port, or in a process of its own.
+"""Personalization service (docs/serving.md): on an aggregator's port, or in a process of its own.
 
 Streams and bookkeeping live on one event loop. The server half's work is done in threads, one tile at a time; a tile
 that waits for its clients lets the next one work.
@@ -55,36 +55,37 @@ log.addFilter(Sparing())
 
 ASK_TIMEOUT_S = 10.0
 WAITING_TILES = 64
-"""Tiles that wait for their clients' answers, at most: of methods with several exchanges."""
+"""Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
 LATENCIES = 10_000
-"""Models of whose latencies quantiles are."""
+"""Number of latest models that latency quantiles are computed from."""
 STREAMS = 100
-"""Conversations on one connection."""
+"""Maximum number of conversations on one connection."""
 SOON_MS, LATE_MS = 10, 5_000
-"""The soonest and the latest that a client is told to come back."""
+"""Minimum and maximum delay that a refused client is told."""
 
 Load = Callable[[str | None], ServedRound | None]
-"""Given the digest of what is served, what to serve instead; None if that is still right. Called in a thread."""
+"""Return the new round to serve, given the digest of the current one; None if that is up to date. Called in a thread.
+"""
 
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """What serving may cost.
+    """Resource limits of serving.
 
     Attributes
     ----------
     linger_s
-        How long a client waits for others to share its tile.
+        Seconds that a client waits for others to share its tile.
     waiting
-        Clients that wait for a tile, at most.
+        Maximum number of clients waiting for a tile.
     conversations
-        Conversations that are open, at most: clients compute in the middle of one.
+        Maximum number of open conversations: clients compute in the middle of one.
     answer_s
-        How long a client may take to answer.
+        Seconds that a client may take to answer.
     follow_s
-        How often it is looked for a newer durable round; None: never.
+        Interval between checks for a newer durable round; None disables them.
     threads
-        Of torch.
+        Number of torch threads.
     """
 
     linger_s: float = 0.003
@@ -97,18 +98,19 @@ class ServingLimits:
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """How busy serving is.
+    """Load of the service.
 
     Attributes
     ----------
     round
         The round that is served; None while there is none.
     handed_out, refused
-        Models, and requests, since the start.
+        Models handed out and requests refused since the start.
     waiting, conversations
-        Clients that wait for a tile, and conversations that are open.
+        Clients waiting for a tile, and open conversations.
     latency_s
-        By quantile, of the last models, from a client's last answer to when its model is sent; 0 while there are none.
+        Latency of recent models by quantile, from a client's last answer to the sending of its model; 0 while there are
+        none.
     """
 
     round: int | None
@@ -121,22 +123,22 @@ class ServingLoad:
 
 @dataclass(eq=False)
 class _Prepared:
-    """What is served, and its opening as it travels in each precision."""
+    """Served round, and its opening in the wire format of each precision."""
 
     served: ServedRound
     openings: Mapping[wire.Precision, tuple[torch.dtype, list[Piece]]]
     together: int = TOGETHER
-    """Clients in a tile, at most: fewer once clients of a tile were seen to wait for each other's answers."""
+    """Maximum number of clients in a tile; lowered once clients of a tile have had to wait for each other's answers."""
 
     @property
     def named(self) -> wire.ServedRound:
-        """The round, as answers name it."""
+        """The round, in the form that answers name it."""
         return wire.ServedRound(run=self.served.about.run, round=self.served.round, digest=self.served.digest)
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What a client is told next: frames, and the class of the answer that is waited for; None: there is none."""
+    """Next message to a client: frames, and the class of the answer awaited; None awaits no answer."""
 
     frames: Sequence[bytes]
     awaited: type[Message] | None
@@ -144,7 +146,7 @@ class _Said:
 
 @dataclass(eq=False)
 class _Seat:
-    """A client that has answered the opening, and waits for what the server half makes of it."""
+    """A client that has answered the opening and waits for the server half's next message."""
 
     client: str
     prepared: _Prepared
@@ -152,29 +154,29 @@ class _Seat:
     answer: Message
     since: float
     told: asyncio.Queue[_Said | Exception] = field(default_factory=asyncio.Queue)
-    waits: bool = True  # its tile has not begun
+    waits: bool = True  # its tile has not started
     gone: bool = False
     heard: Callable[[Message | None], None] | None = None
-    """Gives its answer to the tile that waits for it."""
+    """Passes the client's answer to the tile that waits for it."""
 
 
 class Unusable(Exception):
-    """What a client sent leads to no model; the text says why."""
+    """No model follows from what a client sent; the text says why."""
 
 
 class Personalization:
-    """Serves the last durable round of a run to clients that ask for their models.
+    """Serves the last durable round of a run to clients that request their models.
 
     Parameters
     ----------
     load
-        Finds what to serve.
+        Finds the round to serve.
     limits
-        What it may cost.
+        Resource limits.
     audit
-        Where it is written to whom a model was handed out, where everyone has to say who they are.
+        Audit log of the models handed out, where clients must identify themselves.
     lazy
-        Load nothing until somebody asks.
+        Load nothing until the first request.
     """
 
     def __init__(
@@ -196,8 +198,8 @@ class Personalization:
         self._handed_out = self._refused = 0
         self._never: str | None = None  # why the run's method has no models to hand out
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self._free_since = 0.0  # when the last tile was computed
-        self._tile_s = 0.01  # how long a tile takes, smoothed
+        self._free_since = 0.0  # when the last tile finished computing
+        self._tile_s = 0.01  # duration of a tile, smoothed
         self._executor = ThreadPoolExecutor(
             WAITING_TILES, "personalize", initializer=torch.set_num_threads, initargs=(self._limits.threads,)
         )
@@ -213,12 +215,12 @@ class Personalization:
         }
 
     async def begin(self) -> None:
-        """Begin to serve, on the event loop that runs.
+        """Start serving on the running event loop.
 
         Raises
         ------
         FedloomError
-            If there is nothing to serve, unless it is looked for later.
+            If there is nothing to serve, unless the service is lazy.
         """
         self._looked = asyncio.Event()
         if not self._lazy:
@@ -226,7 +228,7 @@ class Personalization:
             self._follow()
 
     async def end(self) -> None:
-        """Stop; what is open is ended by the gRPC server."""
+        """Stop serving; the gRPC server ends open calls."""
         if self._following is not None:
             self._following.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -235,7 +237,7 @@ class Personalization:
             self._timer.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    # ---- what is served
+    # ---- the served round
 
     def _follow(self) -> None:
         assert self._looked is not None
@@ -249,8 +251,8 @@ class Personalization:
             try:
                 await self._refresh()
             except ExperimentError:
-                return  # the method has no models to serve, nor will it have
-            except FedloomError as error:  # what is served stays
+                return  # the method has no models to serve, and never will
+            except FedloomError as error:  # keep serving the current round
                 log.warning("no newer round can be served: %s", error)
             except Exception:
                 log.exception("no newer round can be served")
@@ -276,7 +278,7 @@ class Personalization:
         return _Prepared(served, openings)
 
     async def _served(self) -> _Prepared | None:
-        """What is served now; a lazy service looks when somebody asks first."""
+        """Return the served round; a lazy service loads it on the first request."""
         assert self._looked is not None
         if self._lazy and not self._looked.is_set():
             self._looked.set()
@@ -285,7 +287,7 @@ class Personalization:
             self._follow()
         return self._now
 
-    # ---- the calls
+    # ---- calls
 
     async def _describe(self, request: wire.DescribeRequest, context: Any) -> wire.Described:
         prepared = await self._served()
@@ -308,7 +310,7 @@ class Personalization:
         )
 
     def quantiles_ms(self) -> dict[str, float]:
-        """Latencies of the last models, in ms: ``p50_ms``, ``p90_ms``, ``p99_ms``; 0 while there are none."""
+        """Return latencies of recent models in ms: ``p50_ms``, ``p90_ms``, ``p99_ms``; 0 while there are none."""
         ordered = sorted(self._latencies)
 
         def at(share: float) -> float:
@@ -318,7 +320,7 @@ class Personalization:
 
     @property
     def load(self) -> ServingLoad:
-        """How busy it is; any thread may ask."""
+        """Current load; callable from any thread."""
         now = self._now
         latency = {f"0.{name[1:3]}".rstrip("0"): ms / 1e3 for name, ms in self.quantiles_ms().items()}
         served = None if now is None else now.served.round
@@ -326,11 +328,11 @@ class Personalization:
 
     @property
     def handed_out(self) -> int:
-        """Models so far."""
+        """Number of models handed out so far."""
         return self._handed_out
 
     async def _personalize(self, _: Any, context: Any) -> None:
-        """Hold one client's conversation."""
+        """Handle one client's conversation."""
         self._open += 1
         try:
             await self._converse(context)
@@ -384,17 +386,17 @@ class Personalization:
                 self._leave(seat)
 
     def _hand_out(self, peer: Peer | None, ask: wire.Ask, served: ServedRound, heard_at: float) -> None:
-        """Count a model and write to whom it goes, before it goes: a client that has it hangs up at once.
+        """Count and log a model before it is sent: a client that has received it disconnects at once.
 
         Parameters
         ----------
         heard_at
-            When the client's last message had come, in seconds of ``time.perf_counter``.
+            Time at which the client's last message was received, in seconds of ``time.perf_counter``.
 
         Raises
         ------
         StorageError
-            If it cannot be written: nothing is handed out then.
+            If the audit log cannot be written; the model must not be sent then.
         """
         if peer is not None:
             told: dict[str, Value] = {"client": ask.client, "round": served.round, "digest": served.digest}
@@ -403,7 +405,7 @@ class Personalization:
         self._latencies.append(time.perf_counter() - heard_at)
 
     async def _judged(self, first: wire.NewcomerFrame, context: Any) -> _Prepared:
-        """What the client is served; one that cannot be is refused."""
+        """Return the round that the client is served, or refuse the client."""
         ask = first.ask
         if not first.HasField("ask"):
             raise Unfit("the first frame must have an Ask")
@@ -458,7 +460,7 @@ class Personalization:
         raise AssertionError("abort raises")
 
     async def _overloaded(self, context: Any, reason: str) -> NoReturn:
-        """Refuse at once, and say when the queue will have been worked off."""
+        """Refuse at once, with the time by which the queue will have been processed."""
         ahead_ms = 1e3 * self._tile_s * (len(self._queue) / TOGETHER + 1)
         retry_ms = round(min(LATE_MS, max(SOON_MS, ahead_ms)))
         log.warning("refused a client: %s", reason)
@@ -472,7 +474,7 @@ class Personalization:
         return list(frames(head, type(prepared.served.opening).__name__, parts, frozenset(ask.held)))
 
     async def _write(self, context: Any, said: Sequence[bytes]) -> None:
-        async with asyncio.timeout(self._limits.answer_s):  # a client that reads nothing holds memory
+        async with asyncio.timeout(self._limits.answer_s):  # a client that does not read holds memory
             for frame in said:
                 await context.write(frame)
 
@@ -483,14 +485,14 @@ class Personalization:
         awaited: type[Message],
         frame: wire.NewcomerFrame | None = None,
     ) -> Message:
-        """Read one client's answer, and check it.
+        """Read and check one client's answer.
 
         Raises
         ------
         Unfit, Unusable
             If it cannot be used.
         TimeoutError
-            If it does not come in time.
+            If it does not arrive in time.
         """
         async with asyncio.timeout(self._limits.answer_s):
             if frame is None:
@@ -530,14 +532,14 @@ class Personalization:
             seat.heard(None)
 
     def _pump(self) -> None:
-        """Send the next tile to work, if none computes and it is full, or has waited for long enough."""
+        """Start the next tile if none is computing and it is full, or has waited for long enough."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if not self._queue or self._busy or self._tiles >= WAITING_TILES:
             return
         first = self._queue[0]
-        since = first.since  # while those of the tile before fetch their models, others come who share the next one
+        since = first.since  # while clients of the previous tile fetch their models, others arrive to share the next
         if len(self._queue) >= TILE and len(self._queue) < min(first.prepared.together, self._open):
             since = self._free_since
         linger_s = since + self._limits.linger_s - time.monotonic()
@@ -554,7 +556,7 @@ class Personalization:
         self._executor.submit(work.run).add_done_callback(lambda _: work.post(self._done))
 
     def _released(self, seconds: float) -> None:
-        """A tile computes no more: it is done, or waits for its clients."""
+        """Record that a tile has stopped computing: it is done, or waits for its clients."""
         self._busy -= 1
         self._free_since = time.monotonic()
         self._tile_s += 0.1 * (seconds - self._tile_s)
@@ -575,9 +577,9 @@ class _Work:
     Parameters
     ----------
     computing
-        Held while it computes, so that one does at a time.
+        Held while it computes, so that only one tile does at a time.
     released
-        Told on the event loop, once, that it computes no more, and how long it did.
+        Called on the event loop, once, when it first stops computing, with the seconds that it computed.
     """
 
     def __init__(
@@ -598,7 +600,7 @@ class _Work:
         self._started = 0.0
 
     def run(self) -> None:
-        """Hold the server half's side of the conversation."""
+        """Run the server half's side of the conversation."""
         self._computing.acquire()
         self._started = time.perf_counter()
         prepared = self._seats[0].prepared
@@ -625,7 +627,7 @@ class _Work:
             self.post(lambda: released(seconds))
 
     def post(self, what: Callable[[], None]) -> None:
-        """Have the event loop do something."""
+        """Run a function on the event loop."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
             self._loop.call_soon_threadsafe(what)
 
@@ -636,7 +638,7 @@ class _Work:
         for i in sorted(self._here):
             seat = self._seats[i]
             row = message.select([i])
-            if non_finite(row) is not None:  # of one row after another, each of which stays in the cache
+            if non_finite(row) is not None:  # checked row by row, because a row stays in the cache
                 said[i] = Unusable("the model that follows from what the client sent is not finite")
                 self._here.discard(i)
                 continue
@@ -646,7 +648,7 @@ class _Work:
         self._tell(said)
 
     def _tell(self, said: Mapping[int, _Said | Exception]) -> None:
-        """Give each client what it is told, and have its answer put where the tile waits for it."""
+        """Deliver a message to each client, and route its answer to the tile that waits for it."""
 
         def tell() -> None:
             for i, what in said.items():
@@ -675,25 +677,25 @@ class _Work:
                 waiting.discard(i)
                 if answer is not None:
                     found[i] = answer
-        self._tell(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have found out
+        self._tell(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have expired yet
         self._here = set(found)
         self._computing.acquire()
         return [found.get(i) for i in range(len(self._seats))]
 
 
 def _frame(data: Any) -> wire.NewcomerFrame | None:
-    """Read a frame; None at the end of the stream.
+    """Parse a frame; None at the end of the stream.
 
     Raises
     ------
     Unfit
-        If it is none.
+        If it is not a valid frame.
     """
     if data is grpc.aio.EOF:
         return None
     try:
         return wire.NewcomerFrame.FromString(data)
-    except Exception as error:  # protobuf raises DecodeError, and others on some malformed input
+    except Exception as error:  # protobuf raises DecodeError, and other errors on some malformed input
         raise Unfit(f"found {len(data)} bytes that are no frame") from error
 
 
@@ -715,23 +717,23 @@ async def serve_models(
     say: Callable[[str], None],
     health: str | None = None,
 ) -> None:
-    """Serve models until told to stop; then let those that are under way end.
+    """Serve models until told to stop, then let open conversations end.
 
     Parameters
     ----------
     drain_s
-        For how long.
+        Seconds that open conversations have to end.
     started
-        Told the address.
+        Called with the bound address.
     say
-        Shows a person a line.
+        Shows one line to a person.
     health
-        ``host:port`` of a port for probes; None: none.
+        ``host:port`` on which only health is served; None disables it.
 
     Raises
     ------
     ExperimentError
-        If the address cannot be served on.
+        If the address cannot be bound.
     FedloomError
         If there is nothing to serve.
     """

@@ -1,4 +1,4 @@
-"""Watching a run from another process: how far it is, as the aggregator tells it over gRPC (docs/wire.md)."""
+"""Progress of a run, watched from another process over gRPC (docs/wire.md)."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ STATES: dict[State, wire.State] = {
     "failed": wire.STATE_FAILED,
 }
 ENDS: frozenset[State] = frozenset(("finished", "failed"))
-"""States after which there is no other."""
+"""Final states."""
 
 ANSWER_S, AGAIN_S = 2.0, 0.1
-"""How long it may take to say why there is no connection, and how soon that is asked again."""
+"""Timeout for learning why there is no connection, and interval between attempts."""
 
 DIALLING = (
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's own is two minutes
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is two minutes
 )
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes
     ----------
     run
-        Its name.
+        Name of the run.
     state
-        ``waiting`` (for workers), ``training``, ``evaluating``; at last ``finished`` or ``failed``.
+        ``waiting`` (for workers), ``training`` or ``evaluating``; at the end ``finished`` or ``failed``.
     round, rounds
-        The last that is done, and how many there are to be.
+        The last completed round, and the number of rounds to run.
     workers
-        How many are connected.
+        Number of connected workers.
     clients_unserved
         Clients that no connected worker may serve.
     evaluated
-        The new line of ``metrics.jsonl``, where there is one.
+        The new line of ``metrics.jsonl``, if there is one.
     message
-        What a person should read: what is waited for, why an attempt or the run failed. Empty if there is nothing.
+        Message for a person: what the run waits for, why an attempt or the run failed. May be empty.
     """
 
     run: str
@@ -75,24 +75,24 @@ class Progress:
 def follow(address: str, *, connect_s: float, credentials: Credentials | None = None) -> Iterator[Progress]:
     """Watch the run of an aggregator to its end.
 
-    The first :class:`Progress` comes at once; one more whenever something has changed, a few each second at most.
-    The iterator ends after one whose state is ``finished`` or ``failed``. Closing it stops watching.
+    The first :class:`Progress` comes at once, and another whenever something has changed, at most a few per second. The
+    iterator ends after one whose state is ``finished`` or ``failed``. Closing it stops watching.
 
     Parameters
     ----------
     address
         ``host:port`` of the aggregator.
     connect_s
-        How long it may take until there is a connection.
+        Timeout for connecting, in seconds.
     credentials
-        What it is dialled with; without, in plaintext and as nobody.
+        Credentials to connect with; without them, the connection is plaintext and anonymous.
 
     Raises
     ------
     ConnectionError
-        If there is no aggregator there within ``connect_s`` seconds, or the connection breaks: it may be restarting.
+        If no aggregator is reached within ``connect_s`` seconds, or the connection breaks: it may be restarting.
     RefusedError
-        If what is there does not let itself be watched, or one side does not believe the other.
+        If the server does not allow watching, or one side cannot verify the other.
     ExperimentError
         If a token would be sent in plaintext to another machine.
     """
@@ -114,7 +114,7 @@ def follow(address: str, *, connect_s: float, credentials: Credentials | None = 
         try:
             for told in call:
                 before, progress = progress, from_wire(told)
-                if progress != before:  # the same again says that the aggregator is there
+                if progress != before:  # an unchanged one is a heartbeat
                     yield progress
         except grpc.RpcError as error:
             code, details = error.code(), error.details()
@@ -130,7 +130,7 @@ def follow(address: str, *, connect_s: float, credentials: Credentials | None = 
 
 
 def to_wire(progress: Progress) -> wire.Progress:
-    """Write how far a run is."""
+    """Convert the progress to its wire format."""
     evaluated = None if progress.evaluated is None else json.dumps(progress.evaluated, ensure_ascii=False)
     return wire.Progress(
         run=progress.run,
@@ -145,12 +145,12 @@ def to_wire(progress: Progress) -> wire.Progress:
 
 
 def from_wire(told: wire.Progress) -> Progress:
-    """Read how far a run is.
+    """Parse the progress.
 
     Raises
     ------
     RefusedError
-        If it is of another version, which has states that this one does not know.
+        If the state is one of another version, which this one does not know.
     """
     states = {number: state for state, number in STATES.items()}
     if told.state not in states:
@@ -181,11 +181,11 @@ def _evaluated(text: str) -> Any:
 
 
 def _distrust(channel: Any, address: str, shown: Shown) -> str | None:
-    """Why there is no connection, if it is that one side does not believe the other: a call that does not wait says."""
+    """Return why one side rejected the other, if that prevents the connection: a call that does not wait reports it."""
     if shown.ca is None:
         return None
     until = time.monotonic() + ANSWER_S
-    while time.monotonic() < until:  # of a host's addresses, each in turn says why
+    while time.monotonic() < until:  # each address of the host reports its own reason in turn
         try:
             channel.unary_unary(f"/{OBSERVATION}/{WATCH}")(b"", timeout=ANSWER_S)
         except grpc.RpcError as error:

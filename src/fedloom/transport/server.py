@@ -1,4 +1,4 @@
-"""What every gRPC server of FedLoom has: an address, TLS, a gate before all calls, health and reflection."""
+"""Common base of FedLoom's gRPC servers: an address, TLS, a gate before all calls, health and reflection."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fedloom.transport.limits import Sparing
 from fedloom.trust.options import Protection
 
 logging.getLogger("grpc._cython.cygrpc").addFilter(Sparing())
-"""gRPC's own: it shows a traceback of each health check, and of each call where there is no gate, that is garbage."""
+"""Rate limit on gRPC's own log, which shows a traceback of each malformed health check or ungated call."""
 
 
 @dataclass(frozen=True)
 class Listening:
-    """A server that has started: where, and what says so to probes."""
+    """A running server, its address, and its health state."""
 
     server: Any
     health: Health
@@ -32,7 +32,7 @@ class Listening:
     probes: Probes | None = None
 
     async def stop(self, grace_s: float) -> None:
-        """Tell probes, take no more calls, and end those that are open after so many seconds."""
+        """Report not serving, accept no more calls, and end those that are open after ``grace_s`` seconds."""
         self.health.shut_down()
         await self.server.stop(grace_s)
         if self.probes is not None:
@@ -47,22 +47,22 @@ async def listening(
     options: Sequence[tuple[str, Any]],
     health_address: str | None = None,
 ) -> Listening:
-    """Serve on ``host:port`` (port 0: any free one).
+    """Serve on ``host:port`` (port 0: any free port).
 
     Parameters
     ----------
     services
-        The handlers of each service, by method.
+        Handlers of each service, by method.
     gate
-        Lets calls in; None: everyone may call, and may ask what there is.
+        Admits calls; None lets everyone call, and enables reflection.
     health_address
-        ``host:port`` where health is served in plaintext, and nothing else; None: nowhere.
+        ``host:port`` on which only health is served, in plaintext; None disables it.
 
     Raises
     ------
     ExperimentError
-        If it is no address, the port is taken or the address cannot be bound; if others would reach what is not
-        protected.
+        If the address is invalid, the port is taken, the address cannot be bound, or an unprotected server would be
+        reachable from other machines.
     """
     host, port = split_address(address, what="the address to serve on", lowest=0)
     protection.check(host)
@@ -73,7 +73,7 @@ async def listening(
     )
     state = Health()
     server.add_generic_rpc_handlers([state.handlers])
-    if gate is None:  # to know what there is helps nobody who is known
+    if gate is None:  # known peers do not need reflection
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
         if protection.tls is None:

@@ -1,4 +1,4 @@
-"""Messages of conversations about models on request, as frames of at most 1 MiB (personalization.proto)."""
+"""Messages of personalization conversations, as frames of at most 1 MiB (personalization.proto)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SERVICE = "fedloom.v1.Personalization"
 DESCRIBE = "Describe"
 PERSONALIZE = "Personalize"
 RETRY = "retry-after-ms"
-"""Trailing metadata of a refusal: when to come back."""
+"""Trailing metadata of a refusal: the delay before the next attempt, in ms."""
 
 MOST_HELD = 16
-"""Broadcasts that a client may name."""
+"""Maximum number of broadcasts that a client may list as held."""
 
 _TYPES: Mapping[torch.dtype, wire.ElementType] = {
     torch.float32: wire.ELEMENT_TYPE_FLOAT32,
@@ -38,7 +38,7 @@ _TYPES: Mapping[torch.dtype, wire.ElementType] = {
 }
 _DTYPES = {number: dtype for dtype, number in _TYPES.items()}
 _DATA = bytes([wire.ModelFrame.DATA_FIELD_NUMBER << 3 | 2])
-_HEAD_BYTES = 16  # tag and length of the data, at most
+_HEAD_BYTES = 16  # maximum size of the data's tag and length
 
 Frame: TypeAlias = wire.ModelFrame | wire.NewcomerFrame
 
@@ -46,28 +46,28 @@ PRECISIONS: Mapping[str, tuple[wire.Precision, torch.dtype]] = {
     "float32": (wire.PRECISION_FLOAT32, torch.float32),
     "bfloat16": (wire.PRECISION_BFLOAT16, torch.bfloat16),
 }
-"""How floating-point numbers may travel from the server."""
+"""Floating-point types that the server may send."""
 
 
 class Unfit(Exception):
-    """A frame that cannot be used; the text says what was found and what is allowed."""
+    """Unusable frame; the text says what was found and what is allowed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One tensor as it travels: its spec, its bytes, and of a broadcast its digest."""
+    """One tensor in wire format: its spec (with the digest of a broadcast) and its bytes."""
 
     spec: wire.SpokenTensor
     data: memoryview
 
 
 def pieces(message: Message, floating: torch.dtype | None = None) -> list[Piece]:
-    """View a message as it travels.
+    """Return a message as tensors in wire format.
 
     Parameters
     ----------
     floating
-        What float32 travels as; None: as it is. Other types stay.
+        Type in which float32 is sent; None keeps float32. Other types are unchanged.
     """
     found = []
     for field, tensor in zip(message.fields(), message.tensors().values(), strict=True):
@@ -82,7 +82,7 @@ def pieces(message: Message, floating: torch.dtype | None = None) -> list[Piece]
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Digest of a broadcast as it travels."""
+    """Return the digest of a broadcast in wire format."""
     return hashlib.sha256(_view(tensor)).hexdigest()
 
 
@@ -92,12 +92,12 @@ def _view(tensor: Tensor) -> memoryview:
 
 
 def frames(head: Frame, name: str, parts: Sequence[Piece], held: Collection[str] = ()) -> Iterator[bytes]:
-    """Cut a message into frames, the first of which has what else ``head`` says.
+    """Cut a message into frames; the first also carries the fields of ``head``.
 
     Parameters
     ----------
     name
-        The message's class.
+        Class name of the message.
     held
         Digests of broadcasts that the other side has.
     """
@@ -129,7 +129,7 @@ def frames(head: Frame, name: str, parts: Sequence[Piece], held: Collection[str]
 
 
 def _framed(begin: bytes, data: Sequence[memoryview]) -> bytes:
-    """A frame around its data, which protobuf itself would copy twice."""
+    """Return a frame around its data; protobuf itself would copy the data twice."""
     size = sum(map(len, data))
     if not size:
         return begin
@@ -143,21 +143,21 @@ def _framed(begin: bytes, data: Sequence[memoryview]) -> bytes:
 
 
 class Incoming:
-    """A message that comes in, in one frame or several.
+    """A message being received, in one frame or several.
 
     Parameters
     ----------
     spoken
-        Its announcement.
+        Announcement of the message.
     messages
-        The classes that it may be of, by name.
+        Allowed classes, by name.
     limit
-        The most bytes that are taken.
+        Maximum size accepted, in bytes.
 
     Raises
     ------
     Unfit
-        If it is of another class or shape, or larger: before memory is taken.
+        If its class or fields are not allowed or it is too large; raised before memory is allocated.
     """
 
     def __init__(self, spoken: wire.Spoken, messages: Mapping[str, type[Message]], limit: int) -> None:
@@ -182,40 +182,40 @@ class Incoming:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it has come."""
+        """True once the message is complete."""
         return len(self._data) == self.total
 
     def add(self, data: bytes) -> None:
-        """Take in the next bytes.
+        """Store the next bytes.
 
         Raises
         ------
         Unfit
-            If there are none though some are missing, or more than announced.
+            If they are empty while some are missing, or exceed the announced size.
         """
         if (not data and not self.whole) or len(self._data) + len(data) > self.total:
             raise Unfit(f"{self.cls.__name__}: found {len(self._data) + len(data):,} bytes; announced: {self.total:,}")
         self._data += data
 
     def message(self, held: Callable[[str], Tensor | None] = lambda digest: None) -> Message:
-        """Make the message; bfloat16 comes back as float32.
+        """Return the message, with bfloat16 converted to float32.
 
         Parameters
         ----------
         held
-            Broadcasts that are here, by digest, as they travelled.
+            Returns a held broadcast in wire format by its digest, or None.
 
         Raises
         ------
         Unfit
-            If it arrived damaged, a broadcast is not here, or a bool is neither 0 nor 1.
+            If it arrived damaged, a broadcast is not held, or a bool is neither 0 nor 1.
         """
         if crc32(self._data) != self._crc:
             raise Unfit(f"{self.cls.__name__} arrived damaged")
         return self.cls(**{name: _float32(tensor) for name, tensor in self.tensors(held).items()})
 
     def tensors(self, held: Callable[[str], Tensor | None] = lambda digest: None) -> dict[str, Tensor]:
-        """The fields as they travelled, by name."""
+        """Return the fields in wire format, by name."""
         found, at = {}, 0
         for spec in self.specs:
             dtype, size = _DTYPES[spec.type], _nbytes(spec)

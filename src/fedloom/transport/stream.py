@@ -1,4 +1,4 @@
-"""What both ends of a stream share: versions, names, gRPC options, and the outbox."""
+"""Shared parts of both ends of a stream: versions, names, gRPC options, and the outbox."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fedloom.transport.codec import FRAME_BYTES, SEAL_BYTES, Pieces, sealed
 from fedloom.transport.wire import federation_pb2 as wire
 
 PROTOCOL = 4
-LAST_BACKOFF_S = 5.0  # the most that a worker waits before it dials again
-HEARTBEAT_S = 15.0  # after so long without a frame one is sent that says nothing: proxies end streams that are idle
-SILENCE_S = 90.0  # a stream on which nothing came for so long has nobody at its other end
-HELD_CONVERSATIONS = 64  # how many a worker tells of when it joins; few are open at one time
+LAST_BACKOFF_S = 5.0  # the longest that a worker waits before it reconnects
+HEARTBEAT_S = 15.0  # idle time after which a heartbeat is sent: proxies end idle streams
+SILENCE_S = 90.0  # a stream without frames for this long is considered dead
+HELD_CONVERSATIONS = 64  # maximum number reported on joining; few are open at one time
 SERVICE = "fedloom.v1.Federation"
 METHOD = "Join"
 OBSERVATION = "fedloom.v1.Observation"
 WATCH = "Watch"
 
-# A worker that vanishes without closing its connection is noticed after time + timeout. The server allows pings
-# twice as often as clients send them, so that nobody is told "too_many_pings". No message limit is raised.
+# A worker that vanishes without closing its connection is detected after time + timeout. The server allows pings twice
+# as often as clients send them, so that no client receives "too_many_pings". No message limit is raised.
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -33,40 +33,40 @@ _KEEPALIVE = (
 SERVER_OPTIONS = (
     *_KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # What a connection may cost of which nothing is known: it has to speak HTTP/2 within 10 s, is closed after 30 s
-    # without a stream, and has room for one frame in each of the streams that it may hold.
+    # Bounds the cost of an unknown connection: it must speak HTTP/2 within 10 s, is closed after 30 s without a stream,
+    # and has room for one frame in each of the streams that it may hold.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 30_000),
     ("grpc.max_concurrent_streams", 4),
     ("grpc.max_receive_message_length", FRAME_BYTES),
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not a second server on the same port
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared by a second server
 )
 CHANNEL_OPTIONS = (
     *_KEEPALIVE,
-    ("grpc.use_local_subchannel_pool", 1),  # each attempt dials anew: our backoff decides, not a shared one
+    ("grpc.use_local_subchannel_pool", 1),  # each attempt connects anew: our backoff applies, not a shared one
     ("grpc.enable_http_proxy", 0),
 )
 LIMITED = (
-    ("grpc.http2.bdp_probe", 0),  # which would let in more at a time the slower the line is
+    ("grpc.http2.bdp_probe", 0),  # would admit more data at a time the slower the line is
     ("grpc.http2.lookahead_bytes", 1 << 16),
 )
-"""Of a channel that takes in at most so much: what is not read waits with who sent it."""
+"""Options of a bandwidth-limited channel: unread data stay with the sender."""
 
 
 def key_to_wire(key: ConversationKey) -> wire.ConversationKey:
-    """Write a conversation key."""
+    """Convert a conversation key to its wire format."""
     return wire.ConversationKey(
         round=key.round, attempt=key.attempt, conversation=key.conversation, purpose=key.purpose
     )
 
 
 def key_from_wire(key: wire.ConversationKey) -> ConversationKey:
-    """Read a conversation key."""
+    """Parse a conversation key."""
     return ConversationKey(key.round, key.attempt, key.conversation, key.purpose)
 
 
 def states_to_wire(versions: Versions) -> wire.ClientState:
-    """Write which states of a client are meant."""
+    """Convert the versions of a client's state to their wire format."""
 
     def written(version: Version) -> wire.StateVersion:
         return wire.StateVersion(
@@ -83,7 +83,7 @@ def states_to_wire(versions: Versions) -> wire.ClientState:
 
 
 def states_from_wire(state: wire.ClientState) -> Versions:
-    """Read which states of a client are meant."""
+    """Parse the versions of a client's state."""
 
     def read(version: wire.StateVersion) -> Version:
         return Version(version.round, version.attempt, version.conversation, version.row, version.life)
@@ -95,19 +95,19 @@ def states_from_wire(state: wire.ClientState) -> Versions:
 class Outbox:
     """Parts waiting to be written: in order within a lane (a conversation), in turn between lanes.
 
-    Belongs to one event loop. Parts are made when their turn comes, so that waiting costs no memory; small ones
+    Belongs to one event loop. Parts are serialized when their turn comes, so that waiting costs no memory; small ones
     share a frame.
 
     Parameters
     ----------
     heartbeat
-        A part that says nothing: it is sent when there was nothing to send for :data:`HEARTBEAT_S`.
+        Empty part, sent when there was nothing to send for :data:`HEARTBEAT_S`.
     """
 
     def __init__(self, heartbeat: Pieces) -> None:
         self.heartbeat = sealed(heartbeat)
         self._lanes: dict[Hashable, deque[Iterator[Pieces]]] = {}
-        self._over: Pieces = ()  # the part that did not fit into the frame before
+        self._over: Pieces = ()  # part that did not fit into the previous frame
         self._wake = asyncio.Event()
         self._closing = False
 
@@ -117,18 +117,18 @@ class Outbox:
         self._wake.set()
 
     def drop(self, lane: Hashable) -> None:
-        """Forget what waits in a lane and has not begun; a transfer that has begun is finished."""
+        """Discard the transfers of a lane that have not begun; one that has begun is completed."""
         waiting = self._lanes.get(lane)
         while waiting is not None and len(waiting) > 1:
             waiting.pop()
 
     def waiting(self, lane: Hashable) -> int:
-        """How much waits in a lane."""
+        """Return the number of transfers waiting in a lane."""
         return len(self._lanes.get(lane, ()))
 
     @property
     def lanes(self) -> int:
-        """In how many lanes something waits."""
+        """Number of lanes with waiting transfers."""
         return len(self._lanes)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Outbox:
         self._wake.set()
 
     async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write frames of at most 1 MiB as parts come, until closed."""
+        """Write frames of at most 1 MiB as parts arrive, until closed."""
         while True:
             while frame := self._frame():
                 await write(frame)
@@ -151,7 +151,7 @@ class Outbox:
                 await write(self.heartbeat)
 
     def _frame(self) -> bytes:
-        """Join the next parts into a frame; empty when nothing waits."""
+        """Join the next parts into a frame; empty if nothing waits."""
         pieces: list[bytes | memoryview] = []
         size = 0
         while part := self._over or self._next():
@@ -165,12 +165,12 @@ class Outbox:
         return sealed(pieces) if pieces else b""
 
     def _next(self) -> Pieces:
-        """Take the next part of the lane whose turn it is; empty when nothing waits."""
+        """Take the next part of the lane whose turn it is; empty if nothing waits."""
         while self._lanes:
             lane, waiting = next(iter(self._lanes.items()))
             part = next(waiting[0], None)
             if part is not None:
-                self._lanes[lane] = self._lanes.pop(lane)  # to the end of the queue of lanes
+                self._lanes[lane] = self._lanes.pop(lane)  # move to the end of the queue of lanes
                 return part
             waiting.popleft()
             if not waiting:

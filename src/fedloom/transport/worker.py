@@ -1,6 +1,6 @@
-"""A worker's end of the wire: dials the aggregator, takes in requests, streams answers back (docs/wire.md).
+"""Worker side of the wire protocol: connects to the aggregator, receives requests, streams answers back (docs/wire.md).
 
-The stream lives on an event loop in a thread of its own; everything a session does, all torch work, happens in the
+The stream lives on an event loop in a thread of its own. All work of a session, and thus all torch work, happens in the
 thread that called :func:`serve`.
 """
 
@@ -71,35 +71,35 @@ from fedloom.words import REASON_CHARACTERS, printable
 
 log = logging.getLogger("fedloom.transport.worker")
 
-WELCOME_TIMEOUT_S = 30.0  # from dialling to the Welcome
+WELCOME_TIMEOUT_S = 30.0  # from connecting to the Welcome
 FIRST_BACKOFF_S = 0.1
-FIRST_NOTICE_S = 5.0  # when to say that we still dial; again each time after twice as long
-CERTAIN = 3  # how often in a row we must find that we do not believe an aggregator: bits flip in handshakes, too
-CHANGED_S = 1.0  # how often files of certificates and tokens are looked at
-GATHER_S = 0.001  # how long an answer waits for others to go with it, while the next one is computed
-NOTICE_S = 0.2  # how soon a stop event is noticed while there is nothing to do
+FIRST_NOTICE_S = 5.0  # when to log that we are still trying to connect; the interval doubles each time
+CERTAIN = 3  # consecutive failed verifications that count as final: bits flip in handshakes, too
+CHANGED_S = 1.0  # how often certificate and token files are checked for changes
+GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
+NOTICE_S = 0.2  # how soon a stop event is noticed while idle
 HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
-REQUEST_BYTES = 4 << 30  # the most that one request may take of a worker's memory
+REQUEST_BYTES = 4 << 30  # maximum memory of one request
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """How a worker introduces itself.
+    """Introduction of a worker to the aggregator.
 
     Attributes
     ----------
     worker
-        Its name, unique in the federation; a restarted worker comes back under the same one.
+        Name, unique in the federation; a restarted worker returns under the same name.
     clients
         Ids of the clients that it may serve.
     algorithms
-        Name and version of the algorithms it has.
+        Names and versions of its algorithms.
     device
-        What it computes on.
+        Device that it computes on.
     incarnation
-        Of this process: conversations are held for as long as it stays the same.
+        Id of this process: conversations are kept as long as it stays the same.
     members
-        What the aggregator is told of the clients, in their order, where they have data of their own.
+        Announcements of the clients, in the same order, where they bring data of their own.
     """
 
     worker: str
@@ -112,7 +112,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Joined:
-    """What the aggregator told a worker that it let in: the run, the aggregator's process, the experiment (JSON)."""
+    """Welcome received from the aggregator: the run, the id of the aggregator's process, the experiment (JSON)."""
 
     run: str
     incarnation: str
@@ -120,11 +120,11 @@ class Joined:
 
 
 class Session(Protocol):
-    """The clients' side of all conversations with one incarnation of the aggregator."""
+    """Clients' side of all conversations with one incarnation of the aggregator."""
 
     @property
     def vocabulary(self) -> Mapping[str, type[Message]]:
-        """The messages that may be sent to clients, by class name."""
+        """Messages that may be sent to clients, by class name."""
 
     def answer(
         self,
@@ -135,15 +135,15 @@ class Session(Protocol):
         message: Message,
         states: Sequence[Versions] = (),
     ) -> Iterator[tuple[int, Message | Lost]]:
-        """Yield each row's answer as soon as it is ready: (position in the cohort, message of one row, or Lost).
+        """Yield each row's answer as soon as it is ready: (position in the cohort, message of one row or Lost).
 
-        Asked again for the last exchange, a row's answer is yielded again, without work. An opening (exchange 0) that
-        is not the last exchange of a row starts the row anew.
+        If the last exchange of a row is requested again, its answer is yielded again without recomputation. An opening
+        (exchange 0) that is not the last exchange of a row restarts the row.
 
         Raises
         ------
         MissingConversation
-            Before any work, if rows have not taken part in the exchange before this one here.
+            Before any work, if rows have not taken part in the previous exchange here.
         """
 
     def close(self, key: ConversationKey) -> None:
@@ -152,22 +152,22 @@ class Session(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Request:
-    """A request that has come in whole."""
+    """A request that has been received completely."""
 
     incarnation: str
     key: ConversationKey
     envelope: wire.Envelope
-    assembler: Assembler | None  # None: it is larger than we take, and was skipped
+    assembler: Assembler | None  # None if the request exceeded REQUEST_BYTES and was skipped
     expires: float | None  # on the monotonic clock
 
 
 @dataclass(eq=False)
 class _Book:
-    """What has been received of a conversation, and answered in the last exchange of each row."""
+    """Exchanges received in a conversation, and the answers to the last exchange of each row."""
 
     exchanges: dict[int, int] = field(default_factory=dict)
     answers: dict[int, tuple[str, Encoded | str]] = field(default_factory=dict)
-    """Of rows: the client, and its answer, or why there is none."""
+    """By row: the client, and its answer or the reason why there is none."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,11 @@ class _Close:
 
 
 class _LaterError(ConnectionError):
-    """The aggregator is there, and we are to come again."""
+    """The aggregator is reachable but asks us to reconnect later."""
 
 
 class _Finished:
-    """The aggregator said goodbye."""
+    """Goodbye from the aggregator: the run is over."""
 
 
 _Event = Joined | _Request | _Close | _Finished | BaseException
@@ -196,32 +196,32 @@ def serve(
     credentials: Credentials | None = None,
     bandwidth: Bandwidth | None = None,
 ) -> bool:
-    """Serve clients until the run is over or ``stop`` is set; return whether it is over.
+    """Serve clients until the run is over or ``stop`` is set; return whether the run is over.
 
     Parameters
     ----------
     address
-        The aggregator's ``host:port``.
+        ``host:port`` of the aggregator.
     introduction
-        What it is told of us.
+        Sent to the aggregator on joining.
     make_session
-        Called, in this thread, when a (new incarnation of the) aggregator has let us in. A session outlives a
-        connection that breaks, not the aggregator's process.
+        Called in this thread when an aggregator, or a new incarnation of it, has admitted us. A session survives a
+        broken connection, but not the aggregator's process.
     stop
-        Set by a signal handler: leave, finishing nothing.
+        Set by a signal handler to leave at once, without finishing any work.
     reconnect_s
-        How long to go on dialling an aggregator that is gone; infinite: for ever.
+        Seconds to keep trying to reach an aggregator that is gone; infinity means forever.
     credentials
-        What it is dialled with; without, in plaintext and as nobody.
+        Credentials to connect with; without them, the connection is plaintext and anonymous.
     bandwidth
-        How much of our line we take; None: all that there is.
+        Bandwidth limit; None for no limit.
 
     Raises
     ------
     RefusedError
-        If the aggregator does not let us in: protocol, package or algorithm version, who we are.
-        If we do not believe it, or it does not believe us: at once, unless it has let us in before; then after
-        ``reconnect_s`` seconds, as certificates may be about to be renewed.
+        If the aggregator refuses our protocol, package or algorithm version, or our identity. If either side cannot
+        verify the other: at once if the aggregator has never admitted us, otherwise after ``reconnect_s`` seconds,
+        because certificates may be about to be renewed.
     ExperimentError
         If a token would be sent in plaintext to another machine.
     DataError
@@ -229,7 +229,7 @@ def serve(
     AbandonedError
         If the aggregator is gone for ``reconnect_s`` seconds.
     Exception
-        Whatever else ended the stream's thread, such as memory that is not there.
+        Any other error that ended the stream's thread, such as lack of memory.
     """
     connection = _Connection(address, introduction, reconnect_s, credentials or Credentials(), bandwidth)
     connection.start()
@@ -269,7 +269,7 @@ def _work(connection: _Connection, make_session: Callable[[Joined], Session], st
 
 
 def _answer(connection: _Connection, session: Session, request: _Request, stop: threading.Event) -> bool:
-    """Compute the answers of a request's rows, sending each as soon as it is ready; False if that came too late."""
+    """Compute a request's answers, sending each as soon as it is ready; return False if it was no longer needed."""
     if _pointless(connection, request, stop):
         return False
     envelope, key = request.envelope, request.key
@@ -332,18 +332,18 @@ def _decode(session: Session, request: _Request) -> Message:
 
 
 def _pointless(connection: _Connection, request: _Request, stop: threading.Event) -> bool:
-    """Whether nobody waits for the rest of a request: stopping, closed, past its deadline, or another aggregator."""
+    """Return whether the rest of a request is pointless: stopping, closed, expired, or from another aggregator."""
     return stop.is_set() or _is_over(connection, request) or connection.incarnation != request.incarnation
 
 
 def _is_over(connection: _Connection, request: _Request) -> bool:
-    """Whether a request's deadline has passed, or its conversation is closed."""
+    """Return whether a request's deadline has passed or its conversation is closed."""
     expired = request.expires is not None and time.monotonic() > request.expires
     return expired or request.key in connection.closed
 
 
 class _Connection:
-    """Keeps a stream to the aggregator, in a thread of its own, and turns it into events."""
+    """Stream to the aggregator, kept open in a thread of its own and turned into events."""
 
     def __init__(
         self,
@@ -355,11 +355,11 @@ class _Connection:
     ) -> None:
         self.events: SimpleQueue[_Event] = SimpleQueue()
         self.closed: set[ConversationKey] = set()  # closed by the aggregator, not yet by the session
-        self.incarnation = ""  # of the aggregator that let us in last
+        self.incarnation = ""  # of the aggregator that admitted us last
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
-        self._shown = credentials.current  # when it was dialled last
+        self._shown = credentials.current  # credentials of the last connection attempt
         self._up, self._down = Line(bandwidth and bandwidth.up), Line(bandwidth and bandwidth.down)
         self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
         self._outbox: Outbox | None = None
@@ -368,9 +368,9 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._run_name = ""
-        self._replies: deque[tuple[_Request, int, str, Encoded | str]] = deque()  # on their way between the threads
-        self._gathering = False  # the loop knows that there are some
-        self._books: dict[ConversationKey, _Book] = {}  # belongs to the event loop, as the outbox does
+        self._replies: deque[tuple[_Request, int, str, Encoded | str]] = deque()  # in transit between the threads
+        self._gathering = False  # the loop knows that there are replies to send
+        self._books: dict[ConversationKey, _Book] = {}  # owned by the event loop, like the outbox
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
         self._hello = wire.Hello(
             protocol=PROTOCOL,
@@ -400,10 +400,10 @@ class _Connection:
                 hint="let several workers serve fewer clients each",
             )
 
-    # ---- what the session's thread uses
+    # ---- used by the session's thread
 
     def start(self) -> None:
-        """Begin to dial."""
+        """Start connecting."""
         self._thread.start()
         self._ready.wait()
 
@@ -417,10 +417,10 @@ class _Connection:
         self._thread.join()
 
     def reply(self, request: _Request, row: int, client: str, answer: Message | Lost) -> None:
-        """Send one row's answer; it is kept until the row goes on, for the aggregator may ask for it again.
+        """Send one row's answer, keeping it until the row moves on, in case the aggregator asks for it again.
 
-        To wake the stream's thread costs as much as a small answer: those of the next millisecond go with it, or all
-        that there are when :meth:`flush` is called.
+        Waking the stream's thread costs as much as a small answer, so answers of the next ``GATHER_S`` are sent
+        together; :meth:`flush` sends all that are ready.
         """
         self._replies.append((request, row, client, answer.reason if isinstance(answer, Lost) else encode(answer)))
         if not self._gathering:
@@ -433,11 +433,11 @@ class _Connection:
             self._post(self._send_replies)
 
     def too_late(self, request: _Request) -> None:
-        """Say that we are done with a request that nobody waits for: silence would be taken for a worker that hangs."""
+        """Report that we have dropped an obsolete request: silence would be taken for a hanging worker."""
         self._post(self._late, request)
 
     def missing(self, request: _Request, rows: Iterable[int]) -> None:
-        """Say that the conversation of these rows is not held here."""
+        """Report that the conversation of these rows is not held here."""
         self._post(self._lacking, request, list(rows))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -450,7 +450,7 @@ class _Connection:
     # ---- the event loop's thread
 
     def _introduction(self) -> bytes:
-        """Who we are, and what we have received whole of conversations that are open, as far as we know."""
+        """Return the Hello: who we are, and which open conversations we have received completely, as far as we know."""
         hello = wire.Hello(held_of=self.incarnation)
         hello.MergeFrom(self._hello)
         for key, book in self._books.items():
@@ -458,12 +458,12 @@ class _Connection:
                 rows = [row for row, reached in book.exchanges.items() if reached == exchange]
                 hello.held.append(wire.Held(conversation=key_to_wire(key), exchange=exchange, rows=rows))
         data = sealed(serialize(wire.WorkerPart(hello=hello)))
-        if len(data) > FRAME_BYTES and hello.held:  # then it is sent once more
+        if len(data) > FRAME_BYTES and hello.held:  # then the conversations are sent once more
             return sealed(serialize(wire.WorkerPart(hello=self._hello)))
         return data
 
     def _received(self, request: _Request) -> None:
-        """Note a request that has come in whole, and hand it to the session."""
+        """Record a completely received request, and hand it to the session."""
         book = self._books.setdefault(request.key, _Book())
         for row in request.envelope.rows:
             if book.exchanges.get(row) != request.envelope.exchange:
@@ -485,7 +485,7 @@ class _Connection:
             request, row, client, answer = self._replies.popleft()
             book, exchange = self._books.get(request.key), request.envelope.exchange
             if self.incarnation != request.incarnation or book is None or book.exchanges.get(row) != exchange:
-                continue  # nobody waits for it any more
+                continue  # the answer is obsolete
             book.answers[row] = (client, answer)
             ready.setdefault((request.key, exchange), []).append(row)
         for (key, exchange), rows in ready.items():
@@ -507,7 +507,7 @@ class _Connection:
         self._say_missing(request.key, request.envelope.exchange, rows)
 
     def _again(self, again: wire.Again) -> None:
-        """Send answers again; those that are not there yet come when they are."""
+        """Resend answers; those that are not ready yet follow when they are."""
         key = key_from_wire(again.conversation)
         book = self._books.get(key, _Book())
         lacking = [row for row in again.rows if book.exchanges.get(row) != again.exchange]
@@ -517,9 +517,10 @@ class _Connection:
             self._say_missing(key, again.exchange, lacking)
 
     def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
-        """Send the answers of rows, or why there are none; without a connection the aggregator will ask for them.
+        """Send the answers of rows, or the reasons why there are none.
 
-        Small answers go together, one transfer for as many as fit into a chunk.
+        Without a connection, nothing is sent; the aggregator will ask again. Small answers are sent together, one
+        transfer for as many as fit into a chunk.
         """
         found: list[tuple[int, str, Encoded]] = []
         for row in sorted(set(rows)):
@@ -556,7 +557,7 @@ class _Connection:
             asyncio.run(self._main())
         except asyncio.CancelledError:
             log.debug("left")
-        except BaseException as error:  # or the session's thread would wait for ever
+        except BaseException as error:  # otherwise the session's thread would wait forever
             self.events.put(error)
         finally:
             self._ready.set()
@@ -567,9 +568,9 @@ class _Connection:
         self._ready.set()
         last_seen = time.monotonic()
         attempt = doubts = 0
-        told: set[str] = set()  # why there is no connection, as far as that has been said
+        told: set[str] = set()  # reasons for the missing connection logged so far
         next_notice = FIRST_NOTICE_S
-        refused: RefusedError | None = None  # by the aggregator that was there last
+        refused: RefusedError | None = None  # by the last aggregator reached
         while True:
             seen, reason = False, ""
             try:
@@ -587,7 +588,7 @@ class _Connection:
                     return
             except FedloomError as error:
                 if isinstance(error, RefusedError) and self._credentials.current != self._shown:
-                    continue  # with what the files hold now
+                    continue  # retry with the current content of the files
                 self.events.put(error)
                 return
             except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
@@ -623,16 +624,16 @@ class _Connection:
             await asyncio.sleep(min(left, backoff * random.uniform(0.5, 1.0)))
 
     async def _hold(self) -> tuple[bool, bool]:
-        """Dial, and hold one stream until it ends. Returns (whether we were let in, whether the run is over).
+        """Connect, and hold one stream until it ends; return (whether we were admitted, whether the run is over).
 
         Raises
         ------
         RefusedError, DataError
-            If the aggregator does not let us in.
+            If the aggregator does not admit us.
         grpc.RpcError, ConnectionError, TimeoutError, WireError
-            If there is none, it does not answer, or what it sends is no frame.
+            If there is no aggregator, it does not answer, or it sends an invalid frame.
         """
-        await self._up.free()  # a Hello may not be waited for
+        await self._up.free()  # the bandwidth limit must not delay a Hello
         self._shown = self._show()
         async with dial.channel(self._address, self._shown, self._options) as channel:
 
@@ -644,7 +645,7 @@ class _Connection:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=dial.metadata(self._shown))
             tasks: list[asyncio.Task[Any]] = []
             try:
-                async with asyncio.timeout(WELCOME_TIMEOUT_S):  # writing waits, too, on a line that is silent
+                async with asyncio.timeout(WELCOME_TIMEOUT_S):  # includes writing, which blocks on a dead connection
                     await write(self._introduction())
                     data = await self._next(call)
                 first = _first(data)
@@ -654,7 +655,7 @@ class _Connection:
                     raise WireError(Refusal.GARBAGE, "the first part was no Welcome")
                 welcome = first.welcome
                 if self.incarnation != welcome.incarnation:
-                    self._books.clear()  # what belonged to another aggregator
+                    self._books.clear()  # they belonged to another aggregator
                 self._outbox, self.incarnation, self._run_name = Outbox(HEARTBEAT), welcome.incarnation, welcome.run
                 self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
                 log.info("joined run %s at %s", welcome.run, self._address)
@@ -675,20 +676,23 @@ class _Connection:
                 call.cancel()
 
     def _show(self) -> Shown:
-        """Return what we show; with a certificate that has ended, we wait for another if we have been in before."""
+        """Return our credentials; if our certificate has expired, raise _Distrust, which may be retried."""
         try:
             return self._credentials.show(split_address(self._address, what="the aggregator", lowest=1)[0])
         except RefusedError as error:
             raise _Distrust(str(error), error, certain=True) from None
 
     async def _changed(self) -> None:
-        """Return when there is something else to show: it takes a new channel, on which conversations go on."""
+        """Return when our credentials have changed, which requires a new channel; conversations continue on it."""
         while await asyncio.to_thread(lambda: self._credentials.current) == self._shown:
             await asyncio.sleep(CHANGED_S)
         log.info("reconnecting with the current content of the files")
 
     def _failed(self, code: grpc.StatusCode, details: str | None, told: Iterable[tuple[str, Any]]) -> Exception | None:
-        """Return what to make of a call that failed for who we are, or who they are; None if for something else."""
+        """Return the error for a call that failed because one side rejected the other, or that can be retried later.
+
+        Return None for any other failure.
+        """
         if code in REFUSALS:
             words = described(code, details)
             refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
@@ -716,7 +720,7 @@ class _Connection:
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
-        """Take in frames until the stream ends; whether the run is over."""
+        """Read frames until the stream ends; return whether the run is over."""
         arrivals: dict[int, _Request] = {}
         while True:
             await self._down.free()
@@ -766,7 +770,7 @@ class _Connection:
 
 
 class _Distrust(ConnectionError):
-    """One side does not believe the other; ``refused`` ends us if that stays so."""
+    """One side could not verify the other; ``refused`` ends the worker if that persists."""
 
     def __init__(self, reason: str, refused: RefusedError, *, certain: bool) -> None:
         super().__init__(reason)
@@ -781,7 +785,7 @@ def _arrival(arrivals: dict[int, _Request], number: int) -> _Request:
 
 
 def _first(data: bytes) -> wire.AggregatorPart:
-    """The first part of a stream; of protocol 1, which has no seals, only the refusal is read."""
+    """Return the first part of a stream; of protocol 1, which has no seals, only a refusal is read."""
     if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
         with contextlib.suppress(WireError):
             part = parse(wire.AggregatorFrame, data, seal=False).parts[0]
@@ -807,7 +811,7 @@ def _refused(address: str, refused: wire.Refused) -> FedloomError:
 
 
 def _is_cut_short(error: Exception) -> bool:
-    """Whether a call ended while we were writing, in which case gRPC does not always tell its status."""
+    """Return whether a call ended while we were writing, in which case gRPC does not always report its status."""
     return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.INTERNAL
 
 

@@ -1,4 +1,4 @@
-"""Who may speak to an aggregator, and about whom: identities, tokens, certificates, the audit log (docs/security.md).
+"""Identities, tokens, certificates and the audit log (docs/security.md).
 
-It knows no transport: it is told what a peer has presented, and says who that is and what that one may do.
+This package knows no transport: given a peer's credentials, it decides who the peer is and what it may do.
 """

@@ -1,4 +1,4 @@
-"""Who is let in: what a peer has presented, looked up in the tokens and the identities of an aggregator."""
+"""Access control: looks up a peer's credentials in the tokens and identities of an aggregator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.trust.tokens import Token, Tokens, keep_token, read_tokens, token_i
 
 @dataclass(frozen=True)
 class Presented:
-    """What a peer has shown of itself: a certificate, a token, both or neither."""
+    """Credentials that a peer presents: a certificate, a token, both or neither."""
 
     certificate: Certificate | None = None
     token: SecretStr | None = None
@@ -26,7 +26,7 @@ class Presented:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A peer that was let in, and by what."""
+    """Admitted peer, and its credentials."""
 
     identity: Identity
     certificate: Certificate | None
@@ -34,7 +34,7 @@ class Admitted:
 
     @property
     def ends(self) -> datetime | None:
-        """When what it was let in by ends; None is never."""
+        """Expiry of the credentials; None if they never expire."""
         ends = [
             None if self.certificate is None else self.certificate.ends,
             None if self.token is None else self.token.expires,
@@ -43,25 +43,25 @@ class Admitted:
 
     @property
     def credential(self) -> str:
-        """What it was let in by, for the audit log."""
+        """Credentials of the peer, for the audit log."""
         shown = [] if self.certificate is None else [f"certificate {self.certificate.fingerprint[:16]}"]
         return " and ".join(shown + ([] if self.token is None else [f"token {self.token.id}"]))
 
 
 class Denied(Exception):
-    """A peer is not let in, or not for this.
+    """A peer is not admitted, or may not do this.
 
     Parameters
     ----------
     reason
-        A sentence that may be told to the peer.
+        A sentence that may be shown to the peer.
     identity
-        Who it is, as far as that is known: None is nobody that we know.
+        Identity of the peer; None if it is unknown.
     again
-        Whether it would be let in if it came again: it is the same, and may do something else than before.
+        True if the peer should reconnect: its permissions have changed, or a newer certificate may be in place already.
     final
-        Whether its token has been revoked or has expired, which no other file can change. A token or a certificate that
-        is not known may be in a file that is about to be replaced.
+        True if its token is revoked or has expired, which no other file can change. An unknown token or certificate may
+        be in a file that is about to be replaced.
     """
 
     def __init__(
@@ -74,31 +74,34 @@ class Denied(Exception):
 
 
 SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.PERSONALIZE, Role.WATCH}), ("*",))
-"""Who has the token that is in no file: it speaks for every client. Whoever is known is as much, without a table."""
+"""Identity of the shared token, which is in no file and may act for every client.
+
+Without a table of identities, every peer with a known credential has the same permissions.
+"""
 
 
 class Access:
-    """Says who a peer is, by files that are read again when they change.
+    """Access rules, read from files that are reloaded when they change.
 
-    Any thread may ask. What is refused is refused before anything else of a message is looked at.
+    Any thread may use it. Peers are refused before any content of a message is read.
 
     Parameters
     ----------
     tokens
-        File of tokens; None: no token is known.
+        Token file; None if no token is known.
     identities
-        Table of identities; None: whoever presents a certificate of our CA, or a token that is known, may be a worker
-        for every client, ask for every client's model, and watch.
+        Identity file. With None, any peer with a certificate of our CA or a known token may be a worker for every
+        client, request every client's model, and watch.
     shared
-        A token that is in no file, which our own workers have, and who watches them or asks for models; the table does
-        not speak of it.
+        Token that is in no file, used by our own workers and by whoever watches them or requests models; the identity
+        file does not apply to it.
     now
-        The time, in UTC.
+        Returns the current time in UTC.
 
     Raises
     ------
     ExperimentError
-        If a file cannot be read, or says what is not allowed.
+        If a file cannot be read or is invalid.
     """
 
     def __init__(
@@ -116,18 +119,18 @@ class Access:
 
     @property
     def stale(self) -> bool:
-        """Whether a file has changed since it was last looked at, which costs no more than to look."""
+        """True if a file has changed since it was last checked; costs one ``stat`` per file."""
         return any(file.stale for file in self._files)
 
     def refresh(self) -> dict[Path, int]:
-        """Read files again that have changed; return how often each has said something else so far."""
+        """Reload changed files; return the number of changes of each file so far."""
         for file in self._files:
             file.refresh()
         return self.versions
 
     @property
     def versions(self) -> dict[Path, int]:
-        """How often each file has said something else so far, as far as they have been read."""
+        """Number of changes of each file so far, as of the last reload."""
         return {path: file.version for file in self._files for path in file.paths}
 
     @property
@@ -135,12 +138,12 @@ class Access:
         return [file for file in (self._tokens, self._table) if file is not None]
 
     def admit(self, presented: Presented, action: Action) -> Admitted:
-        """Return who a peer is, if it may do this.
+        """Return the admitted peer if it may do this.
 
         Raises
         ------
         Denied
-            If it is nobody we know, what it presents is not valid (any more), or none of its roles allows this.
+            If the peer is unknown, its credentials are invalid or have expired, or none of its roles allows the action.
         """
         token = None if presented.token is None else self._find(presented.token)
         admitted = self._known(presented.certificate, token)
@@ -148,12 +151,12 @@ class Access:
         return admitted
 
     def check(self, admitted: Admitted, action: Action) -> None:
-        """Make sure that a peer would be let in again, as the files are now.
+        """Check that a peer would still be admitted with the current files.
 
         Raises
         ------
         Denied
-            If not: revoked, expired, or with other roles or clients than before.
+            If it would not: its credentials are revoked or have expired, or its roles or clients have changed.
         """
         before = admitted.identity
         token = None if admitted.token is None else self._kept(admitted.token.id)
@@ -181,7 +184,7 @@ class Access:
             raise Denied(f"token {token.id} of {token.name} {_was(state)} {when:%Y-%m-%d %H:%M:%S} UTC", final=True)
         if certificate is not None and not certificate.starts <= now < certificate.ends:
             reason = f"{certificate} {validity(certificate.starts, certificate.ends, now)}"
-            raise Denied(reason, again=True)  # a newer one may be there already
+            raise Denied(reason, again=True)  # a newer certificate may be in place already
         if token is not None and self._shared.of(token.id) is not None:
             return Admitted(SHARED, certificate, token)
         shown = [str(certificate)] if certificate is not None else []

@@ -1,4 +1,4 @@
-"""The audit log: one JSON object a line for each join, refusal, revocation and change of settings."""
+"""Audit log: one JSON object per line for each join, refusal, revocation and change of settings."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from typing import Literal, TypeAlias
 from fedloom.storage.folder import PRIVATE_FILE, open_to_append, storing
 
 Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "control", "handed_out"]
-"""What happened: a peer was let in, or went; was not let in; was put out while it was connected; a file that decides
-about others changed; an operator paused the federation, had it go on, or stopped it; a peer was given a
-client's model."""
+"""Kind of an event.
+
+In order: a peer joined; left; was refused; was disconnected by a revocation; an access file changed; an operator
+paused, resumed or stopped the federation; a client's model was handed out.
+"""
 
 REPEATED_S = 10.0
-"""For so long, refusals of one kind to one host are counted, not written."""
+"""Time during which further refusals of one kind to one host are counted instead of written."""
 
 KINDS = 1000
-"""Kinds of refusals that are told apart; those beyond share one."""
+"""Maximum number of kinds of refusals that are counted separately; further kinds share one counter."""
 
 WAITING = 1000
-"""Lines that wait for a file at most."""
+"""Maximum number of lines that wait for a file."""
 
 LONGEST = 500
-"""Characters of a text that a peer may have chosen."""
+"""Maximum length of a text that a peer may have chosen, in characters."""
 
 Value: TypeAlias = str | int | float | bool | None
 
@@ -37,15 +39,15 @@ Value: TypeAlias = str | int | float | bool | None
 class Audit:
     """Appends to a file that only its owner may read (0600). Any thread may write.
 
-    Each line has ``time`` (UTC), ``event``, and what the caller tells. A line is in the file when the call returns. The
-    file is opened for each line: it may be moved away (logrotate) at any time. Refusals, of which anybody can cause any
-    number, are written at most once each :data:`REPEATED_S` for a kind and host; ``repeated`` says how many more there
-    were since the last.
+    Each line has ``time`` (UTC), ``event``, and the caller's fields. A line is in the file when the call returns. The
+    file is opened for each line, so that it may be moved (logrotate) at any time. Refusals, which anyone can cause in
+    any number, are written at most once every :data:`REPEATED_S` per kind and host; ``repeated`` counts those left out
+    since the last.
 
     Parameters
     ----------
     path
-        The file; its folder is there. Without, lines wait for :meth:`keep`, the last :data:`WAITING` of them.
+        The file, in an existing folder. With None, the last :data:`WAITING` lines wait for :meth:`keep`.
     """
 
     def __init__(self, path: Path | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,10 +55,11 @@ class Audit:
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: deque[str] = deque(maxlen=WAITING)
-        self._refused: dict[tuple[str, str], tuple[float, int]] = {}  # kind and host: written when, counted since
+        # (kind, host) -> (time of last line, refusals since)
+        self._refused: dict[tuple[str, str], tuple[float, int]] = {}
 
     def keep(self, path: Path) -> None:
-        """Say where lines go, and write those that wait.
+        """Set the file, and write the waiting lines to it.
 
         Raises
         ------
@@ -74,20 +77,20 @@ class Audit:
         Raises
         ------
         StorageError
-            If it cannot be written: who may not be watched may not be let in.
+            If it cannot be written: a peer that cannot be logged must not be admitted.
         """
         with self._lock:
             self._append(event, told)
 
     def refused(self, host: str, kind: str, **told: Value) -> None:
-        """Write that a peer of a host was not let in, or count it.
+        """Write or count the refusal of a peer.
 
         Parameters
         ----------
         host
-            Without its port.
+            Address of the peer, without the port.
         kind
-            Why, in a word that no peer chooses.
+            Kind of the refusal; never chosen by a peer.
 
         Raises
         ------
@@ -109,7 +112,7 @@ class Audit:
     def _append(self, event: Event, told: Mapping[str, Value]) -> None:
         cut = {key: value[:LONGEST] if isinstance(value, str) else value for key, value in told.items()}
         when = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": when, "event": event, **cut}) + "\n"  # ASCII: no line ends but ours
+        line = json.dumps({"time": when, "event": event, **cut}) + "\n"  # ASCII, so that only we end lines
         if self._path is None:
             self._waiting.append(line)
         else:

@@ -1,4 +1,4 @@
-"""A certificate authority and certificates for trials; a real installation has an authority already, and uses it."""
+"""Certificate authority and certificates for trials; a production installation uses its existing authority."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ CA_DAYS = 365
 LEAF_DAYS = 30
 MOST_DAYS = 3650
 EARLIER = timedelta(minutes=5)
-"""How long before its making a certificate is valid already, for clocks that are slow."""
+"""Time by which the start of validity precedes creation, for slow clocks."""
 
 URI = "urn:fedloom:"
-"""How the name of a member begins in its certificate."""
+"""Prefix of a member's name in its certificate."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """Files that were made, until when the certificate is valid, and the names in it."""
+    """Created files, the expiry of the certificate, and the names in it."""
 
     certificate: Path
     key: Path
@@ -41,12 +41,12 @@ class Made:
 
 
 def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
-    """Make an authority: ``ca.crt`` for everybody, and ``ca.key`` (0600), which never leaves the folder.
+    """Create an authority: ``ca.crt`` to distribute, and ``ca.key`` (0600), which never leaves the folder.
 
     Raises
     ------
     ExperimentError
-        If there is one already: what it has signed would be worth nothing with another.
+        If there is one already: a new one would invalidate the certificates that it has signed.
     StorageError
         If the files cannot be written.
     """
@@ -66,27 +66,27 @@ def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
 def make_certificate(
     name: str, folder: Path, ca: Path, *, hosts: Sequence[str] = (), days: int = LEAF_DAYS, replace: bool = False
 ) -> Made:
-    """Make the certificate of a member, or of a server if it has hosts: ``NAME.crt`` and ``NAME.key`` (0600).
+    """Create a certificate for a member, or for a server if hosts are given: ``NAME.crt`` and ``NAME.key`` (0600).
 
     Parameters
     ----------
     name
-        Of the member; its certificate has the URI ``urn:fedloom:NAME``.
+        Name of the member; its certificate has the URI ``urn:fedloom:NAME``.
     ca
         Folder of the authority.
     hosts
-        DNS names and IP addresses under which the server is dialled.
+        DNS names and IP addresses of the server.
     days
-        How long it is valid, and not longer than its authority.
+        Validity in days; never longer than the authority's.
     replace
-        Take the place of files that are there.
+        Replace existing files.
 
     Raises
     ------
     ExperimentError
-        If a name is not allowed, there is no authority, or the files are there already.
+        If a name is not allowed, there is no authority, or the files exist already.
     RefusedError
-        If the authority has ended.
+        If the authority has expired.
     StorageError
         If the files cannot be written.
     """
@@ -205,7 +205,7 @@ def _write(
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
     public = certificate.public_bytes(Encoding.PEM).decode()
     if replace and at.exists():
-        # Whoever reads between the two finds a key that is not the certificate's, and keeps what it has.
+        # A reader between the two writes finds a key that does not match the certificate, and keeps what it has.
         write_private(key_at, secret)
         write_private(at, public)
     else:

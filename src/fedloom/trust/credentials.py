@@ -1,4 +1,4 @@
-"""Certificates and keys in PEM files: read, checked, and described in words."""
+"""Certificates and keys in PEM files: reading, checks, and descriptions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a certificate says.
+    """Content of a certificate.
 
     Attributes
     ----------
     names
-        Its subject alternative names, ``URI:...``, ``DNS:...`` and ``IP:...``.
+        Subject alternative names, ``URI:...``, ``DNS:...`` and ``IP:...``.
     fingerprint
-        SHA-256 of it, hexadecimal.
+        SHA-256 of the certificate, in hexadecimal.
     starts, ends
-        When it is valid.
+        Period of validity.
     """
 
     names: frozenset[str]
@@ -34,25 +34,25 @@ class Certificate:
     ends: datetime
 
     def __str__(self) -> str:
-        """Return what it is called in messages."""
+        """Return the description used in messages."""
         return f"the certificate of {', '.join(sorted(self.names)) or 'nobody (it has no name)'}"
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A certificate with those that vouch for it, and its key, as PEM files have them."""
+    """Certificate with its chain, and its key, as in the PEM files."""
 
     chain: bytes
     key: bytes
     certificate: Certificate
 
     def __repr__(self) -> str:
-        """Return no key."""
+        """Return a text without the key."""
         return f"KeyPair({self.certificate})"
 
 
 def parse_certificate(pem: bytes) -> Certificate:
-    """Read the first certificate of a PEM text.
+    """Parse the first certificate of a PEM text.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def parse_certificate(pem: bytes) -> Certificate:
 
 
 TLS_FILES = (argument("tls_certificate"), argument("tls_key"))
-"""What errors call the files of a key pair that the user has named."""
+"""Names, in errors, of the files of a key pair that the user has given."""
 
 
 def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_FILES) -> KeyPair:
@@ -74,14 +74,14 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
     Parameters
     ----------
     names
-        What errors call the two.
+        Names of the two files in errors.
 
     Raises
     ------
     ExperimentError
-        If a file cannot be read or holds something else, or the key is another certificate's.
+        If a file cannot be read, has other content, or the key does not match the certificate.
     RefusedError
-        If the certificate has ended, or is not valid yet: nobody would let us in with it.
+        If the certificate has expired or is not valid yet: no peer would admit us with it.
     """
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -112,12 +112,12 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
 
 
 def read_ca(path: Path, *, what: str = argument("tls_ca")) -> bytes:
-    """Read the certificates of the authorities that are trusted.
+    """Read the certificates of the trusted authorities.
 
     Raises
     ------
     ExperimentError
-        If the file cannot be read, or holds no certificate, or none that may vouch for others.
+        If the file cannot be read, or has no certificate of an authority.
     """
     from cryptography import x509
 
@@ -134,7 +134,7 @@ def read_ca(path: Path, *, what: str = argument("tls_ca")) -> bytes:
 
 
 def validity(starts: datetime, ends: datetime, now: datetime) -> str:
-    """Say since when, or until when, a certificate is not valid, and what this clock says: one of them is wrong."""
+    """Return why a certificate is not valid now, with this machine's time: either may be wrong."""
     said = f"ended at {_utc(ends)}" if now >= ends else f"is valid from {_utc(starts)} only"
     return f"{said}, and this machine's clock says {_utc(now)}"
 

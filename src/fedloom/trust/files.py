@@ -1,4 +1,4 @@
-"""Small files that are trusted: read whole or refused, written for their owner alone, read again when they change."""
+"""Small trusted files: read completely or refused, written for their owner only, reloaded when they change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedloom.storage.folder import staged, storing, sync
 log = logging.getLogger("fedloom.trust")
 
 LARGEST = 16 << 20
-"""Bytes of a file that is trusted."""
+"""Maximum size of a trusted file in bytes."""
 
 SETTLE_S, SETTLES = 0.1, 10
-"""How long it may take until the next of several files is replaced, and how often that is waited for."""
+"""Delay for the next of several files to be replaced, and the maximum number of attempts to read them."""
 
 _T = TypeVar("_T")
 _State = tuple[int, int, int, int] | None
@@ -32,12 +32,12 @@ def read_text(path: Path, what: str) -> str:
     Parameters
     ----------
     what
-        What to call it in errors, such as ``--tls-key``.
+        Name of the file in errors, such as ``--tls-key``.
 
     Raises
     ------
     ExperimentError
-        If it cannot be read, is no regular file (a pipe would be waited for), is too large, or no UTF-8.
+        If it cannot be read, is not a regular file (reading a pipe would block), is too large, or is not UTF-8.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -54,12 +54,12 @@ def read_text(path: Path, what: str) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read (0600), whole or not at all, in place of what was there.
+    """Write a file that only its owner may read (0600), atomically replacing an existing one.
 
     Raises
     ------
     StorageError
-        If it cannot be written; a file of that name stays as it was.
+        If it cannot be written; an existing file stays unchanged.
     """
     with staged(path) as partial:
         _fill(partial, text, 0o600)
@@ -68,12 +68,12 @@ def write_private(path: Path, text: str) -> None:
 
 
 def create(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a file that was not there before; only its owner may read one that is ``private``.
+    """Create a new file; only its owner may read one that is ``private``.
 
     Raises
     ------
     ExperimentError
-        If there is a file of that name; it stays as it is.
+        If the file exists already; it stays unchanged.
     StorageError
         If it cannot be written.
     """
@@ -82,7 +82,7 @@ def create(path: Path, text: str, *, private: bool = False) -> None:
     with staged(path) as partial:
         _fill(partial, text, 0o600 if private else 0o644)
         try:
-            os.link(partial, path)  # unlike a rename, it never takes the place of what is there
+            os.link(partial, path)  # unlike a rename, it never replaces an existing file
         except FileExistsError:
             raise ExperimentError(f"{path} exists already; choose a new file, or give {argument('replace')}.") from None
         sync(path.parent)
@@ -96,40 +96,40 @@ def _fill(path: Path, text: str, mode: int) -> None:
 
 
 class Reread(Generic[_T]):
-    """What some files say, read again when one of them changes.
+    """Value read from files, reloaded when one of them changes.
 
-    Files that cannot be read, or say what is not allowed, are refused with a warning; what they said before stays in
-    force until they change again. Any thread may ask.
+    Files that cannot be read or are invalid cause a warning; the previous value stays in force until they change again.
+    Any thread may use it.
 
     Parameters
     ----------
     paths
         The files.
     read
-        Reads them all.
+        Reads all of them.
 
     Attributes
     ----------
     version
-        How often there was another value.
+        Number of changes of the value.
 
     Raises
     ------
     FedloomError
-        What ``read`` raises the first time: there is nothing to stay in force then.
+        The first error of ``read``, because there is no previous value to keep.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], _T]) -> None:
         self.paths = tuple(paths)
         self.version = 0
-        self._lock = threading.Lock()  # a slow reader must not put an older value in the place of a newer one
+        self._lock = threading.Lock()  # a slow reader must not replace a newer value with an older one
         self._read = read
         self._value = self._first()
 
     def _first(self) -> _T:
-        """Read them the first time, and again if they were being replaced, as a certificate and its key are in turn."""
+        """Return the first value; retry while files are being replaced, such as a certificate and its key in turn."""
         for left in reversed(range(SETTLES)):
-            self._state = self._found()  # before they are read: what changes meanwhile is read again
+            self._state = self._found()  # before reading: changes during it cause another read
             try:
                 return self._read()
             except FedloomError:
@@ -140,16 +140,16 @@ class Reread(Generic[_T]):
 
     @property
     def value(self) -> _T:
-        """What they said when they were last read."""
+        """Value as last read."""
         return self._value
 
     @property
     def stale(self) -> bool:
-        """Whether a file has changed since it was last looked at; this waits for nobody who reads."""
+        """True if a file has changed since it was last checked; never waits for a reader."""
         return self._found() != self._state
 
     def refresh(self) -> int:
-        """Look whether a file has changed, and read them if so; return how often there was another value so far."""
+        """Reload the files if one has changed; return the number of changes of the value so far."""
         with self._lock:
             state = self._found()
             if state == self._state:

@@ -1,4 +1,4 @@
-"""The table of identities: who a certificate or a token belongs to, what they may do, and for which clients."""
+"""Identity file: maps certificates and tokens to identities, their roles, and the clients that they may act for."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fedloom.trust.files import read_text
 from fedloom.trust.tokens import NAME, contains_token
 
 CHARACTER = "[A-Za-z0-9._-]"
-"""What ids of clients consist of."""
+"""Characters allowed in client ids, as a regular expression."""
 
 MAX_CLIENTS = 1_000
-"""Clients that an identity whose clients are given by a pattern may announce, unless its entry says otherwise."""
+"""Default limit on announced clients for an identity whose clients are given by a pattern."""
 
 
 class Role(StrEnum):
-    """What an identity is let in for."""
+    """Role of an identity."""
 
     WORKER = "worker"
     OBSERVER = "observer"
@@ -39,7 +39,7 @@ class Role(StrEnum):
 
 
 class Action(StrEnum):
-    """What a peer asks to do; a transport maps each of its calls to one."""
+    """Action that a peer requests; a transport maps each of its calls to one."""
 
     TRAIN = "train clients"
     MEASURE = "have clients measured"
@@ -55,14 +55,14 @@ ALLOWED: Mapping[Role, frozenset[Action]] = {
     Role.WATCH: frozenset({Action.WATCH}),
     Role.ADMIN: frozenset({Action.WATCH, Action.CONTROL}),
 }
-"""What each role may do; whatever is not here is refused."""
+"""Actions that each role allows; all others are refused."""
 
 WITH_CLIENTS = frozenset({Role.WORKER, Role.OBSERVER, Role.PERSONALIZE})
-"""Roles that speak for clients."""
+"""Roles that act for clients."""
 
 
 class Entry(Settings):
-    """One identity as the table has it."""
+    """Entry of the identity file."""
 
     name: str = Field(pattern=NAME, description="What logs, lists and the journal call it.")
     certificate: str | None = Field(
@@ -84,7 +84,7 @@ class Entry(Settings):
 
     @cached_property
     def identity(self) -> Identity:
-        """Return who has its credentials."""
+        """Identity of the entry."""
         listed = len(self.clients)
         most = max(listed, MAX_CLIENTS) if any(re.search(r"[*?]", each) for each in self.clients) else listed
         return Identity(self.name, frozenset(self.roles), self.clients, self.max_clients or most)
@@ -97,16 +97,18 @@ class _Table(Settings):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a peer is.
+    """Identity of a peer.
 
     Attributes
     ----------
     name
-        Its own in the federation.
+        Name, unique in the federation.
     roles
-        What it is let in for.
+        Roles, which decide its permissions.
     clients
-        Patterns of the ids that it may speak for.
+        Patterns of the client ids that it may act for.
+    max_clients
+        Maximum number of clients with data of their own that its workers may announce; None for no limit.
     """
 
     name: str
@@ -115,15 +117,15 @@ class Identity:
     max_clients: int | None = None
 
     def may(self, action: Action) -> bool:
-        """Whether one of its roles allows this."""
+        """Return whether one of its roles allows this action."""
         return any(action in ALLOWED[role] for role in self.roles)
 
     def speaks_for(self, client: str) -> bool:
-        """Whether it may announce this client, and answer for it."""
+        """Return whether it may announce this client and answer for it."""
         return self._pattern.fullmatch(client) is not None
 
     def foreign(self, clients: Iterable[str]) -> list[str]:
-        """Return those of the clients that it may not speak for, in the order given."""
+        """Return the given clients that it may not act for, in the given order."""
         return [client for client in clients if not self.speaks_for(client)]
 
     @cached_property
@@ -132,10 +134,10 @@ class Identity:
 
 
 def _expression(pattern: str) -> str:
-    """Return a pattern of ids as a regular expression that takes linear time.
+    """Return a pattern of ids as a regular expression that matches in linear time.
 
-    Each piece between two stars is looked for where it comes first, which is never tried again (an atomic group): if
-    the rest does not follow then, it does not follow a later one either.
+    Each piece between two stars matches at its first occurrence, without backtracking (an atomic group): if the rest
+    does not match after that occurrence, it does not match after a later one either.
     """
     pieces = ["".join(CHARACTER if c == "?" else re.escape(c) for c in piece) for piece in re.split(r"\*+", pattern)]
     if len(pieces) == 1:
@@ -146,15 +148,15 @@ def _expression(pattern: str) -> str:
 
 @dataclass(frozen=True)
 class Identities:
-    """The identities of a table."""
+    """Identities of an identity file."""
 
     entries: tuple[Entry, ...]
 
     def find(self, names: frozenset[str], token: str | None) -> list[Identity]:
-        """Return who presents a certificate with these subject alternative names, and the token of this name.
+        """Return the identities that match a certificate's subject alternative names and a token's name.
 
-        An identity that the table gives both needs both, and is preferred to those that need one. More than one are
-        several identities that cannot be told apart by what was presented.
+        An identity with both credentials requires both, and takes precedence over identities with one. If several are
+        returned, the presented credentials do not tell them apart.
         """
         by_certificate, by_token = self._by_credential
         presented = [entry for name in names for entry in by_certificate.get(name, ())] + by_token.get(token, [])
@@ -164,7 +166,7 @@ class Identities:
 
     @cached_property
     def _by_credential(self) -> tuple[dict[str, list[Entry]], dict[str | None, list[Entry]]]:
-        """Entries by certificate, and those without one by token."""
+        """Entries by certificate, and those without a certificate by token."""
         by_certificate: dict[str, list[Entry]] = {}
         by_token: dict[str | None, list[Entry]] = {}
         for entry in self.entries:
@@ -176,15 +178,15 @@ class Identities:
 
 
 def read_identities(path: Path) -> Identities:
-    """Read a table of identities: YAML, with ``version: 1`` and ``identities``, a list of :class:`Entry`.
+    """Read an identity file: YAML, with ``version: 1`` and ``identities``, a list of :class:`Entry`.
 
     Raises
     ------
     ExperimentError
-        If it cannot be read, or something in it is not allowed; every mistake is named, with its line.
+        If it cannot be read or is invalid; the message lists every error with its line.
     """
     text = read_text(path, "table of identities")
-    if contains_token(text):  # not shown, as other mistakes are
+    if contains_token(text):  # unlike other errors, not quoted
         raise ExperimentError(
             f"{path}: found a token; allowed: the name of one",
             hint="whoever reads this file can use that token: revoke it (`fedloom token revoke`) and make another",
@@ -204,7 +206,7 @@ def read_identities(path: Path) -> Identities:
 
 
 def _mistakes(entries: Iterable[Entry]) -> list[Mistake]:
-    """What no schema says: every identity has a credential, and each credential is one identity's."""
+    """Return the errors that the schema does not cover, such as missing or duplicate credentials."""
     found: list[Mistake] = []
     entries = list(entries)
     names = Counter(entry.name for entry in entries)

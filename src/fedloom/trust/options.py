@@ -1,4 +1,4 @@
-"""What both ends are told about trust, and what their files say: checked, and read again when they change."""
+"""Security options of clients and servers; their files are checked, and reloaded when they change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedloom.trust.tokens import checked_token, read_secret
 log = logging.getLogger("fedloom.trust")
 
 TOKEN = "FEDLOOM_TOKEN"
-"""Environment variable that holds a token: no option takes one, since everybody sees the arguments of a process."""
+"""Environment variable for a token; there is no option for it, because process arguments are visible to everyone."""
 
 FILES = {
     "ca": "FEDLOOM_TLS_CA",
@@ -29,11 +29,11 @@ FILES = {
     "key": "FEDLOOM_TLS_KEY",
     "token_file": "FEDLOOM_TOKEN_FILE",
 }
-"""Environment variables that name files, by the field of :class:`ClientOptions`, in their order."""
+"""Environment variables for files, by field of :class:`ClientOptions`, in order."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on a host, by its name or address."""
+    """Return whether a host name or address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -42,18 +42,18 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How an aggregator is dialled.
+    """Options for connecting to an aggregator.
 
     Attributes
     ----------
     ca
-        Certificates of the authorities that may vouch for it; with it TLS is spoken, without plaintext.
+        Certificates of the authorities trusted to verify it; if given, only TLS is used.
     certificate, key
-        What we show of ourselves.
+        Our certificate and its key.
     token_file, token
-        Or this, or both.
+        Our token, instead of a certificate or in addition to it.
     insecure
-        Send a token in plaintext, to whatever host.
+        Allow a token to be sent in plaintext to any host.
     """
 
     ca: Path | None = None
@@ -65,12 +65,12 @@ class ClientOptions:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientOptions:
-        """What environment variables say, as :data:`FILES` and :data:`TOKEN` name them.
+        """Return the options given by environment variables (:data:`FILES` and :data:`TOKEN`).
 
         Raises
         ------
         RefusedError
-            If what is there as a token is none.
+            If the token is invalid.
         """
         ca, certificate, key, token_file = (
             Path(environment[name]) if environment.get(name) else None for name in FILES.values()
@@ -79,19 +79,19 @@ class ClientOptions:
 
 
 def token_of(environment: Mapping[str, str] = os.environ) -> SecretStr | None:
-    """Return the token of an environment; None without one.
+    """Return the token given by an environment; None if there is none.
 
     Raises
     ------
     RefusedError
-        If what is there is no token.
+        If the token is invalid.
     """
     return checked_token(environment[TOKEN], TOKEN) if environment.get(TOKEN) else None
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What we show to an aggregator, and whom we believe: as the files are now."""
+    """Our credentials, and the trusted authorities, as currently in the files."""
 
     ca: bytes | None
     pair: KeyPair | None
@@ -99,14 +99,14 @@ class Shown:
 
 
 class Credentials:
-    """What we dial an aggregator with, read again when its files change. Any thread may ask.
+    """Credentials for connecting to an aggregator, reloaded when their files change. Any thread may use it.
 
     Raises
     ------
     ExperimentError
-        If a file cannot be read, or options do not go together.
+        If a file cannot be read, or options contradict each other.
     RefusedError
-        If a certificate is not valid now, or a token none.
+        If a certificate is not valid now, or a token is invalid.
     """
 
     def __init__(self, options: ClientOptions | None = None) -> None:
@@ -136,19 +136,19 @@ class Credentials:
 
     @property
     def current(self) -> Shown:
-        """What is to be shown, as the files are now."""
+        """Current credentials, reloaded if the files have changed."""
         self._files.refresh()
         return self._files.value
 
     def show(self, host: str) -> Shown:
-        """Return what to show to an aggregator on a host.
+        """Return the credentials to present to an aggregator on a host.
 
         Raises
         ------
         ExperimentError
-            If it is a token that others on the way could read.
+            If a token could be read by others in transit.
         RefusedError
-            If our certificate is not valid now: nobody would let us in with it.
+            If our certificate is not valid now: no peer would admit us with it.
         """
         shown, options = self.current, self._options
         if shown.token is not None and shown.ca is None and not options.insecure and not is_loopback(host):
@@ -168,20 +168,20 @@ class Credentials:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How an aggregator is protected.
+    """Security options of an aggregator.
 
     Attributes
     ----------
     certificate, key
-        It serves with TLS.
+        Certificate and key for TLS.
     ca
-        Certificates of the authorities whose certificates a peer must have one of.
+        Certificates of the authorities, one of which must have signed a peer's certificate.
     tokens, identities
-        Who is let in, as of :class:`fedloom.trust.access.Access`.
+        Token file and identity file (:class:`fedloom.trust.access.Access`).
     token
-        One token for workers and watchers alike.
+        One shared token for workers and watchers.
     insecure
-        Serve beyond this machine though peers are not known, or others on the way could read and change everything.
+        Serve other machines even without TLS or without identifying peers.
     """
 
     certificate: Path | None = None
@@ -195,26 +195,26 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """The certificate of a server, and the authorities of its peers."""
+    """Certificate of a server, and the authorities of its peers."""
 
     pair: KeyPair
     ca: bytes | None
 
 
 class Protection:
-    """How an aggregator is protected: TLS, and who is let in.
+    """Protection of an aggregator: TLS and access control.
 
     Attributes
     ----------
     tls
-        Its certificate and CA; None: plaintext.
+        Certificate and CA; None for plaintext.
     access
-        Who is let in; None: nobody has to say who they are.
+        Access rules; None if peers need no identity.
 
     Raises
     ------
     ExperimentError
-        If a file cannot be read, or options do not go together.
+        If a file cannot be read, or options contradict each other.
     RefusedError
         If the certificate is not valid now.
     """
@@ -239,12 +239,12 @@ class Protection:
         self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
 
     def check(self, host: str) -> None:
-        """Refuse to listen on a host where strangers could reach what is not protected.
+        """Refuse to listen where other machines could reach an unprotected aggregator; only warn if ``insecure``.
 
         Raises
         ------
         ExperimentError
-            Naming what is missing.
+            If TLS or access control is missing; the message names it.
         """
         if is_loopback(host) or (self.tls is not None and self.access is not None):
             return

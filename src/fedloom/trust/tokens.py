@@ -1,7 +1,7 @@
-"""Tokens: secrets of 256 random bits, shown once, of which a file keeps the hash.
+"""Tokens: secrets of 256 random bits, shown once; a file keeps their hashes.
 
-A token is ``fedloom_ID_SECRET``. The id is no secret: it names the token in lists and logs, and finds the hash that the
-secret is compared with, in constant time. A hash without salt and rounds is enough: nobody can guess 256 bits.
+A token is ``fedloom_ID_SECRET``. The id is not secret: it names the token in lists and logs, and selects the hash that
+the secret is compared with in constant time. An unsalted, single-round hash suffices, since 256 bits cannot be guessed.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from fedloom.trust.files import read_text, write_private
 
 SECRET_BYTES = 32
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-"""What identities and tokens may be called."""
+"""Pattern for names of identities and tokens."""
 
 _TOKEN = re.compile(r"fedloom_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _NOBODY = hashlib.sha256(b"").hexdigest()
 
 
 class Token(Settings):
-    """What is kept of a token.
+    """Stored record of a token.
 
     Attributes
     ----------
     id
         12 hex digits.
     name
-        Whose it is; several tokens may have one name, such as the next and the last while one takes the other's place.
+        Name of its owner; several tokens may share one, such as an old token and its replacement.
     sha256
-        Of its secret.
+        SHA-256 of its secret.
     created, expires, revoked
-        When; the last two may never be.
+        Times of these events; the last two may be None.
     """
 
     id: str = Field(pattern=r"^[0-9a-f]{12}$")
@@ -57,7 +57,7 @@ class Token(Settings):
     revoked: AwareDatetime | None = None
 
     def state(self, now: datetime) -> Literal["valid", "expired", "revoked"]:
-        """Whether it is to be taken."""
+        """Return the token's state at a time."""
         if self.revoked is not None:
             return "revoked"
         return "expired" if self.expires is not None and now >= self.expires else "valid"
@@ -70,14 +70,14 @@ class _File(Settings):
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a file, in the order in which they were made."""
+    """Tokens of a file, in order of creation."""
 
     all: tuple[Token, ...]
 
     def find(self, token: SecretStr) -> Token | None:
-        """Return what is kept of a token, expired and revoked ones too; None if it is none of these.
+        """Return the record of a token, even if expired or revoked; None if it is not in the file.
 
-        It takes as long whether the id is known or not, and however much of the secret is right.
+        The duration does not depend on whether the id is known or how much of the secret is correct.
         """
         given = _TOKEN.fullmatch(token.get_secret_value())
         id, secret = given.groups() if given else ("", "")
@@ -86,7 +86,7 @@ class Tokens:
         return kept if same else None
 
     def of(self, id: str) -> Token | None:
-        """Return the token of this id."""
+        """Return the token with this id, if any."""
         return self._by_id.get(id)
 
     @cached_property
@@ -95,28 +95,28 @@ class Tokens:
 
 
 def token_id(token: SecretStr) -> str | None:
-    """Return the id that a token claims, for logs; None if it is none."""
+    """Return the id that a token claims, for logs; None if the text is not a token."""
     given = _TOKEN.fullmatch(token.get_secret_value())
     return given[1] if given else None
 
 
 def contains_token(text: str) -> bool:
-    """Whether there is a token in a text."""
+    """Return whether a text contains a token."""
     return _TOKEN.search(text) is not None
 
 
 def make_token() -> SecretStr:
-    """Make a token."""
+    """Return a new random token."""
     return SecretStr(f"fedloom_{secrets.token_hex(6)}_{secrets.token_urlsafe(SECRET_BYTES)}")
 
 
 def keep_token(name: str, token: SecretStr, *, days: float | None = None) -> Token:
-    """Return what is to be kept of a token that lives for so many days from now, or for ever.
+    """Return the record of a token that expires in ``days`` days from now, or never.
 
     Raises
     ------
     ValueError
-        If it is none.
+        If the text is not a token.
     """
     given = _TOKEN.fullmatch(token.get_secret_value())
     if given is None:
@@ -127,12 +127,12 @@ def keep_token(name: str, token: SecretStr, *, days: float | None = None) -> Tok
 
 
 def read_tokens(path: Path) -> Tokens:
-    """Read a file of tokens.
+    """Read a token file.
 
     Raises
     ------
     ExperimentError
-        If it cannot be read, or is not one that ``fedloom token`` has written.
+        If it cannot be read, or was not written by ``fedloom token``.
     """
     text = read_text(path, "file of tokens")
     try:
@@ -153,12 +153,12 @@ _REPAIR = "take it from a backup, or make another with `fedloom token new`"
 
 
 def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[SecretStr, Token]:
-    """Make a token and keep its hash in a file, which is made if it is not there.
+    """Create a token and store its hash in a file, which is created if necessary.
 
     Raises
     ------
     ExperimentError
-        If the name is not allowed, or the file is damaged; it stays as it is.
+        If the name is not allowed, or the file is damaged; it stays unchanged.
     StorageError
         If it cannot be written.
     """
@@ -173,12 +173,12 @@ def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[Secr
 
 
 def revoke_tokens(path: Path, which: str) -> list[Token]:
-    """Revoke the token of an id, or all of a name; return those that were not revoked before.
+    """Revoke the token with an id, or all tokens with a name; return those newly revoked.
 
     Raises
     ------
     ExperimentError
-        If there is no such token, or the file is damaged; it stays as it is.
+        If there is no such token, or the file is damaged; it stays unchanged.
     StorageError
         If it cannot be written.
     """
@@ -196,25 +196,25 @@ def revoke_tokens(path: Path, which: str) -> list[Token]:
 
 
 def read_secret(path: Path) -> SecretStr:
-    """Read the file that holds one token, as a worker has it.
+    """Read a worker's token from a file.
 
     Raises
     ------
     ExperimentError
-        If it cannot be read.
+        If the file cannot be read.
     RefusedError
-        If what it holds is no token. What it holds is not shown.
+        If its content is not a token; the content is not shown.
     """
     return checked_token(read_text(path, "file of a token").strip(), str(path))
 
 
 def checked_token(text: str, source: str) -> SecretStr:
-    """Return a text that is a token.
+    """Return a text as a token.
 
     Raises
     ------
     RefusedError
-        If it is none. The text is not shown.
+        If it is not a token; the text is not shown.
     """
     if not _TOKEN.fullmatch(text):
         raise RefusedError(
@@ -233,5 +233,5 @@ def _hash(secret: str) -> str:
 
 
 def _without_text(error: BaseException) -> str:
-    """What is wrong with a document, without a piece of it: JSON's errors keep it whole, and some quote it."""
+    """Return what is wrong with a document without quoting it, as JSON's errors and their messages may do."""
     return f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
