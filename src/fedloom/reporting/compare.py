@@ -470,11 +470,11 @@ def compare(run_folders: Sequence[str | Path], against: str | None = None) -> Co
 
     Parameters
     ----------
-    Folders of runs, or folders that hold runs.
-        Of runs, or of what holds runs.
-    Label of a row, or name of a method or algorithm, that the others are tested against; None: the row that is best
+    run_folders
+        Folders of runs, or folders that hold runs.
+    against
+        Label of a row, or name of a method or algorithm, that the others are tested against; None: the row that is best
         on validation.
-        that validation prefers.
 
     Raises
     ------
