@@ -107,7 +107,7 @@ def descriptors(size: int) -> torch.Tensor:
     return torch.randn(DESCRIPTORS, size, generator=torch.Generator().manual_seed(1))
 
 
-# --- the load, in a process of its own --------------------------------------------------------------------------------
+# --- load, in a separate process --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -399,7 +399,7 @@ def _rounds(out: Path, seconds: float) -> float:
     return (len(_attempts(out)) - before) / (time.perf_counter() - started)
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- measurement ------------------------------------------------------------------------------------------------------
 
 
 def measure(seconds: float) -> dict[str, Any]:

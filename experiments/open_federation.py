@@ -109,7 +109,7 @@ def experiment_of(name: str, classes: Sequence[str], rounds: int) -> dict[str, A
     }
 
 
-# --- what members bring -----------------------------------------------------------------------------------------------
+# --- members' data ----------------------------------------------------------------------------------------------------
 
 
 def owners(official: Official) -> list[tuple[NDArray[Any], NDArray[np.int64]]]:
@@ -194,7 +194,7 @@ def script(seed: int, rounds: int, kills: int) -> list[Event]:
     return sorted(events)
 
 
-# --- carrying it out --------------------------------------------------------------------------------------------------
+# --- execution --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -251,7 +251,7 @@ class Demonstration:
         self._held.callback(end)
         return process
 
-    # ---- before it begins
+    # ---- before the run
 
     def prepare(self) -> None:
         """Pack each member's data; create the authority, the certificates and the identity file."""
@@ -306,7 +306,7 @@ class Demonstration:
             zip(TLS, (self.trust / "ca.crt", self.trust / f"{name}.crt", self.trust / f"{name}.key"), strict=True)
         )
 
-    # ---- while it goes on
+    # ---- during the run
 
     def start(self, *more: str) -> None:
         """Start the aggregator, for the first time or again."""
@@ -436,7 +436,7 @@ class Demonstration:
                 f"exit codes: aggregator {self.aggregator.returncode}, {codes}; see {self.folder / 'logs'}"
             )
 
-    # ---- after it
+    # ---- after the run
 
     def replay(self) -> Path:
         """Replay the run's journal in one process."""

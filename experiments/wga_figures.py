@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python experiments/wga_figures.py [--out docs/results/wga.csv]
 
 experiments/results.py makes tables and figures from that file. The updates are those of the algorithm
-(fedloom.algorithms.wga); each simulated mean stands beside the exact value from fedloom.theory.collaboration.
+(fedloom.algorithms.wga); each simulated mean is listed with the exact value from fedloom.theory.collaboration.
 Parameters and findings: docs/results/wga.md.
 """
 

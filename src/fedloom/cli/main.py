@@ -159,7 +159,7 @@ def main() -> NoReturn:
 
 
 class _Printable(logging.Formatter):
-    """Formatter that removes control characters, since a record may hold text from other machines."""
+    """Formatter that escapes control characters, since a record may hold text from other machines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep=KEPT)

@@ -68,7 +68,7 @@ def serving(
     listen
         ``host:port``.
     protection, audit
-        Access rules, and the log of accesses.
+        Access rules, and the audit log.
     incarnation
         Id of this process's incarnation.
     grace_s

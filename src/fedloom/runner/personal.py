@@ -298,7 +298,7 @@ def check_privacy(asked: Asked) -> None:
 
 
 def check_delta(asked: Asked, examples: int) -> None:
-    """Raise if δ gives no protection for this many examples.
+    """Raise if δ is too large to protect this many examples.
 
     Publishing one of n examples, chosen at random, is (0, 1/n)-differentially private.
 
@@ -396,7 +396,7 @@ class Speaking:
     client
         Id of the client, among those in ``data``.
     once
-        Answer a single opening message only; an answer to another would release more about the data.
+        Answer a single opening message only; answering another would release more about the data.
     tell
         Called once, before the first answer to a server; its result is stored in ``told``.
     """

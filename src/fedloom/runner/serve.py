@@ -59,7 +59,7 @@ class DurableRounds:
     refresh
         Called to update the folder before each read.
     patient
-        Wait while there is no checkpoint, instead of raising.
+        Return None while there is no checkpoint, instead of raising.
     """
 
     def __init__(
