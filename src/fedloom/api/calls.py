@@ -44,7 +44,7 @@ def run(
     Parameters
     ----------
     experiment
-        Path or URL of an experiment file; its content as a mapping, whose sections may be objects; or an
+        Path or URL of an experiment file; its content as a mapping, whose sections may be objects; or a
         :class:`fedloom.Experiment`.
     out
         Folder of the run; None: ``runs/NAME-ALGORITHM-seedN``.

@@ -138,7 +138,7 @@ def clean(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Remove old runs from a store. With --older-than, also remove partitions that no run uses."""
+    """Remove old runs from a store: checkpoints, states and results; with --older-than, unused partitions too."""
     from fedloom.errors import ExperimentError
     from fedloom.storage import open_store
     from fedloom.storage.retention import (

@@ -64,7 +64,7 @@ def list_(
     root: Annotated[Path | None, ROOT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each data set.")] = False,
 ) -> None:
-    """List the data sets. Shows size on this machine, if fetched, and licence."""
+    """List the data sets. Shows their size on this machine, if fetched, and their licences."""
     import json
 
     from rich.filesize import decimal
